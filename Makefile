@@ -1,0 +1,52 @@
+# The front door. Each target sets up what it needs: `make demo` on a fresh clone is enough.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench docs clean
+
+help:
+	@echo "make demo    train on real images over 2 processes, and compare with 1 (about a minute)"
+	@echo "make test    run the tests"
+	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make format  let ruff format and fix what it can"
+	@echo "make bench   run the benchmarks (minutes; results land in benchmarks/results)"
+	@echo "make docs    execute every code block of the docs and the README"
+	@echo "make clean   remove .venv and caches"
+
+# setuptools first and no build isolation: so the build itself is pinned as well.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --no-build-isolation -e '.[all,dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/paceline demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+# The docs are plain markdown; "building" them means running every block in them. There is no site yet.
+docs: $(STAMP)
+	$(BIN)/python -m pytest tests/journeys/test_docs.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

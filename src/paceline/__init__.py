@@ -1,0 +1,36 @@
+"""Paceline: data-parallel training on PyTorch.
+
+`import paceline` costs nothing beyond `import torch`, and `paceline --help` not even that: the names below are
+imported when they are first used (PEP 562).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm
+
+__version__ = "0.1.0"
+
+__all__ = ["DistributedDataParallel", "SyncBatchNorm", "__version__", "convert_sync_batchnorm"]
+
+_HOME_OF = {
+    "DistributedDataParallel": "paceline.ddp",
+    "SyncBatchNorm": "paceline.ddp",
+    "convert_sync_batchnorm": "paceline.ddp",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public name `name` from its home on first use."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
