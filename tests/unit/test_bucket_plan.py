@@ -1,0 +1,108 @@
+"""Which gradients travel together: the planning function against the paper's table, torch's rule and its own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from paceline.ddp.plan import plan_buckets
+
+MEBIBYTE = 1024 * 1024
+FIRST_BUCKET_BYTES = MEBIBYTE
+
+
+def resnet50_num_elements():
+    """Elements of ResNet-50's 161 parameters in registration order (He et al. 2016, table 1, with torch's biases)."""
+    sizes = [64 * 3 * 7 * 7, 64, 64]
+    channels = 64
+    for width, num_blocks in [(64, 3), (128, 4), (256, 6), (512, 3)]:
+        for block in range(num_blocks):
+            sizes += [width * channels, width, width]
+            sizes += [width * width * 9, width, width]
+            sizes += [4 * width * width, 4 * width, 4 * width]
+            if block == 0:
+                sizes += [4 * width * channels, 4 * width, 4 * width]
+            channels = 4 * width
+    return [*sizes, 1000 * 2048, 1000]
+
+
+def mebibytes(plan, sizes):
+    return [round(sum(sizes[index] for index in bucket) / MEBIBYTE, 1) for bucket in plan]
+
+
+def caps(cap_mb):
+    """The paper's first bucket of 1 MiB, then the cap; below that the cap holds for the first as well."""
+    return [min(FIRST_BUCKET_BYTES, cap_mb * MEBIBYTE), cap_mb * MEBIBYTE]
+
+
+def initial_plan(sizes, cap_mb):
+    """Torch's first assignment: planned in registration order, then the list of buckets reversed."""
+    return plan_buckets(sizes, caps(cap_mb))[::-1]
+
+
+def rebuilt_plan(sizes, cap_mb):
+    """Planned in the order in which backward makes gradients ready."""
+    return plan_buckets(sizes[::-1], caps(cap_mb))
+
+
+def test_resnet50_has_the_papers_tensors():
+    """The list that the table is computed from has the printed numbers of tensors and parameters."""
+    sizes = resnet50_num_elements()
+    assert len(sizes) == 161
+    assert sum(sizes) == 25_557_032
+
+
+@pytest.mark.parametrize(
+    ("cap_mb", "num_initial", "num_rebuilt"),
+    [(0, 161, 161), (1, 35, 35), (5, 13, 13), (10, 10, 9), (25, 5, 5), (50, 3, 3)],
+)
+def test_number_of_buckets_of_resnet50(cap_mb, num_initial, num_rebuilt):
+    """Every row of the table: how many buckets a capacity gives, before and after the rebuild."""
+    sizes = [4 * num for num in resnet50_num_elements()]
+    assert len(initial_plan(sizes, cap_mb)) == num_initial
+    assert len(rebuilt_plan(sizes, cap_mb)) == num_rebuilt
+
+
+@pytest.mark.parametrize(
+    ("cap_mb", "initial", "rebuilt"),
+    [
+        (25, [11.8, 30.0, 28.3, 25.8, 1.5], [7.8, 30.0, 25.0, 25.3, 9.3]),
+        (50, [41.9, 54.1, 1.5], [7.8, 55.1, 34.6]),
+    ],
+)
+def test_bucket_sizes_of_resnet50(cap_mb, initial, rebuilt):
+    """The table's sizes in MiB, in the order in which the buckets are reduced."""
+    sizes = [4 * num for num in resnet50_num_elements()]
+    assert mebibytes(initial_plan(sizes, cap_mb), sizes) == initial
+    assert mebibytes(rebuilt_plan(sizes, cap_mb), sizes[::-1]) == rebuilt
+
+
+SIZES = st.lists(st.integers(0, 200), max_size=40)
+CAPS = st.lists(st.integers(0, 300), min_size=1, max_size=4)
+
+
+@given(SIZES, CAPS)
+def test_a_plan_is_a_partition_in_order(sizes, caps_bytes):
+    """Every gradient is in exactly one bucket, and reading the buckets gives the order that went in."""
+    plan = plan_buckets(sizes, caps_bytes)
+    assert [index for bucket in plan for index in bucket] == list(range(len(sizes)))
+    assert all(plan)
+
+
+@given(SIZES, CAPS)
+def test_a_bucket_is_closed_by_the_gradient_that_fills_it(sizes, caps_bytes):
+    """Every bucket but the last reaches its cap with its last gradient, not before; the last cap repeats."""
+    plan = plan_buckets(sizes, caps_bytes)
+    for number, bucket in enumerate(plan):
+        cap = caps_bytes[min(number, len(caps_bytes) - 1)]
+        assert sum(sizes[index] for index in bucket[:-1]) < cap or len(bucket) == 1
+        if bucket is not plan[-1]:
+            assert sum(sizes[index] for index in bucket) >= cap
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 400), st.integers(1, 400))
+def test_plan_is_torchs_for_one_dtype(num_elements, first_bytes, cap_bytes):
+    """For one (dtype, device) torch's own function cuts the same buckets."""
+    tensors = [torch.empty(num) for num in num_elements]
+    theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [first_bytes, cap_bytes])
+    assert plan_buckets([4 * num for num in num_elements], [first_bytes, cap_bytes]) == theirs
