@@ -1,0 +1,175 @@
+"""Real images, small enough to train on in seconds."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import ConfigurationError
+
+FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+MAX_TRAIN, MAX_TEST = 6_000, 2_000
+_IDX_UINT8 = 8
+
+
+@dataclass(frozen=True)
+class Images:
+    """A training set and a test set of square grey images.
+
+    Attributes:
+        name: What it is called on the screen.
+        train_images: Shape (N, 1, side, side), float32, mean 0 and standard deviation 1 over the training set.
+        train_labels: Shape (N,), int64, from 0.
+        test_images: Like `train_images`, scaled by the training set's mean and deviation.
+        test_labels: Like `train_labels`.
+    """
+
+    name: str
+    train_images: NDArray[np.float32]
+    train_labels: NDArray[np.int64]
+    test_images: NDArray[np.float32]
+    test_labels: NDArray[np.int64]
+
+    @property
+    def side(self) -> int:
+        """Pixels along one edge."""
+        return int(self.train_images.shape[-1])
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.train_labels.max()) + 1
+
+    def save(self, path: Path) -> None:
+        """Write to one file, from which every rank reads."""
+        np.savez(
+            path,
+            name=np.array(self.name),
+            train_images=self.train_images,
+            train_labels=self.train_labels,
+            test_images=self.test_images,
+            test_labels=self.test_labels,
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Images:
+        """Read what `save` wrote."""
+        with np.load(path) as stored:
+            return cls(
+                str(stored["name"]),
+                stored["train_images"],
+                stored["train_labels"],
+                stored["test_images"],
+                stored["test_labels"],
+            )
+
+
+def load_images(choice: str) -> Images:
+    """Load a data set by name, or from a folder of IDX files.
+
+    Args:
+        choice: `digits`, `fashion-mnist`, or the path of a folder with MNIST's four files.
+
+    Raises:
+        ConfigurationError: It is not there, or is not what it should be; says how to get it.
+    """
+    if choice == "digits":
+        return _digits()
+    if choice == "fashion-mnist":
+        if not FASHION_MNIST_FOLDER.is_dir():
+            raise ConfigurationError(
+                f"Fashion-MNIST is not installed: there is no {FASHION_MNIST_FOLDER}. On Debian or Ubuntu: "
+                "apt-get install dataset-fashion-mnist (31 MB). Elsewhere pass the folder that holds its four "
+                "files: --data FOLDER. Or use the embedded data: --data digits."
+            )
+        return _from_idx_folder(FASHION_MNIST_FOLDER, "Fashion-MNIST")
+    folder = Path(choice)
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"--data {choice} is neither digits, fashion-mnist nor a folder. Pass one of the two names, or a folder "
+            "with MNIST's four files (train-images-idx3-ubyte and so on, gzipped or not)."
+        )
+    return _from_idx_folder(folder, folder.name)
+
+
+def _digits() -> Images:
+    """scikit-learn's copy of the UCI handwritten digits: 1,797 images of 8 x 8 pixels."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise ConfigurationError(
+            "the digits come with scikit-learn, which is not installed. pip install 'paceline[demo]', or pass a "
+            "folder of images with --data FOLDER."
+        )
+    # Costs a second, and only this data set needs it.
+    from sklearn.datasets import load_digits  # noqa: PLC0415
+
+    bunch: Any = load_digits()
+    # The file is sorted by writer; a test set of unseen writers would be another experiment.
+    order = np.random.default_rng(0).permutation(len(bunch.target))
+    images, labels = bunch.images[order], bunch.target[order]
+    num_test = len(labels) // 5
+    return _images("digits", images[num_test:], labels[num_test:], images[:num_test], labels[:num_test])
+
+
+def _from_idx_folder(folder: Path, name: str) -> Images:
+    parts = {}
+    for split in ("train", "t10k"):
+        images = _read_idx(_find(folder, f"{split}-images-idx3-ubyte"), num_dimensions=3)
+        labels = _read_idx(_find(folder, f"{split}-labels-idx1-ubyte"), num_dimensions=1)
+        if len(images) != len(labels) or not len(labels) or images.shape[1] != images.shape[2]:
+            raise ConfigurationError(
+                f"{folder} has {len(images)} {split} images of {images.shape[1]} x {images.shape[2]} pixels and "
+                f"{len(labels)} {split} labels. The demo needs square images and as many labels."
+            )
+        parts[split] = images, labels
+    (images, labels), (test_images, test_labels) = parts["train"], parts["t10k"]
+    shown = name if len(labels) <= MAX_TRAIN else f"{name} (the first {MAX_TRAIN:,} of {len(labels):,})"
+    return _images(
+        shown, images[:MAX_TRAIN], labels[:MAX_TRAIN], test_images[:MAX_TEST], test_labels[:MAX_TEST]
+    )
+
+
+def _find(folder: Path, stem: str) -> Path:
+    for path in (folder / f"{stem}.gz", folder / stem):
+        if path.is_file():
+            return path
+    raise ConfigurationError(
+        f"{folder} has no {stem}.gz and no {stem}. A data folder holds MNIST's four files: train-images-idx3-ubyte, "
+        "train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, gzipped or not."
+    )
+
+
+def _read_idx(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
+    """Read one file in MNIST's IDX format: a magic number, the sizes, then bytes."""
+    opener: Callable[[Path, str], Any] = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as stream:
+            content: bytes = stream.read()
+    except (OSError, EOFError) as error:
+        raise ConfigurationError(f"{path} cannot be read ({error}). Fetch the file again.") from error
+    header = 4 + 4 * num_dimensions
+    sizes = [int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4)]
+    if content[:4] != bytes([0, 0, _IDX_UINT8, num_dimensions]) or len(content) != header + int(np.prod(sizes)):
+        raise ConfigurationError(
+            f"{path} is not an IDX file of {num_dimensions} dimension(s) of bytes: its first bytes are "
+            f"{content[:4].hex(' ') or 'missing'} and its length is {len(content):,}. Fetch the file again."
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(sizes)
+
+
+def _images(
+    name: str, images: NDArray[Any], labels: NDArray[Any], test_images: NDArray[Any], test_labels: NDArray[Any]
+) -> Images:
+    mean, deviation = float(images.mean()), float(images.std()) or 1.0
+
+    def scaled(pixels: NDArray[Any]) -> NDArray[np.float32]:
+        return ((pixels[:, None] - mean) / deviation).astype(np.float32)
+
+    return Images(
+        name, scaled(images), labels.astype(np.int64), scaled(test_images), test_labels.astype(np.int64)
+    )

@@ -1,0 +1,194 @@
+"""Run torch's elastic agent, and put what goes wrong into one paragraph.
+
+Rules
+1. Nothing of a launch outlives it: ranks, their children, torch's log folder. Keeper and agent see to it.
+2. The ranks' own output is the user's: it passes through untouched. The agent's log is silenced unless LOGLEVEL
+   is set, because it says at length what the paragraph says.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch.distributed import DistNetworkError
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from paceline.errors import PacelineError
+from paceline.launch.arguments import LaunchArguments, num_cores, port_is_taken
+from paceline.launch.keeper import MARK, Keeper
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_NUM_SHOWN = 4
+# A rank that loses its peer raises, or is aborted by its communication library: a consequence, not the cause.
+_CONSEQUENCES = (signal.SIGABRT, signal.SIGTERM)
+
+
+class LaunchError(PacelineError, RuntimeError):
+    """The launch failed, or one of its ranks did; every rank has been stopped."""
+
+
+class InterruptedLaunchError(PacelineError, RuntimeError):
+    """A signal asked the launcher to stop; every rank has been stopped.
+
+    Attributes:
+        signal: Which one.
+    """
+
+    def __init__(self, message: str, received: signal.Signals) -> None:
+        super().__init__(message)
+        self.signal = received
+
+
+def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
+    """Run the script on every rank, and return when all have ended well.
+
+    Args:
+        arguments: A checked command line.
+        note: Told what the launcher decided by itself, one line each.
+
+    Contract:
+        Blocks: until every rank has ended. To be called on the main thread, where signals arrive.
+        Afterwards: no process of this launch is left, whatever happened.
+
+    Raises:
+        LaunchError: The ranks could not be started, or one of them failed.
+        InterruptedLaunchError: SIGINT, SIGTERM, SIGHUP or SIGQUIT arrived; the ranks got it too.
+    """
+    port = arguments.local_port
+    if port is not None and port_is_taken(port):
+        raise LaunchError(_port_in_use(port))
+    _choose_threads(arguments, note)
+    _quieten_torch()
+    launch_id = os.environ[MARK] = uuid.uuid4().hex
+    started_s = time.monotonic()
+    with Keeper(launch_id) as keeper:
+        if arguments.torchrun.log_dir is None:
+            # torch would leave a folder in /tmp behind for every run that does not name one.
+            arguments.torchrun.log_dir = _kept_logs(arguments, note) or str(keeper.folder)
+        try:
+            torchrun.run(arguments.torchrun)  # type: ignore[no-untyped-call]
+        except ChildFailedError as error:
+            raise LaunchError(_ranks_failed(arguments, error, time.monotonic() - started_s)) from error
+        except SignalException as error:
+            raise _interrupted(arguments, error.sigval) from error
+        except KeyboardInterrupt as error:  # before the agent took over the signals
+            raise _interrupted(arguments, signal.SIGINT) from error
+        except DistNetworkError as error:
+            if port is not None and "EADDRINUSE" in str(error):
+                raise LaunchError(_port_in_use(port)) from error
+            raise LaunchError(_no_rendezvous(arguments, error)) from error
+        except (RendezvousError, TimeoutError) as error:
+            raise LaunchError(_no_rendezvous(arguments, error)) from error
+
+
+def _choose_threads(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
+    """Share the cores among the ranks, unless the user did. torchrun would give every rank one thread."""
+    ranks = arguments.num_local_ranks
+    if "OMP_NUM_THREADS" in os.environ or ranks == 1:
+        return
+    threads = max(1, num_cores() // ranks)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    note(f"OMP_NUM_THREADS is not set; each rank gets {threads} ({num_cores()} cores, {ranks} ranks)")
+
+
+def _quieten_torch() -> None:
+    if "LOGLEVEL" in os.environ or "TORCH_LOGS" in os.environ:
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def _kept_logs(arguments: LaunchArguments, note: Callable[[str], None]) -> str | None:
+    """A folder that outlives the launch, if the ranks' output was to be written to files."""
+    args = arguments.torchrun
+    if args.redirects == "0" and args.tee == "0":
+        return None
+    folder = tempfile.mkdtemp(prefix="paceline-logs-")
+    note(f"the ranks' logs are kept in {folder}; --log-dir chooses another folder")
+    return folder
+
+
+def _ranks_failed(arguments: LaunchArguments, error: ChildFailedError, elapsed_s: float) -> str:
+    failures = sorted(error.failures.items(), key=lambda item: _likely_cause_first(*item))
+    # The agent ends the others by SIGTERM, and torch counts them among the failures.
+    first, rest = failures[0], [item for item in failures[1:] if item[1].exitcode != -signal.SIGTERM]
+    stopped = arguments.num_local_ranks - 1 - len(rest)
+    also = "".join(f"; rank {rank} {_how_it_ended(failure)}" for rank, failure in rest[:_NUM_SHOWN])
+    more = f"; {len(rest) - _NUM_SHOWN} more failed" if len(rest) > _NUM_SHOWN else ""
+    others = f"; {stopped} other rank(s) on this machine were stopped" if stopped else ""
+    return (
+        f"rank {first[0]} of {arguments.script} (pid {first[1].pid}) {_how_it_ended(first[1])}, {elapsed_s:.1f} s "
+        f"after the start{also}{more}{others}. {_what_next(first[1], arguments)}"
+    )
+
+
+def _likely_cause_first(rank: int, failure: ProcessFailure) -> tuple[int, int, int]:
+    """Killed ranks first, then by time: torch's stamps are whole seconds, too coarse to tell who fell first."""
+    if failure.exitcode < 0:
+        order = 2 if -failure.exitcode in _CONSEQUENCES else 0
+    else:
+        order = 1
+    return order, failure.timestamp, rank
+
+
+def _how_it_ended(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        return f"was killed by {failure.signal_name()}"
+    return f"exited with code {failure.exitcode}"
+
+
+def _what_next(failure: ProcessFailure, arguments: LaunchArguments) -> str:
+    if failure.exitcode == -signal.SIGKILL:
+        return (
+            "If nobody sent that signal, the machine ran out of memory: look for 'Out of memory' in dmesg, and try "
+            "fewer ranks or a smaller batch. See docs/troubleshooting.md#was-killed-by."
+        )
+    if failure.exitcode < 0 and -failure.exitcode not in _CONSEQUENCES:
+        return (
+            "That is a crash in native code: set PYTHONFAULTHANDLER=1 to see where. "
+            "See docs/troubleshooting.md#was-killed-by."
+        )
+    alone = f"paceline run --nproc-per-node 1 {'-m ' if arguments.torchrun.module else ''}{arguments.script}"
+    return (
+        f"Its own message, if it wrote one, is above. Next: try it alone ({alone}), or tell the ranks' output apart "
+        "with --tee 3 --log-dir logs. See docs/troubleshooting.md#exited-with-code."
+    )
+
+
+def _interrupted(arguments: LaunchArguments, received: signal.Signals) -> InterruptedLaunchError:
+    return InterruptedLaunchError(
+        f"{received.name} received; all {arguments.num_local_ranks} rank(s) of {arguments.script} were stopped.",
+        received,
+    )
+
+
+def _port_in_use(port: int) -> str:
+    return (
+        f"port {port} is in use: another process of this machine listens on it, and the ranks of this launch were to "
+        "meet there. Leave out --master-port and --rdzv-endpoint to take a free port, name another one, or end that "
+        f"process (ss -ltnp 'sport = :{port}' shows it). Nothing was started. See docs/troubleshooting.md#is-in-use."
+    )
+
+
+def _no_rendezvous(arguments: LaunchArguments, error: BaseException) -> str:
+    args = arguments.torchrun
+    where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+    return (
+        f"the ranks could not meet at {where} (backend {args.rdzv_backend}): {reason}. Check that the address is "
+        "reachable from here, that the first machine's launcher is running there, and that all machines were given "
+        "the same --rdzv-id and --nnodes. See docs/troubleshooting.md#could-not-meet."
+    )

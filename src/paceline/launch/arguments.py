@@ -1,0 +1,224 @@
+"""torchrun's command line, checked before anything starts.
+
+The parser is torch's own, so every flag, both spellings and the PET_* environment variables work; what is ours
+is the wording of what is wrong, and one flag, `--share-devices`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import errno
+import importlib.machinery
+import os
+import shutil
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch.distributed import run as torchrun
+
+from paceline.errors import ConfigurationError
+
+_LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1", "[::1]")
+
+
+@dataclass(frozen=True)
+class LaunchArguments:
+    """A command line that was found possible.
+
+    Attributes:
+        torchrun: What torch's own parser made of it; handed to torch's launcher as it is.
+        script: The script, module or program to start.
+        num_local_ranks: How many ranks this machine runs.
+        local_port: The port that this machine is asked to listen on, if one was named.
+    """
+
+    torchrun: argparse.Namespace
+    script: str
+    num_local_ranks: int
+    local_port: int | None
+
+
+def num_cores() -> int:
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def parse(arguments: list[str]) -> LaunchArguments:
+    """Parse torchrun's command line and refuse what cannot work.
+
+    Raises:
+        ConfigurationError: Names what is wrong and what to type instead. Nothing was started.
+    """
+    args = _parser().parse_args(arguments)
+    _check_script(args)
+    num_nodes = _num_nodes(args.nnodes)
+    num_local_ranks = _num_local_ranks(args.nproc_per_node)
+    _check_devices(num_local_ranks, _num_devices(), share=args.share_devices)
+    if args.max_restarts < 0:
+        raise ConfigurationError(f"--max-restarts {args.max_restarts} is negative. Pass 0 for no restarts.")
+    return LaunchArguments(args, args.training_script, num_local_ranks, _local_port(args, num_nodes))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = torchrun.get_args_parser()
+    parser.prog = "paceline run"
+    parser.description = "Start a script once a rank, as torchrun does, with torchrun's flags."
+    parser.add_argument(
+        "--share-devices",
+        "--share_devices",
+        action="store_true",
+        help="Allow more ranks than this machine has accelerators.",
+    )
+    known = sorted(option for option in parser._option_string_actions if option.startswith("--"))
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigurationError(_usage(message, known))
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser
+
+
+def _usage(message: str, known: list[str]) -> str:
+    """Our words for what argparse found wrong."""
+    if "required: training_script" in message:
+        return (
+            "no script to run. Name the training script after the options, for example: "
+            "paceline run --nproc-per-node 2 train.py --epochs 3"
+        )
+    if message.startswith("unrecognized arguments: "):
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+        close = _closest(unknown.split("=")[0], known)
+        hint = f"Did you mean {close}? " if close else ""
+        return (
+            f"unknown option {unknown}. {hint}Options of the launcher come before the script, the script's own "
+            "after it; `paceline run --help` lists the launcher's."
+        )
+    return f"{message}. `paceline run --help` lists the options."
+
+
+def _closest(unknown: str, known: list[str]) -> str | None:
+    """The option that was probably meant: one that starts alike, else one that looks alike."""
+    starts = max(known, key=lambda option: len(os.path.commonprefix([option, unknown])))
+    if len(os.path.commonprefix([starts, unknown])) >= len("--xyz"):
+        return starts
+    return next(iter(difflib.get_close_matches(unknown, known, n=1)), None)
+
+
+def _check_script(args: argparse.Namespace) -> None:
+    script: str = args.training_script
+    if args.no_python and args.module:
+        raise ConfigurationError(
+            f"--no-python and -m were both given for {script}: the first says it is a program, the second that it "
+            "is a Python module. Drop one of them."
+        )
+    if args.module:
+        if "PYTHON_EXEC" not in os.environ and not _module_exists(script):
+            raise ConfigurationError(
+                f"there is no module {script} here: neither {Path.cwd()} nor this Python's packages have a "
+                f"{script.split('.')[0]}. Run from the folder that holds it, install it, or drop -m if {script} "
+                "is a file."
+            )
+    elif args.no_python and not args.run_path:
+        if shutil.which(script) is None:
+            raise ConfigurationError(
+                f"there is no program {script} that could be run: it is neither on the PATH nor an executable "
+                "file. Check the spelling, or chmod +x it."
+            )
+    else:
+        _check_file(script)
+
+
+def _module_exists(name: str) -> bool:
+    """Whether `python -m name` could find its top-level package; imports nothing."""
+    top = name.split(".")[0]
+    path = [str(Path.cwd()), *sys.path]
+    return top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top, path) is not None
+
+
+def _check_file(script: str) -> None:
+    path = Path(script)
+    if path.is_file() or (path / "__main__.py").is_file():
+        return
+    siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, siblings, n=1)
+    hint = f" Did you mean {path.parent / close[0]}?" if close else ""
+    found = "it is a folder without __main__.py" if path.is_dir() else f"looked in {path.parent.resolve()}"
+    raise ConfigurationError(
+        f"there is no script {script} ({found}).{hint} Check the path, or pass -m to run a module by its dotted "
+        "name."
+    )
+
+
+def _num_nodes(nnodes: str) -> int:
+    """The largest number of machines that `--nnodes` allows."""
+    try:
+        smallest, largest = torchrun.parse_min_max_nnodes(nnodes)
+    except (ValueError, RuntimeError):
+        smallest = largest = 0
+    if not 0 < smallest <= largest:
+        raise ConfigurationError(
+            f"--nnodes {nnodes} is not a number of machines. Pass a number such as 2, or a range such as 2:4."
+        )
+    return int(largest)
+
+
+def _num_local_ranks(nproc_per_node: str) -> int:
+    try:
+        num_ranks = int(torchrun.determine_local_world_size(nproc_per_node))  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--nproc-per-node {nproc_per_node} is not possible here ({str(error).rstrip('.')}). Pass a number of "
+            "ranks, or auto, cpu or gpu for one rank a device of that kind that this machine has."
+        ) from error
+    if num_ranks < 1:
+        raise ConfigurationError(
+            f"--nproc-per-node {nproc_per_node} starts no rank. Pass 1 or more, or auto for one a device."
+        )
+    return num_ranks
+
+
+def _num_devices() -> int:
+    """Accelerators on this machine; 0 if training happens on its CPU."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _check_devices(num_ranks: int, num_devices: int, *, share: bool) -> None:
+    """Refuse more ranks than accelerators: by convention rank i takes device i, and the last would find none."""
+    if num_devices and num_ranks > num_devices and not share:
+        raise ConfigurationError(
+            f"too many ranks for the devices: {num_ranks} ranks were asked for and this machine shows "
+            f"{num_devices} accelerator(s). A rank takes the device of its LOCAL_RANK. Pass --nproc-per-node "
+            f"{num_devices}; or --share-devices if your script places several ranks on one; or set "
+            "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
+        )
+
+
+def _local_port(args: argparse.Namespace, num_nodes: int) -> int | None:
+    """The port that the rendezvous will have to open on this machine; None if the kernel picks or a peer does."""
+    if args.standalone:
+        return None
+    if args.rdzv_backend == "static" and not args.rdzv_endpoint:
+        if args.master_port is None and num_nodes == 1:
+            return None  # torch's launcher then takes a free one
+        return (args.master_port or 29500) if args.node_rank == 0 else None
+    host, _, port = args.rdzv_endpoint.rpartition(":")
+    if num_nodes > 1 or host not in _LOCAL_HOSTS or not port.isdigit():
+        return None  # with several machines the port may rightly be another agent's
+    return int(port) or None
+
+
+def port_is_taken(port: int) -> bool:
+    """Whether some process listens on `port` of this machine."""
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does: TIME_WAIT is no user
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False

@@ -1,0 +1,92 @@
+"""The process that outlives a killed launcher, long enough to end the ranks it left behind.
+
+Rules
+1. The keeper reads its standard input, a pipe whose other end only the launcher holds. The kernel closes
+   that end however the launcher dies, SIGKILL included.
+2. The word `done` before the end means that every rank ended well: the keeper leaves without looking.
+3. Otherwise it ends every process that carries the launch's mark in its environment, descendants of ranks
+   (data loaders, say) included: SIGTERM, a grace, SIGKILL.
+4. Either way it then removes the launch's folder of temporary files.
+5. This file runs as a plain script and imports only the standard library: it costs milliseconds.
+
+Limits: Linux, where /proc shows a process's environment; elsewhere it does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+MARK = "PACELINE_LAUNCH_ID"
+GRACE_S = 5.0
+_PAUSE_S = 0.02
+
+
+class Keeper:
+    """The launcher's handle on its keeper; a context manager around the launch.
+
+    Attributes:
+        folder: For temporary files of the launch; gone afterwards.
+    """
+
+    def __init__(self, launch_id: str) -> None:
+        self._launch_id = launch_id
+        self.folder = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+
+    def __enter__(self) -> Keeper:
+        environment = {name: value for name, value in os.environ.items() if name != MARK}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, self._launch_id, str(self.folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl-C in the terminal must not reach it
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The keeper may be gone if someone killed it; then there is nobody to tell.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate(b"done" if kind is None else b"")
+
+
+def marked(launch_id: str) -> list[int]:
+    """Process ids whose environment carries this launch's mark."""
+    needle = f"{MARK}={launch_id}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is somebody else's
+            if needle in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def end_all(launch_id: str, grace_s: float = GRACE_S) -> None:
+    """End every marked process: SIGTERM first, SIGKILL for those still there after `grace_s`."""
+    deadline_s = time.monotonic() + grace_s
+    told: set[int] = set()
+    while pids := marked(launch_id):
+        late = time.monotonic() > deadline_s
+        for pid in pids:
+            if late or pid not in told:
+                told.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+        time.sleep(_PAUSE_S)
+
+
+if __name__ == "__main__":
+    if sys.stdin.buffer.read() != b"done":
+        end_all(sys.argv[1])
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
