@@ -169,7 +169,7 @@ def attributes(_rank, _num_ranks):
     wanted = (
         "_get_ddp_logging_data register_comm_hook _register_builtin_comm_hook _register_fused_optim "
         "_register_buffer_comm_hook _default_broadcast_coalesced join no_sync _set_static_graph "
-        "_build_params_for_reducer _build_debug_param_to_name_mapping _sync_final_model _authoritative_rank "
+        "_build_params_for_reducer _build_debug_param_to_name_mapping _sync_final_model "
         "_check_reducer_finalized _remove_autograd_hooks _set_ddp_sink_clone "
         "_set_ddp_runtime_logging_sample_rate _set_sparse_metadata _update_process_group _join_config "
         "parameters_to_ignore process_group forward_sync_buffers broadcast_buffers reducer logger "
@@ -286,13 +286,13 @@ def test_init_sync_false_starts_as_it_is():
         assert before == after
 
 
-def delayed(rank, num_ranks, seed):
+def delayed(rank, num_ranks, seed, hooked):
     """Gradients of delayed parameters against the mean of both ranks' local gradients."""
     torch.manual_seed(seed)
     module = Mlp()
-    late = [(n, p) for n, p in module.named_parameters() if n.startswith("layers.0")]
+    late = [(n, p) for n, p in module.named_parameters() if n.startswith("layers.2")]
     model = DistributedDataParallel(
-        module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module.layers[1].weight
+        module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module.layers[hooked].weight
     )
     torch.manual_seed(seed)
     alone = Mlp()
@@ -306,9 +306,10 @@ def delayed(rank, num_ranks, seed):
     return max((a.grad - b.grad).abs().max().item() for a, b in pairs)
 
 
-def test_delayed_parameters_are_reduced_and_waited_for():
+@pytest.mark.parametrize("hooked", [0, 3], ids=["hook fires after", "hook fires before"])
+def test_delayed_parameters_are_reduced_and_waited_for(hooked):
     """delay_all_reduce_named_params: their gradients are the mean too when backward returns."""
-    assert max(pool(2).run(delayed, 5)) < 1e-6
+    assert max(pool(2).run(delayed, 5, hooked)) < 1e-6
 
 
 def delay_all(rank, num_ranks, seed):
