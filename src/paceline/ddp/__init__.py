@@ -1,0 +1,6 @@
+"""When a bucket leaves: a drop-in for torch's DistributedDataParallel, over any c10d process group."""
+
+from paceline.ddp.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from paceline.ddp.wrapper import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_sync_batchnorm"]

@@ -1,0 +1,156 @@
+"""The constructor's arguments, checked before anything is started."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+from torch.nn.parameter import UninitializedParameter
+
+from paceline.ddp.layout import ManagedParameters
+
+
+def choose_process_groups(process_group: Any, device_mesh: Any) -> list[ProcessGroup]:
+    """The groups to reduce over; several take turns, bucket by bucket."""
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        return [device_mesh.get_group(mesh_dim=0)]
+    if process_group is None:
+        return [dist.distributed_c10d._get_default_group()]
+    groups = list(process_group) if isinstance(process_group, (list, tuple)) else [process_group]
+    if not groups:
+        raise ValueError("process_group=[] names no process group; leave it out to use the default one.")
+    members = [dist.get_process_group_ranks(group) for group in groups]
+    if any(ranks != members[0] for ranks in members):
+        raise ValueError(
+            f"process_group: the groups that take turns must have the same ranks in the same order, got {members}."
+        )
+    return groups
+
+
+def local_module_of_mesh(module: Module, device_mesh: Any) -> None:
+    """Data parallelism within a larger mesh: parameters sharded over its other dimensions become local tensors."""
+    if device_mesh is not None and device_mesh._get_root_mesh() != device_mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+
+
+def check_module(parameters: Sequence[Parameter]) -> None:
+    """Refuse a module that cannot be wrapped, in torch's words."""
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
+    types = {parameter.device.type for parameter in parameters}
+    if len(types) != 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, "
+            f"but input module parameters locate in {types}."
+        )
+    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules"
+        )
+    if any(parameter.is_sparse for parameter in parameters):
+        raise RuntimeError("No support for sparse tensors.")
+
+
+def check_devices(
+    parameters: Sequence[Parameter], device_ids: Sequence[Any] | None, output_device: Any
+) -> tuple[list[int] | None, int | None]:
+    """Torch's rules for `device_ids` and `output_device`; returns both as indices."""
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    devices = {parameter.device for parameter in parameters}
+    if not device_ids or len(devices) > 1 or next(iter(devices)).type == "cpu":
+        if device_ids or output_device:
+            raise ValueError(
+                "DistributedDataParallel device_ids and output_device arguments only work with "
+                "single-device/multiple-device GPU modules or CPU modules, "
+                f"but got device_ids {device_ids}, output_device {output_device}, and module parameters {devices}."
+            )
+        return None, None
+    indices = [torch._utils._get_device_index(device, True) for device in device_ids]
+    output = device_ids[0] if output_device is None else output_device
+    return indices, torch._utils._get_device_index(output, True)
+
+
+def choose_buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Whether to synchronize buffers before forwards, and at the start."""
+    if broadcast_buffers is not None and forward_sync_buffers is not None:
+        warnings.warn(
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated and "
+            "its value is ignored when `forward_sync_buffers` is provided.",
+            FutureWarning,
+            stacklevel=4,
+        )
+    elif broadcast_buffers is not None:
+        warnings.warn(
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike "
+            "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init.",
+            FutureWarning,
+            stacklevel=4,
+        )
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers, True
+    wanted = True if broadcast_buffers is None else broadcast_buffers
+    return wanted, wanted
+
+
+def check_delayed(named: Any, hooked: Any) -> None:
+    if (named is None) != (hooked is None):
+        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+
+
+def manage(module: Module, ignored: set[str], delayed: Sequence[Parameter]) -> ManagedParameters:
+    """The parameters to synchronize: trainable, not ignored, each once, in registration order."""
+    delayed_ids = {id(parameter) for parameter in delayed}
+    parameters: dict[int, tuple[Parameter, str, bool]] = {}
+    for prefix, child in module.named_modules():
+        sparse = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
+        for local_name, parameter in child.named_parameters(recurse=False):
+            name = f"{prefix}.{local_name}" if prefix else local_name
+            if parameter.requires_grad and name not in ignored and id(parameter) not in parameters:
+                parameters[id(parameter)] = (parameter, name, sparse)
+    found = list(parameters.values())
+    return ManagedParameters(
+        parameters=tuple(parameter for parameter, _, _ in found),
+        names=tuple(name for _, name, _ in found),
+        sparse=tuple(sparse for _, _, sparse in found),
+        delayed=frozenset(i for i, (parameter, _, _) in enumerate(found) if id(parameter) in delayed_ids),
+    )
+
+
+def warn_of_ignored(check_reduction: bool, skip_unused: bool, static_graph: bool, find_unused: bool) -> None:
+    """Say which arguments have no effect."""
+    if check_reduction:
+        warnings.warn(
+            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if skip_unused:
+        warnings.warn(
+            "skip_all_reduce_unused_params=True is ignored: it is only right if all ranks skip the same parameters for "
+            "ever, and Paceline reduces every bucket on every rank. Freeze the parameters, or ignore them by name "
+            "(_set_params_and_buffers_to_ignore_for_model), to save their bytes.",
+            UserWarning,
+            stacklevel=3,
+        )
+    if static_graph and find_unused:
+        warnings.warn(
+            "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will detect unused "
+            "parameters automatically, so you do not need to set find_unused_parameters=true.",
+            UserWarning,
+            stacklevel=3,
+        )

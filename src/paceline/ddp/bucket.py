@@ -1,0 +1,281 @@
+"""A bucket: gradients that live in one flat buffer and travel in one message.
+
+Rules
+1. A gradient enters the buffer once. A large one enters, scaled, as soon as autograd has it; the small ones, which
+   autograd adds into the buffer directly where it can, are scaled together when the bucket leaves.
+2. From `collect` until `attach` no parameter of the bucket has a `.grad`: autograd cannot write into a buffer that
+   is on the wire. What it produces meanwhile (reentrant checkpointing) is fresh, hence *late*, and is added afterwards.
+3. A view aliases the buffer without being an autograd view of it: `.grad.detach_()` works, and each gradient has its
+   own version counter.
+4. A parameter that nobody used gets back exactly what `.grad` it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+LARGE_GRADIENT_BYTES = 32 * 1024
+
+
+def dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Strides of the parameter where they cover memory without gaps (channels_last is kept), else similar ones that do."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def real_numel(parameter: Tensor) -> int:
+    """Elements that the gradient occupies in a real buffer; a complex number takes two."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def is_large(parameter: Tensor) -> bool:
+    return parameter.numel() * parameter.element_size() > LARGE_GRADIENT_BYTES
+
+
+def gradient_views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Alias consecutive pieces of `flat`, one a parameter, with its shape, dtype and dense strides.
+
+    Args:
+        flat: Real, contiguous, at least as long as all parameters together.
+        parameters: In the order in which their gradients lie in `flat`.
+    """
+    storage, offset = flat.untyped_storage(), flat.storage_offset()
+    views = []
+    for parameter in parameters:
+        place = offset // 2 if parameter.is_complex() else offset
+        alias = torch.empty(0, dtype=parameter.dtype, device=flat.device)
+        views.append(alias.set_(storage, place, parameter.shape, dense_strides(parameter)))
+        offset += real_numel(parameter)
+    return views
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What an unused parameter had as `.grad`: the object and, where that aliases the buffer, its values."""
+
+    gradient: Tensor
+    values: Tensor | None
+
+
+class Bucket:
+    """Dense gradients of one (dtype, device) in one flat buffer."""
+
+    is_sparse = False
+
+    def __init__(self, index: int, members: Sequence[int], parameters: Sequence[Parameter], body: Tensor) -> None:
+        """
+        Args:
+            index: Place in the launch order.
+            members: Parameter indices in layout order: all large ones, then all small ones.
+            parameters: The members' parameters.
+            body: Real, contiguous; holds the members' gradients and nothing else.
+        """
+        self.index = index
+        self.members = list(members)
+        self.parameters = list(parameters)
+        self.body = body
+        self.message = body  # what is sent: the body, in the last bucket with the control words behind it
+        self.views = gradient_views(body, self.parameters)
+        self.num_large = sum(is_large(parameter) for parameter in self.parameters)
+        num_large_elements = sum(real_numel(parameter) for parameter in self.parameters[: self.num_large])
+        self._small = body[num_large_elements:]
+        self._small_pairs = list(zip(self.parameters[self.num_large :], self.views[self.num_large :], strict=True))
+
+        # State of one backward.
+        self.touched: list[int] = []  # slots in the order autograd finished them; the hooks hold this very list
+        self.expected = 1  # touches that make the bucket full; 1 while idle, so that the first touch wakes the reducer
+        self.launched = False
+        self.ready_s = 0.0
+        self._num_touched_at_collect = 0
+        self._entered: set[int] = set()  # large slots already in the buffer, scaled
+        self._installed = False  # small gradients were None and now alias the zeroed buffer
+        self._untouched: list[int] = []
+        self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
+        self._with_graph: dict[int, Tensor] = {}  # gradients made under create_graph: their graph outlives the step
+
+    @property
+    def size_bytes(self) -> int:
+        return self.body.numel() * self.body.element_size()
+
+    def arm(self, expected: int) -> None:
+        """Start a backward: nothing touched yet; autograd may add small gradients straight into the buffer."""
+        self.touched.clear()
+        self.expected = expected
+        self.launched = False
+        self.ready_s = 0.0
+        self._entered.clear()
+        self._untouched, self._kept, self._with_graph = [], {}, {}
+        self._installed = bool(self._small_pairs) and all(p.grad is None for p, _ in self._small_pairs)
+        if self._installed:
+            self._small.zero_()
+            for parameter, view in self._small_pairs:
+                parameter.grad = view
+
+    def disarm(self) -> None:
+        self.expected = 1
+        self.touched.clear()
+        self.launched = False
+
+    def is_complete(self) -> bool:
+        """Whether the touches counted came from as many different parameters (no parameter twice, another never)."""
+        return len(set(self.touched)) == len(self.touched)
+
+    def enter(self, slot: int, scale: float) -> None:
+        """Move a large gradient that autograd has just finished into the buffer, scaled (rule 1)."""
+        if self.launched:
+            return
+        parameter, view = self.parameters[slot], self.views[slot]
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse or gradient.requires_grad:
+            return
+        if slot in self._entered:
+            view.add_(gradient, alpha=scale)
+        elif gradient is view:
+            if scale != 1.0:
+                view.mul_(scale)
+        else:
+            _write(view, gradient, scale)
+        self._entered.add(slot)
+        parameter.grad = None
+
+    def settle(self, slot: int) -> None:
+        """Without synchronization: keep a large gradient in the buffer, unscaled, and `.grad` its view."""
+        parameter, view = self.parameters[slot], self.views[slot]
+        gradient = parameter.grad
+        if gradient is None or gradient is view or gradient.is_sparse or gradient.requires_grad:
+            return
+        view.copy_(gradient)
+        parameter.grad = view
+
+    def collect(self, scale: float, used_before: set[int]) -> None:
+        """Bring every gradient into the buffer, scaled, and take `.grad` away from every parameter (rule 2).
+
+        Args:
+            scale: Factor that each gradient is multiplied by, once.
+            used_before: Parameter indices that earlier, unsynchronized backwards of this step have touched.
+        """
+        touched = set(self.touched)
+        self._num_touched_at_collect = len(self.touched)
+        self._untouched = [
+            slot
+            for slot, member in enumerate(self.members)
+            if slot not in touched and member not in used_before
+        ]
+        for slot in self._untouched:
+            self._keep(slot)
+        for slot in range(self.num_large):
+            if slot not in self._entered:
+                self._gather(slot)
+                if scale != 1.0:
+                    self.views[slot].mul_(scale)
+                self.parameters[slot].grad = None
+        strays = []
+        for place, (parameter, view) in enumerate(self._small_pairs):
+            if parameter.grad is not view:
+                strays.append(self.num_large + place)
+            else:
+                parameter.grad = None
+        self._gather_strays(strays)
+        if scale != 1.0 and self._small_pairs:
+            self._small.mul_(scale)
+        self.launched = True
+
+    def _keep(self, slot: int) -> None:
+        gradient, view = self.parameters[slot].grad, self.views[slot]
+        if gradient is None or (self._installed and slot >= self.num_large and gradient is view):
+            return
+        self._kept[slot] = _Kept(gradient, view.clone() if gradient is view else None)
+
+    def _gather_strays(self, slots: list[int]) -> None:
+        """Small gradients outside the buffer: autograd found `.grad` empty, or somebody put another tensor there."""
+        plain = []
+        for slot in slots:
+            gradient = self.parameters[slot].grad
+            if gradient is None or gradient.is_sparse or gradient.requires_grad:
+                self._gather(slot)
+            else:
+                plain.append(slot)
+        if plain:
+            gradients = [self.parameters[slot].grad for slot in plain]
+            torch._foreach_copy_([self.views[slot] for slot in plain], gradients)  # type: ignore[arg-type]
+        for slot in slots:
+            self.parameters[slot].grad = None
+
+    def _gather(self, slot: int) -> None:
+        """Make the view hold the gradient, unscaled; zeros if there is none."""
+        view, gradient = self.views[slot], self.parameters[slot].grad
+        if gradient is None:
+            view.zero_()
+        elif gradient is not view:
+            if gradient.requires_grad:
+                self._with_graph[slot] = gradient
+                gradient = gradient.detach()
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+
+    def attach(self, is_used: Callable[[int], bool]) -> None:
+        """Give every parameter its reduced gradient; the unused ones what they had (rule 4).
+
+        Args:
+            is_used: Whether any rank used a parameter, by index; asked only for those that this rank did not use.
+        """
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+        for slot in self._untouched:
+            if not is_used(self.members[slot]):
+                self._restore(slot)
+        for slot, gradient in self._with_graph.items():
+            gradient.data.copy_(self.views[slot])
+            self.parameters[slot].grad = gradient
+
+    def _restore(self, slot: int) -> None:
+        kept = self._kept.get(slot)
+        self.parameters[slot].grad = None if kept is None else kept.gradient
+        if kept is not None and kept.values is not None:
+            self.views[slot].copy_(kept.values)
+
+    def untouched_members(self) -> list[int]:
+        """Parameters that this rank's step has not used so far; valid after `collect`."""
+        late = set(self.touched[self._num_touched_at_collect :])
+        self._untouched = [slot for slot in self._untouched if slot not in late]
+        return [self.members[slot] for slot in self._untouched]
+
+    def has_late_gradients(self) -> bool:
+        return self.launched and len(self.touched) > self._num_touched_at_collect
+
+    def take_late(self, scale: float) -> Tensor:
+        """Gradients that arrived after the bucket had left, scaled, as a buffer of the body's shape (zeros elsewhere)."""
+        late = torch.zeros_like(self.body)
+        for parameter, view in zip(self.parameters, gradient_views(late, self.parameters), strict=True):
+            if parameter.grad is not None:
+                _write(view, parameter.grad.detach(), scale)
+                parameter.grad = None
+        return late
+
+    def add_late(self, late: Tensor) -> None:
+        self.body.add_(late)
+
+    def drop_installed(self) -> None:
+        """After a backward without synchronization: gradients that stayed untouched are None again."""
+        if not self._installed:
+            return
+        touched = set(self.touched)
+        for place, (parameter, view) in enumerate(self._small_pairs):
+            if self.num_large + place not in touched and parameter.grad is view:
+                parameter.grad = None
+
+
+def _write(view: Tensor, gradient: Tensor, scale: float) -> None:
+    if scale == 1.0:
+        view.copy_(gradient)
+    elif gradient.dtype == view.dtype:
+        torch.mul(gradient, scale, out=view)
+    else:
+        view.copy_(gradient).mul_(scale)

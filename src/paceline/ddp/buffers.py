@@ -1,0 +1,115 @@
+"""The module's buffers (batch-norm statistics): rank 0's are everybody's.
+
+They are broadcast before every forward that will be synchronized, and again with the end of its backward, so that
+evaluation finds the same buffers on all ranks and needs no collective: it may run on one rank only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from paceline.ddp.peers import Peers
+from paceline.reductions.pending import PendingWork
+
+BROADCAST_BYTES = 250 * 1024 * 1024
+
+
+class Broadcast:
+    """Rank `source`'s values of some tensors, on their way to all ranks: one message a (dtype, device) and 250 MiB.
+
+    Contract:
+        Collective: the same tensors in the same order on every rank. Construction does not wait; `finish` does,
+        and then writes the tensors in place, without telling autograd.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], process_group: ProcessGroup, source: int = 0) -> None:
+        self._is_source = process_group.rank() == source
+        self._parts = []
+        for part in _cut(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in part])
+            work = dist.broadcast(flat, group=process_group, group_src=source, async_op=True)
+            self._parts.append((part, flat, PendingWork(work)))
+
+    def finish(self, peers: Peers, doing: str) -> None:
+        for part, flat, pending in self._parts:
+            peers.wait(pending, doing)
+            if self._is_source:
+                continue
+            values = flat.split([tensor.numel() for tensor in part])
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(part)):
+                for tensor, value in zip(part, values, strict=True):
+                    tensor.copy_(value.view(tensor.shape))
+
+
+def _cut(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        kind = (tensor.dtype, tensor.device)
+        size_bytes = tensor.numel() * tensor.element_size()
+        if kind not in by_kind or sizes[kind] + size_bytes > BROADCAST_BYTES:
+            by_kind.setdefault(kind, []).append([])
+            sizes[kind] = 0
+        by_kind[kind][-1].append(tensor.detach())
+        sizes[kind] += size_bytes
+    return [part for parts in by_kind.values() for part in parts]
+
+
+class Buffers:
+    """The buffers of one module.
+
+    Args:
+        module: Whose buffers; they are looked up anew each time, since modules may replace them.
+        ignored: Names of buffers that stay each rank's own.
+        process_group: Over whom.
+        peers: For waiting.
+    """
+
+    def __init__(self, module: Module, ignored: set[str], process_group: ProcessGroup, peers: Peers) -> None:
+        self._homes = [
+            (f"{name}." if name else "", child._buffers) for name, child in module.named_modules()
+        ]
+        self._ignored = ignored
+        self._group = process_group
+        self._peers = peers
+        self._under_way: Broadcast | None = None
+
+    def move_to(self, process_group: ProcessGroup, peers: Peers) -> None:
+        """Use another process group from now on."""
+        self._group, self._peers = process_group, peers
+
+    def named(self) -> dict[str, Tensor]:
+        """The synchronized buffers, each once."""
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for prefix, home in self._homes:
+            for name, buffer in home.items():
+                if buffer is not None and id(buffer) not in seen and prefix + name not in self._ignored:
+                    seen.add(id(buffer))
+                    found[prefix + name] = buffer
+        return found
+
+    def launch(self, source: int = 0) -> None:
+        """Start sending rank `source`'s buffers. Collective; does not wait."""
+        if self._group.size() == 1:
+            return
+        self._under_way = Broadcast(self.named().values(), self._group, source)
+
+    def finish(self) -> None:
+        """Wait for what `launch` started and take it over."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.finish(self._peers, "waiting for rank 0's buffers")
+
+    def synchronize(self, source: int = 0) -> None:
+        """Take over rank `source`'s buffers now. Collective; blocks."""
+        self.launch(source)
+        self.finish()

@@ -1,0 +1,79 @@
+"""Registering torch's communication hooks: the checks, and stand-ins where torch's own hook needs NCCL."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+
+from paceline.reductions import HookReduction, portable_hooks
+from paceline.reductions.hook import Hook
+
+# Torch's hooks that misread Gloo's futures, or fail everywhere; each has a stand-in that computes the same.
+STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
+    quantization_hooks.quantization_pertensor_hook: portable_hooks.quantize_per_tensor,
+    quantization_hooks.quantization_perchannel_hook: portable_hooks.quantize_per_channel,
+    powerSGD_hook.batched_powerSGD_hook: portable_hooks.batched_power_sgd,
+}
+
+# Hooks whose collectives are all started by the call itself, so that several buckets may be under way.
+STARTS_ALL_AT_ONCE = {
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+    portable_hooks.quantize_per_tensor,
+    portable_hooks.quantize_per_channel,
+}
+
+
+def make_reduction(state: Any, hook: Any, backend: str) -> HookReduction:
+    """Check a hook as torch does, and make a reduction of it.
+
+    Raises:
+        TypeError, ValueError: In torch's words; the hook was not registered.
+    """
+    check_hook(hook)
+    portable = _portable(hook)
+    innermost = portable.func if isinstance(portable, functools.partial) else portable
+    overlaps = backend == "nccl" or any(innermost is known for known in STARTS_ALL_AT_ONCE)
+    return HookReduction(state, portable, overlaps)
+
+
+def check_hook(hook: Any) -> None:
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket") or (list(signature.parameters.values())[1:2] or [None])[0]
+    if bucket is None:
+        raise ValueError(
+            f"Communication hook: expected hook(state, bucket), got {getattr(hook, '__qualname__', hook)}{signature}."
+        )
+    if bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket, Any, "dist.GradBucket", "GradBucket"):
+        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    future = torch.futures.Future[torch.Tensor]
+    if signature.return_annotation not in (inspect.Parameter.empty, future, Any) and not isinstance(
+        signature.return_annotation, str
+    ):
+        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+
+
+def _portable(hook: Any) -> Hook:
+    if isinstance(hook, functools.partial) and hook.func in STAND_INS:
+        return functools.partial(STAND_INS[hook.func], *hook.args, **hook.keywords)
+    try:
+        stand_in = STAND_INS.get(hook)
+    except TypeError:  # an unhashable callable object
+        stand_in = None
+    return stand_in or hook
+
+
+def builtin_hook(kind: dist.BuiltinCommHookType) -> Hook:
+    """The hook that torch has in C++ under this name."""
+    if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
+        return default_hooks.fp16_compress_hook
+    return default_hooks.allreduce_hook

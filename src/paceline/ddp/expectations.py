@@ -1,0 +1,76 @@
+"""How often a backward will touch each parameter: what tells a bucket that it is full."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.profiler import record_function
+
+from paceline.ddp.layout import AnyBucket, ManagedParameters
+
+
+class Expectations:
+    """Touches that a backward is expected to make, by parameter.
+
+    Once each, unless the graph says otherwise: a static graph is counted in its first backward; where unused parameters
+    are looked for (asked for, or once one was found), the autograd engine says which ones its graph reaches.
+
+    Args:
+        managed: The parameters.
+        find_unused: Ask the engine from the first backward on.
+        static_graph: Count in the first synchronized backward, then rely on that.
+    """
+
+    def __init__(self, managed: ManagedParameters, find_unused: bool, static_graph: bool) -> None:
+        self._static_graph = static_graph
+        self._counts: list[int] | None = None
+        self.predicts = find_unused
+        self.defers = False  # gradients came late once: no bucket leaves before backward has ended
+        # The engine can only be asked about nodes, and forgets a node that nobody keeps.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in managed.parameters]
+
+    @property
+    def counted(self) -> bool:
+        """Whether touches were counted, so that a parameter may be touched more than once."""
+        return self._counts is not None
+
+    def is_backward(self) -> bool:
+        """Whether this run of the engine will accumulate into a managed parameter; `autograd.grad` does not."""
+        will_run = torch._C._will_engine_execute_node
+        try:
+            return any(will_run(node) for node in self._nodes)
+        except RuntimeError:  # the engine's answer for a leaf that autograd.grad was asked for
+            return False
+
+    def touches(self) -> list[int] | None:
+        """Touches by parameter; None: unknown, do not launch before backward has ended."""
+        if self._counts is not None:
+            return self._counts
+        if self.defers or self._static_graph:
+            return None
+        if self.predicts:
+            return self._predict()
+        return [1] * len(self._nodes)
+
+    def _predict(self) -> list[int]:
+        with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):
+            will_run = torch._C._will_engine_execute_node
+            try:
+                return [int(will_run(node)) for node in self._nodes]
+            except RuntimeError:  # no backward under way: a shadow of another rank's, or an explicit synchronization
+                return [0] * len(self._nodes)
+
+    def learn(self, buckets: list[AnyBucket]) -> None:
+        """Count the touches of the backward that has just ended, if the graph is static and this was the first."""
+        if not self._static_graph or self._counts is not None:
+            return
+        counts = [0] * len(self._nodes)
+        for bucket in buckets:
+            for slot in bucket.touched:
+                counts[bucket.members[slot]] += 1
+        self._counts = counts
+
+    def surprise(self) -> None:
+        """Gradients came after their bucket had left: from now on be patient."""
+        self.defers = True
+        self._counts = None
+        self._static_graph = False

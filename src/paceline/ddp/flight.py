@@ -1,0 +1,108 @@
+"""The communication of one synchronized backward: buckets on the wire, in order, and how long each took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from paceline.ddp.bucket import Bucket
+from paceline.ddp.layout import AnyBucket
+from paceline.ddp.peers import Peers
+from paceline.observe import BucketTiming
+from paceline.reductions import Message, Pending, Reduction
+from paceline.reductions.sparse import launch_sparse_sum
+
+
+class _Launched:
+    """One bucket on its way."""
+
+    def __init__(self, bucket: AnyBucket) -> None:
+        self.bucket = bucket
+        self.launched_s = time.perf_counter()
+        self.done_s = 0.0
+        self.waited_s = 0.0
+
+    def note_done(self) -> None:
+        self.done_s = time.perf_counter()
+
+    def timing(self) -> BucketTiming:
+        bucket = self.bucket
+        return BucketTiming(
+            bucket.index, bucket.size_bytes, bucket.ready_s, self.launched_s, self.done_s, self.waited_s
+        )
+
+
+class Flight:
+    """Launches buckets and waits for them.
+
+    Contract:
+        Collective: the same buckets in the same order on every rank. Bucket i goes to process group i mod k.
+    """
+
+    def __init__(self, reduction: Reduction, process_groups: Sequence[ProcessGroup], peers: Peers) -> None:
+        self._reduction = reduction
+        self._groups = process_groups
+        self._peers = peers
+        self._launched: list[tuple[_Launched, Pending]] = []
+
+    @property
+    def num_launched(self) -> int:
+        return len(self._launched)
+
+    def launch(self, bucket: AnyBucket, is_last: bool) -> None:
+        """Send a collected bucket. Does not wait."""
+        record = _Launched(bucket)
+        try:
+            pending = self._start(bucket, is_last)
+        except RuntimeError as error:
+            raise self._peers.lost(error, f"launching {_describe(bucket)}") from error
+        pending.on_done(record.note_done)
+        self._launched.append((record, pending))
+
+    def _start(self, bucket: AnyBucket, is_last: bool) -> Pending:
+        group = self.group_of(bucket)
+        if not isinstance(bucket, Bucket):
+            return launch_sparse_sum(bucket.message, group, self._keep(bucket))
+        message = Message(
+            index=bucket.index,
+            is_last=is_last,
+            flat=bucket.message if self._reduction.carries_words else bucket.body,
+            num_gradient_elements=bucket.body.numel(),
+            gradients=bucket.views,
+            parameters=bucket.parameters,
+            process_group=group,
+        )
+        return self._reduction.launch(message)
+
+    def group_of(self, bucket: AnyBucket) -> ProcessGroup:
+        return self._groups[bucket.index % len(self._groups)]
+
+    @staticmethod
+    def _keep(bucket: AnyBucket) -> Callable[[Tensor], None]:
+        def keep(result: Tensor) -> None:
+            bucket.message = result
+
+        return keep
+
+    def wait(self) -> None:
+        """Wait for everything launched, in order.
+
+        Raises:
+            PeerLostError: A rank died or hangs; gradients are undefined.
+        """
+        for record, pending in self._launched:
+            before_s = time.perf_counter()
+            self._peers.wait(pending, f"waiting for {_describe(record.bucket)}")
+            after_s = time.perf_counter()
+            record.waited_s = after_s - before_s
+            record.done_s = record.done_s or after_s
+
+    def timings(self) -> tuple[BucketTiming, ...]:
+        return tuple(record.timing() for record, _ in self._launched)
+
+
+def _describe(bucket: AnyBucket) -> str:
+    return f"bucket {bucket.index} ({len(bucket.members)} gradients, {bucket.size_bytes / 2**20:.1f} MiB)"

@@ -1,0 +1,36 @@
+"""Optimizers that step within backward (`torch.distributed.optim._apply_optimizer_in_backward`), on any device.
+
+Torch runs such an optimizer as soon as a gradient is there, which is before it was reduced. Wrapped, it runs when the
+parameter's bucket has come back; `.grad` is None afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch.nn import Parameter
+
+MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
+
+
+def take_over(parameters: Iterable[Parameter]) -> None:
+    """Remove the hooks that would run optimizers on gradients that are not reduced yet."""
+    if MODULE not in sys.modules:
+        return
+    handles = sys.modules[MODULE].param_to_optim_hook_handle_map
+    if not handles:
+        return
+    for parameter in parameters:
+        for handle in handles.get(parameter, ()):
+            handle.remove()
+
+
+def step(parameter: Any) -> None:
+    """Run the parameter's own optimizers, if it has any, on its reduced gradient."""
+    optimizers = getattr(parameter, "_in_backward_optimizers", None)
+    if optimizers:
+        for optimizer in optimizers:
+            optimizer.step()
+        parameter.grad = None

@@ -1,0 +1,119 @@
+"""Where gradients lie in memory: one buffer a (dtype, device), cut into buckets, cut again when the order is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.ddp.bucket import Bucket, is_large, real_dtype, real_numel
+from paceline.ddp.control import ControlWords
+from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
+from paceline.ddp.sparse_bucket import SparseBucket
+
+Key = tuple[torch.dtype, torch.device]
+AnyBucket = Bucket | SparseBucket
+
+
+@dataclass(frozen=True)
+class ManagedParameters:
+    """The parameters whose gradients are synchronized, in registration order.
+
+    Attributes:
+        parameters: Each once, however often the module refers to it.
+        names: Their names in the module.
+        sparse: Whether the gradient is expected to be a sparse tensor.
+        delayed: Indices of those that are to be reduced after all others.
+    """
+
+    parameters: tuple[Parameter, ...]
+    names: tuple[str, ...]
+    sparse: tuple[bool, ...]
+    delayed: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def key(self, index: int) -> Key:
+        parameter = self.parameters[index]
+        return parameter.dtype, parameter.device
+
+    def specs(self) -> list[GradientSpec]:
+        return [
+            GradientSpec(
+                size_bytes=parameter.numel() * parameter.element_size(),
+                key=(self.key(index), index in self.delayed),
+                sparse=self.sparse[index],
+            )
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+
+class GradientMemory:
+    """The flat buffers. Cutting them anew moves no memory: only the boundaries change."""
+
+    def __init__(self, managed: ManagedParameters, caps: BucketCaps, control: ControlWords) -> None:
+        self._managed = managed
+        self._caps = caps
+        self._control = control
+        self._flat: dict[Key, Tensor] = {}
+        for key, num_elements in self._elements_by_key().items():
+            dtype, device = key
+            num_elements += control.num_words
+            self._flat[key] = torch.zeros(num_elements, dtype=real_dtype(dtype), device=device)
+
+    def _elements_by_key(self) -> dict[Key, int]:
+        elements: dict[Key, int] = {}
+        for index, parameter in enumerate(self._managed.parameters):
+            if not self._managed.sparse[index]:
+                key = self._managed.key(index)
+                elements[key] = elements.get(key, 0) + real_numel(parameter)
+        return elements
+
+    def cut(self, order: Sequence[int]) -> list[AnyBucket]:
+        """Lay the gradients out for this ready order; the control words lie behind the last bucket where that is dense.
+
+        Contract:
+            Local; the same order gives the same layout on every rank. Old buckets' views are worthless afterwards.
+        """
+        managed = self._managed
+        first = [index for index in order if index not in managed.delayed]
+        last = [index for index in order if index in managed.delayed]
+        plan = assign_buckets(managed.specs(), first + last, self._caps)
+        used = dict.fromkeys(self._flat, 0)
+        buckets: list[AnyBucket] = []
+        for place, members in enumerate(plan):
+            parameters = [managed.parameters[index] for index in members]
+            if managed.sparse[members[0]]:
+                buckets.append(SparseBucket(place, members[0], parameters[0]))
+                continue
+            members = sorted(members, key=lambda index: not is_large(managed.parameters[index]))
+            buckets.append(self._dense_bucket(place, members, used))
+        self._place_control(buckets[-1], used)
+        return buckets
+
+    def _dense_bucket(self, place: int, members: list[int], used: dict[Key, int]) -> Bucket:
+        key = self._managed.key(members[0])
+        parameters = [self._managed.parameters[index] for index in members]
+        start = used[key]
+        stop = start + sum(real_numel(parameter) for parameter in parameters)
+        used[key] = stop
+        return Bucket(place, members, parameters, self._flat[key][start:stop])
+
+    def _place_control(self, last: AnyBucket, used: dict[Key, int]) -> None:
+        if isinstance(last, SparseBucket):
+            device = last.parameters[0].device
+            self._control.place(torch.zeros(self._control.num_words, device=device))
+            return
+        key = self._managed.key(last.members[0])
+        stop = used[key] + self._control.num_words
+        last.message = self._flat[key][used[key] - last.body.numel() : stop]
+        self._control.place(self._flat[key][used[key] : stop])
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+

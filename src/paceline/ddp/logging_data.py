@@ -1,0 +1,124 @@
+"""`_get_ddp_logging_data()`: what the module is and how its steps went, under torch's keys."""
+
+from __future__ import annotations
+
+import os
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from paceline.ddp.bucket import Bucket
+from paceline.observe import StepTiming
+
+if TYPE_CHECKING:
+    from paceline.ddp.wrapper import DistributedDataParallel
+
+ENVIRONMENT = {
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
+    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
+    "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
+    "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
+    "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
+    "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "nccl_debug": "NCCL_DEBUG",
+    "nccl_nthreads": "NCCL_NTHREADS",
+    "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
+}
+
+
+def logging_data(wrapped: DistributedDataParallel) -> dict[str, Any]:
+    """A flat dictionary of strings and integers; times in nanoseconds."""
+    return _construction(wrapped) | _environment() | _runtime(wrapped) | wrapped._logged_error
+
+
+def _construction(wrapped: DistributedDataParallel) -> dict[str, Any]:
+    reducer = wrapped.reducer
+    parameters = reducer.managed.parameters
+    return {
+        "world_size": wrapped.process_group.size(),
+        "rank": wrapped.process_group.rank(),
+        "module_name": type(wrapped.module).__name__,
+        "device_ids": _join(wrapped.device_ids or []),
+        "output_device": -1 if wrapped.output_device is None else wrapped.output_device,
+        "broadcast_buffers": int(wrapped.forward_sync_buffers),
+        "has_sync_bn": int(wrapped._has_sync_batch_norm),
+        "bucket_sizes": _join(wrapped._initial_bucket_sizes),
+        "bucket_cap_bytes": wrapped.bucket_bytes_cap,
+        "dtypes": _join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters)),
+        "num_parameter_tensors": len(parameters),
+        "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "find_unused_parameters": int(wrapped.find_unused_parameters),
+        "gradient_as_bucket_view": int(wrapped.gradient_as_bucket_view),
+        "is_multi_device_module": int(wrapped.is_multi_device_module),
+        "iteration": reducer.num_steps,
+        "backend_name": dist.get_backend(wrapped.process_group),
+        "static_graph": int(wrapped.static_graph),
+        "comm_hook": wrapped._comm_hook_name,
+        "join_uneven_inputs": int(wrapped._joins_uneven_inputs),
+        "gloo_num_threads": 2,
+    }
+
+
+def _environment() -> dict[str, Any]:
+    return {key: os.environ.get(variable, "N/A") for key, variable in ENVIRONMENT.items()}
+
+
+def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
+    reducer = wrapped.reducer
+    buckets = reducer.buckets
+    rebuilt = reducer.has_rebuilt_buckets
+    data: dict[str, Any] = {
+        "has_rebuilt_buckets": int(rebuilt),
+        "rebuilt_bucket_sizes": _join(bucket.size_bytes for bucket in buckets) if rebuilt else "",
+        "rebuilt_per_bucket_param_indices": _join((_words(b.members) for b in buckets), ", ") if rebuilt else "",
+        "prev_iteration_grad_ready_order_indices": _words(dict.fromkeys(reducer.ready_order)),
+        "num_buckets_reduced": len(buckets) if reducer.num_steps else 0,
+        "unused_parameter_size": sum(
+            reducer.managed.parameters[index].numel() * reducer.managed.parameters[index].element_size()
+            for bucket in buckets
+            if isinstance(bucket, Bucket)
+            for index in bucket.untouched_members()
+        ),
+    }
+    steps = reducer.timings.recent()
+    if steps:
+        last, times = _times(steps[-1]), [_times(step) for step in steps]
+        data |= last | {f"avg_{key}": int(mean(step[key] for step in times)) for key in last}
+        data |= _moments(steps[-1])
+    return data
+
+
+def _times(step: StepTiming) -> dict[str, int]:
+    return {
+        "forward_compute_time": _ns(step.forward_s),
+        "backward_compute_time": _ns(step.backward_s),
+        "backward_comm_time": _ns(step.communication_s),
+        "backward_compute_comm_overlap_time": _ns(step.overlapped_s),
+    }
+
+
+def _moments(step: StepTiming) -> dict[str, int]:
+    started = step.started_s
+    return {
+        "forward_compute_time_start": _ns(started - step.forward_s),
+        "backward_compute_time_start": _ns(started),
+        "backward_compute_time_end": _ns(started + step.backward_s),
+        "backward_comm_time_start": _ns(step.buckets[0].launched_s),
+        "backward_comm_time_end": _ns(max(bucket.done_s for bucket in step.buckets)),
+    }
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def _join(values: Any, separator: str = ", ") -> str:
+    return separator.join(str(value) for value in values)
+
+
+def _words(values: Any) -> str:
+    return _join(values, " ")

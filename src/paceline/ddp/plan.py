@@ -1,0 +1,99 @@
+"""Which gradients travel together: pure functions from sizes to buckets, no tensors.
+
+Rules
+1. Gradients of one (dtype, device) share buckets; a sparse gradient travels alone.
+2. A bucket is closed by the gradient that brings it to its cap, so it may exceed the cap by one gradient.
+3. Buckets are numbered in the order in which they close when gradients become ready in the given order;
+   those still open at the end follow, by their last gradient. So bucket i is full before bucket i+1 is.
+4. Only sizes, keys and the order go in: the same input gives the same plan on every rank.
+
+Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3. We differ from torch's rule in the last part
+of rule 3: torch appends the open buckets in registration order, or in the order of a hash map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+MEBIBYTE = 1024 * 1024
+DEFAULT_BUCKET_CAP_MB = 25
+DEFAULT_FIRST_BUCKET_BYTES = MEBIBYTE
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """What planning has to know about one gradient: its size and what it may share a bucket with."""
+
+    size_bytes: int
+    key: Hashable
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class BucketCaps:
+    """How many bytes close a bucket: the first, the second, ...; the last cap repeats."""
+
+    caps_bytes: tuple[int, ...]
+
+    @classmethod
+    def from_arguments(cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps:
+        """Read torch's two arguments: a list wins; a single cap holds for the first bucket too; default 1, then 25 MiB."""
+        if cap_mb_list:
+            return cls(tuple(int(cap * MEBIBYTE) for cap in cap_mb_list))
+        if cap_mb is not None:
+            return cls((int(cap_mb * MEBIBYTE),))
+        return cls((DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE))
+
+    def of(self, bucket_number: int) -> int:
+        return self.caps_bytes[min(bucket_number, len(self.caps_bytes) - 1)]
+
+
+def plan_buckets(sizes_bytes: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:
+    """Cut gradients of one key, taken in the given order, into buckets.
+
+    Args:
+        sizes_bytes: Size of each gradient, in the order in which they are expected to become ready.
+        caps_bytes: Caps of the first, second, ... bucket; the last one repeats.
+
+    Returns:
+        Positions in `sizes_bytes`, bucket by bucket.
+    """
+    specs = [GradientSpec(size, key=None) for size in sizes_bytes]
+    return assign_buckets(specs, range(len(specs)), BucketCaps(tuple(caps_bytes)))
+
+
+@dataclass
+class _OpenBucket:
+    members: list[int] = field(default_factory=list)
+    size_bytes: int = 0
+    num_closed: int = 0
+
+
+def assign_buckets(specs: Sequence[GradientSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
+    """Cut gradients of any keys into buckets, numbered as they become full (rules 1 to 3).
+
+    Args:
+        specs: One entry a parameter.
+        order: Indices into `specs`, in the order in which the gradients are expected to become ready.
+        caps: When to close a bucket, counted separately for each key.
+
+    Returns:
+        For each bucket, in launch order, the indices of its parameters, in ready order.
+    """
+    closed: list[list[int]] = []
+    open_by_key: dict[Hashable, _OpenBucket] = {}
+    position = {index: place for place, index in enumerate(order)}
+    for index in order:
+        spec = specs[index]
+        if spec.sparse:
+            closed.append([index])
+            continue
+        bucket = open_by_key.setdefault(spec.key, _OpenBucket())
+        bucket.members.append(index)
+        bucket.size_bytes += spec.size_bytes
+        if bucket.size_bytes >= caps.of(bucket.num_closed):
+            closed.append(bucket.members)
+            open_by_key[spec.key] = _OpenBucket(num_closed=bucket.num_closed + 1)
+    rest = [bucket.members for bucket in open_by_key.values() if bucket.members]
+    return closed + sorted(rest, key=lambda members: position[members[-1]])

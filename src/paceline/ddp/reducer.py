@@ -1,0 +1,497 @@
+"""When a bucket leaves: the life of one backward, from autograd's first gradient to the last rank's answer.
+
+Rules
+1. Buckets are launched in order of index, on every rank, each at most once a backward. A bucket that is full waits for
+   the ones before it.
+2. The last bucket leaves when backward has ended: it carries the ranks' word on how theirs ended (`control`).
+3. Every backward outside `no_sync` reduces every bucket. What a rank did not use counts as zero. So the sequence of
+   collectives depends on the number of synchronized backwards alone, never on which parameters they touched.
+4. By linearity a second backward before `zero_grad` is right too: the mean of (old + new) is old + mean(new), because
+   old is the same on every rank.
+5. A gradient that arrives after its bucket has left is kept apart and reduced once more, on all ranks.
+6. No collective outside a synchronized backward, except in the constructor and for buffers before a forward.
+
+The stations of a gradient: autograd -> `Bucket.enter` or `collect` -> `Reduction.launch` -> `attach` -> `.grad`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+from paceline.ddp import in_backward
+from paceline.ddp.bucket import Bucket
+from paceline.ddp.buffers import Buffers
+from paceline.ddp.control import ControlWords, Status
+from paceline.ddp.expectations import Expectations
+from paceline.ddp.flight import Flight
+from paceline.ddp.layout import AnyBucket, GradientMemory, ManagedParameters
+from paceline.ddp.peers import Peers, describe
+from paceline.ddp.plan import BucketCaps
+from paceline.errors import PeerAbortedError, ProtocolError
+from paceline.observe import StepTiming, StepTimings
+from paceline.reductions import Mean, Reduction
+from paceline.reductions.pending import PendingWork
+from paceline.reductions.sparse import launch_sparse_sum
+
+NEVER = sys.maxsize
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """The caller's choices.
+
+    Attributes:
+        caps: When a bucket is full.
+        find_unused_parameters: Look for unused parameters when backward begins, from the first one on.
+        static_graph: Every backward touches the same parameters equally often; learn how often from the first one.
+    """
+
+    caps: BucketCaps
+    find_unused_parameters: bool
+    static_graph: bool
+
+
+class Backward:
+    """One backward under way. The autograd engine owns it: if it is gone and was never ended, backward raised."""
+
+    def __init__(self, synchronizes: bool, end: Callable[[Backward], None], by_autograd: bool = True) -> None:
+        self.synchronizes = synchronizes
+        self.by_autograd = by_autograd
+        self.started_s = time.perf_counter()
+        self._end = end
+
+    def end(self) -> None:
+        self._end(self)
+
+
+class Reducer:
+    """Reduces the gradients of one module on one rank."""
+
+    def __init__(
+        self,
+        managed: ManagedParameters,
+        options: ReducerOptions,
+        process_groups: Sequence[ProcessGroup],
+        peers: Peers,
+        buffers: Buffers,
+    ) -> None:
+        self.managed = managed
+        self.options = options
+        self.process_groups = list(process_groups)
+        self.reduction: Reduction = Mean()
+        self.timings = StepTimings()
+        self.forward_s = 0.0
+        self.num_steps = 0  # synchronized backwards that ended well
+        self.num_averaged: int | None = None  # divide by this, not by the number of ranks (`join` leaves ranks out)
+        self.synchronizes: Callable[[], bool] = lambda: True
+        self.synchronizes_buffers = False
+        self.has_rebuilt_buckets = False
+        self.ready_order: list[int] = []  # parameter indices as the first backward finished them
+
+        self._peers = peers
+        self._buffers = buffers
+        self._rank, self._num_ranks = self.process_groups[0].rank(), self.process_groups[0].size()
+        self._control = ControlWords(len(managed), self._num_ranks, self._rank)
+        self._memory = GradientMemory(managed, options.caps, self._control)
+        self.expectations = Expectations(managed, options.find_unused_parameters, options.static_graph)
+        self._hooks: list[RemovableHandle] = []
+
+        self._backward: weakref.ref[Backward] | None = None
+        self._failure: Exception | None = None
+        self._used_before: set[int] = set()  # touched by backwards under no_sync since the last synchronization
+        self._learned_order: list[int] | None = None  # agreed on, not yet cut by
+        self._has_agreed = False
+        self._has_warned: set[str] = set()
+        self._futures: list[torch.futures.Future[Any]] = []  # of buffer hooks; awaited when backward ends
+
+        self._cut(range(len(managed) - 1, -1, -1))
+        self._recorders = [
+            parameter.register_post_accumulate_grad_hook(self._make_recorder(index))
+            for index, parameter in enumerate(managed.parameters)
+        ]
+
+    # ---- buckets and hooks
+
+    def _cut(self, order: Sequence[int]) -> None:
+        self._order = list(order)
+        for hook in self._hooks:
+            hook.remove()
+        self.buckets = self._memory.cut(self._order)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, slot))
+            for bucket in self.buckets
+            for slot, parameter in enumerate(bucket.parameters)
+        ]
+
+    def _make_recorder(self, index: int) -> Callable[[Tensor], None]:
+        return lambda _: self.ready_order.append(index)
+
+    def _make_hook(self, bucket: AnyBucket, slot: int) -> Callable[[Tensor], None]:
+        touched = bucket.touched
+        touch = touched.append
+
+        def on_small_gradient(_: Tensor) -> None:
+            touch(slot)
+            if len(touched) == bucket.expected:
+                self._on_full(bucket)
+
+        def on_large_gradient(parameter: Any) -> None:
+            touch(slot)
+            backward = self._current() or self.begin()
+            if len(parameter._post_accumulate_grad_hooks) == 1:  # else somebody wants to see the gradient in `.grad`
+                if backward.synchronizes:
+                    bucket.enter(slot, self._scale)
+                else:
+                    bucket.settle(slot)
+            if len(touched) == bucket.expected:
+                self._on_full(bucket)
+
+        return on_large_gradient if slot < bucket.num_large else on_small_gradient
+
+    def remove_hooks(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in self._hooks + self._recorders:
+            hook.remove()
+        self._hooks, self._recorders = [], []
+
+    # ---- before a backward
+
+    def prepare(self) -> None:
+        """Before a forward that will be differentiated.
+
+        Contract:
+            Local, unless this rank's last backward raised: then it completes that backward's collectives, for which
+            the other ranks are waiting, and tells them.
+
+        Raises:
+            ProtocolError: Communication has failed for good.
+        """
+        if self._failure is not None:
+            raise ProtocolError(f"communication of this module failed earlier: {self._failure}") from self._failure
+        if self._backward is not None and self._backward() is None:
+            self._recover()
+        if self._learned_order is not None and self._backward is None:
+            order, self._learned_order = self._learned_order, None
+            self._recut(order)
+
+    def _recut(self, order: list[int]) -> None:
+        """Lay the buckets out in the order observed; gradients that are alive move along."""
+        for recorder in self._recorders:
+            recorder.remove()
+        self._recorders = []
+        self.has_rebuilt_buckets = True
+        if order == self._order:
+            return
+        alive = [(p, p.grad.clone()) for p in self.managed.parameters if p.grad is not None and not p.grad.is_sparse]
+        for parameter, _ in alive:
+            parameter.grad = None
+        self._cut(order)
+        for bucket in self.buckets:
+            bucket.disarm()
+        views: dict[int, Tensor] = {}
+        for bucket in self.buckets:
+            if isinstance(bucket, Bucket):
+                views.update(zip(map(id, bucket.parameters), bucket.views, strict=True))
+        for parameter, gradient in alive:
+            view = views.get(id(parameter))
+            parameter.grad = gradient if view is None else view.copy_(gradient)
+
+    def watch(self, output_node: Any) -> None:
+        """Begin as soon as a backward reaches this node, the `grad_fn` of an output."""
+        output_node.register_prehook(self._on_output)
+
+    def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
+        if self._current() is None and self.expectations.is_backward():
+            self.begin()
+
+    # ---- during a backward
+
+    def _current(self) -> Backward | None:
+        return None if self._backward is None else self._backward()
+
+    def begin(self) -> Backward:
+        """Backward has reached the module: decide whether it synchronizes, and be told when it ends."""
+        if self._backward is not None:
+            self._recover()
+        backward = Backward(self.synchronizes(), self._end)
+        torch.autograd.Variable._execution_engine.queue_callback(backward.end)  # type: ignore[attr-defined]
+        self._arm(backward)
+        return backward
+
+    def _arm(self, backward: Backward) -> None:
+        self._backward = weakref.ref(backward)
+        self._was_synchronizing = backward.synchronizes
+        self._flight = Flight(self.reduction, self.process_groups, self._peers)
+        self._scale = self.reduction.input_scale(self.num_averaged or self._num_ranks)
+        touches = self.expectations.touches() if backward.synchronizes else None
+        for bucket in self.buckets:
+            first_touches = list(bucket.touched)  # of the hook that called us, when no output was watched
+            bucket.arm(NEVER if touches is None else sum(touches[index] for index in bucket.members))
+            bucket.touched.extend(first_touches)
+            if bucket.expected == 0:
+                bucket.ready_s = backward.started_s
+
+    def _on_full(self, bucket: AnyBucket) -> None:
+        backward = self._current()
+        if backward is None:
+            backward = self.begin()
+            if len(bucket.touched) != bucket.expected:
+                return
+        if bucket.launched or not backward.synchronizes:
+            return
+        if not self.expectations.counted and not bucket.is_complete():
+            return  # one parameter twice, another not yet: this bucket leaves when backward has ended
+        bucket.ready_s = time.perf_counter()
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        last = len(self.buckets) - 1
+        while (place := self._flight.num_launched) < last and self.buckets[place].ready_s:
+            self._launch(self.buckets[place])
+
+    def _launch(self, bucket: AnyBucket) -> None:
+        if not bucket.launched:
+            bucket.collect(self._scale, self._used_before)
+        try:
+            self._flight.launch(bucket, is_last=bucket is self.buckets[-1])
+        except Exception as error:
+            self._failure = error
+            raise
+
+    # ---- end of a backward
+
+    def _end(self, backward: Backward) -> None:
+        if self._current() is not backward:
+            return
+        try:
+            if backward.synchronizes:
+                self._finish(backward)
+            else:
+                self._end_unsynchronized()
+        except Exception as error:
+            if not isinstance(error, PeerAbortedError):
+                self._failure = error
+            raise
+        finally:
+            self._rest()
+
+    def _rest(self) -> None:
+        self._backward = None
+        for bucket in self.buckets:
+            bucket.disarm()
+
+    def _end_unsynchronized(self) -> None:
+        for bucket in self.buckets:
+            self._used_before.update(bucket.members[slot] for slot in bucket.touched)
+            bucket.drop_installed()
+
+    def _finish(self, backward: Backward) -> None:
+        """Reduce what is left, wait for everything, give every parameter its gradient.
+
+        Contract:
+            Collective: every rank, once a synchronized backward.  Blocks: yes.  Mutates: `.grad` of all parameters.
+            Afterwards: bitwise equal on all ranks.
+
+        Raises:
+            PeerAbortedError: Another rank's backward raised; gradients are undefined on all ranks.
+            PeerLostError: A rank died or hangs; gradients are undefined.
+        """
+        ended_s = time.perf_counter()
+        status = self._note_late()
+        unused = self._complete(status)
+        waited_s = time.perf_counter() - ended_s
+        statuses = self._control.statuses()
+        self._raise_if_aborted(statuses)
+        if Status.LATE_GRADIENTS in statuses.values():
+            self._reduce_late()
+        self._attach(unused)
+        if backward.by_autograd:
+            self._remark_on(unused)
+        self.expectations.learn(self.buckets)
+        self._agree_on_order()
+        self.num_steps += 1
+        self._used_before.clear()
+        buckets = self._flight.timings()
+        exposed_s = min(waited_s, sum(bucket.waited_s for bucket in buckets))
+        self.timings.add(
+            StepTiming(
+                step=self.num_steps,
+                forward_s=self.forward_s,
+                started_s=backward.started_s,
+                backward_s=ended_s - backward.started_s,
+                exposed_s=exposed_s,
+                buckets=buckets,
+            )
+        )
+
+    def _note_late(self) -> Status:
+        if not any(bucket.has_late_gradients() for bucket in self.buckets):
+            return Status.GOOD
+        self.expectations.surprise()
+        self._warn(
+            "gradients arrived after their bucket had been reduced (a parameter used twice under reentrant "
+            "checkpointing does that). They were reduced again and the result is right, but from now on nothing is "
+            "reduced before backward has ended. Pass static_graph=True, if the graph is static, to overlap again."
+        )
+        return Status.LATE_GRADIENTS
+
+    def _complete(self, status: Status) -> list[int]:
+        """Launch the remaining buckets, the last with our words, and wait for all. Returns the unused parameters."""
+        remaining = self.buckets[self._flight.num_launched :]
+        for bucket in remaining:
+            bucket.ready_s = bucket.ready_s or time.perf_counter()
+            bucket.collect(self._scale, self._used_before)
+        unused = [index for bucket in self.buckets for index in bucket.untouched_members()]
+        self._control.write(unused, status)
+        for bucket in remaining[:-1]:
+            self._launch(bucket)
+        self._launch(remaining[-1])
+        if self.synchronizes_buffers and self.reduction.carries_words:
+            self._buffers.launch()
+        self._flight.wait()
+        if not (self.reduction.carries_words and isinstance(self.buckets[-1], Bucket)):
+            self._exchange_words()
+        if self.synchronizes_buffers and not self.reduction.carries_words:
+            self._buffers.launch()  # not earlier: a hook's callbacks may have been starting collectives
+        self._buffers.finish()
+        torch.futures.wait_all(self._futures)
+        self._futures = []
+        return unused
+
+    def _exchange_words(self) -> None:
+        if self._num_ranks > 1:
+            work = dist.all_reduce(self._control.words, group=self.process_groups[0], async_op=True)
+            self._peers.wait(PendingWork(work), "waiting for the ranks' statuses")
+
+    def _raise_if_aborted(self, statuses: dict[int, Status]) -> None:
+        aborted = [rank for rank, status in statuses.items() if status is Status.ABORTED]
+        if aborted:
+            self.drop_gradients()
+            raise PeerAbortedError(
+                f"rank {self._rank}: the backward of rank {aborted[0]} raised an exception in step {self.num_steps + 1}. "
+                "This step's gradients are undefined on every rank and were dropped; parameters are untouched. Look at "
+                "that rank's output for the cause; training may go on with the next batch."
+            )
+
+    def _reduce_late(self) -> None:
+        """Sum what arrived after its bucket had left, on all ranks (rule 5)."""
+        for bucket in self.buckets:
+            late, group = bucket.take_late(self._scale), self._flight.group_of(bucket)
+            if bucket.is_sparse:
+                pending = launch_sparse_sum(late, group, keep=bucket.add_late)
+                self._peers.wait(pending, "reducing late sparse gradients")
+            elif self._num_ranks > 1:
+                pending = PendingWork(dist.all_reduce(late, group=group, async_op=True))
+                self._peers.wait(pending, "reducing late gradients")
+            if not bucket.is_sparse:
+                bucket.add_late(late)
+
+    def _attach(self, unused: list[int]) -> None:
+        used_somewhere = self._control.is_used() if unused else []
+        for bucket in self.buckets:
+            bucket.attach(used_somewhere.__getitem__)
+            for parameter in bucket.parameters:
+                in_backward.step(parameter)
+
+    def _remark_on(self, unused: list[int]) -> None:
+        if unused:
+            self.expectations.predicts = True
+            if not (self.options.find_unused_parameters or self.options.static_graph):
+                self._warn(
+                    f"this backward did not use {describe(unused, self.managed.names)}. They count as zero on this "
+                    "rank, so the mean is right; pass find_unused_parameters=True if that is intended."
+                )
+        elif self.options.find_unused_parameters and self.num_steps == 0:
+            self._warn(
+                "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters "
+                "in the forward pass. Looking costs a little in every step; leave it out if there never are any."
+            )
+
+    def _agree_on_order(self) -> None:
+        """After the first synchronized backward: everybody takes the order that rank 0 observed."""
+        if self._has_agreed:
+            return
+        self._has_agreed = True
+        order = list(dict.fromkeys(self.ready_order + self._order))
+        agreed = torch.tensor(order, device=self._control.words.device)
+        if self._num_ranks > 1:
+            work = dist.broadcast(agreed, group=self.process_groups[0], group_src=0, async_op=True)
+            self._peers.wait(PendingWork(work), "agreeing on the order of buckets")
+        self._learned_order = agreed.tolist()
+
+    # ---- backwards without autograd
+
+    def _recover(self) -> None:
+        """This rank's last backward raised: complete its collectives, tell the others, drop its gradients."""
+        self._backward = None
+        if self._was_synchronizing:
+            for bucket in self.buckets:
+                bucket.expected = NEVER
+            try:
+                self._complete(Status.ABORTED)
+            except Exception as error:
+                self._failure = error
+                raise
+            self.drop_gradients()
+        self._rest()
+
+    def run_without_autograd(self) -> None:
+        """A synchronized backward that touches nothing here: `sync_gradients`, or the shadow of a joined rank.
+
+        Contract:
+            Collective: matches the other ranks' backward.
+        """
+        backward = Backward(True, self._end, by_autograd=False)
+        self._arm(backward)
+        backward.end()
+
+    def wait_at_end(self, futures: list[torch.futures.Future[Any]]) -> None:
+        """Wait for these, too, when the next synchronized backward ends."""
+        self._futures += futures
+
+    def set_static_graph(self) -> None:
+        """As the option `static_graph`, before the first step."""
+        self.options = replace(self.options, static_graph=True)
+        self.expectations = Expectations(self.managed, self.options.find_unused_parameters, static_graph=True)
+
+    def check_finished(self) -> None:
+        """Raise if a backward began and was not completed."""
+        if self._backward is not None:
+            raise ProtocolError(
+                "Expected to have finished reduction in the prior iteration before starting a new one: "
+                "the last backward raised before all gradients were there."
+            )
+
+    def _get_local_used_map(self) -> Tensor:
+        """Torch's name: 1 for every parameter that the last step used on this rank."""
+        unused = {index for bucket in self.buckets for index in bucket.untouched_members()}
+        return torch.tensor([int(index not in unused) for index in range(len(self.managed))], dtype=torch.int32)
+
+    def _ddp_graph_static(self) -> bool:
+        """Torch's name: whether the graph has looked static so far."""
+        return not self.expectations.predicts and not self.expectations.defers
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients of this rank."""
+        for parameter in self.managed.parameters:
+            parameter.grad = None
+        self._used_before.clear()
+
+    def _warn(self, text: str) -> None:
+        kind = text[:40]
+        if kind not in self._has_warned:
+            self._has_warned.add(kind)
+            warnings.warn(f"rank {self._rank}: {text}", UserWarning, stacklevel=2)
+

@@ -1,0 +1,119 @@
+"""Before the first step: do all ranks hold the same model? Then give them the same values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.peers import Peers
+from paceline.errors import ReplicaMismatchError
+from paceline.reductions.pending import PendingWork
+
+
+@dataclass(frozen=True)
+class Description:
+    """What has to be equal on all ranks, as lines of text: a title, and what this rank has."""
+
+    lines: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(
+        cls,
+        managed: ManagedParameters,
+        frozen: Iterable[tuple[str, Tensor]],
+        buffers: Iterable[tuple[str, Tensor]],
+        ignored: Iterable[str],
+        options: Sequence[tuple[str, object]],
+    ) -> Description:
+        """Describe a module: its parameters in order, its buffers, what is left out, and the options that shape buckets."""
+        lines = [("number of trainable parameters", str(len(managed)))]
+        for index, (name, parameter) in enumerate(zip(managed.names, managed.parameters, strict=True)):
+            sparse = ", sparse gradient" if managed.sparse[index] else ""
+            lines.append((f"params[{index}]", f"{name}: {_facts(parameter)}, requires_grad=True{sparse}"))
+        for name, tensor in frozen:
+            lines.append((f"parameter {name}", f"{name}: {_facts(tensor)}, requires_grad=False"))
+        lines += [(f"buffer {name}", f"{name}: {_facts(buffer)}") for name, buffer in buffers]
+        lines.append(("ignored parameters and buffers", ", ".join(sorted(ignored)) or "none"))
+        lines += [(f"argument {name}", str(value)) for name, value in options]
+        return cls(tuple(lines))
+
+    def encode(self) -> bytes:
+        return json.dumps(self.lines).encode()
+
+    @classmethod
+    def decode(cls, text: bytes) -> Description:
+        return cls(tuple((title, fact) for title, fact in json.loads(text)))
+
+
+def _facts(tensor: Tensor) -> str:
+    return f"sizes {list(tensor.shape)}, strides {list(tensor.stride())}, {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def verify(description: Description, process_group: ProcessGroup, peers: Peers, device: torch.device) -> None:
+    """Make sure that every rank described the same model.
+
+    Contract:
+        Collective: every rank.  Blocks: yes.
+
+    Cost:
+        One all-gather of 5 words a rank; a second one, of the whole description, only where ranks differ.
+
+    Raises:
+        ReplicaMismatchError: On every rank, with the same message, naming rank and parameter.
+    """
+    encoded = description.encode()
+    digest = hashlib.sha256(encoded).digest()
+    words = [len(encoded)] + [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
+    gathered = _gather(torch.tensor(words, device=device), process_group, peers)
+    if all(row == gathered[0] for row in gathered):
+        return
+    longest = max(row[0] for row in gathered)
+    padded = torch.tensor(list(encoded.ljust(longest)), dtype=torch.uint8, device=device)
+    texts = _gather(padded, process_group, peers)
+    described = [Description.decode(bytes(text)) for text in texts]
+    raise ReplicaMismatchError(_difference(described))
+
+
+def _gather(row: Tensor, process_group: ProcessGroup, peers: Peers) -> list[list[int]]:
+    rows = [torch.empty_like(row) for _ in range(process_group.size())]
+    work = dist.all_gather(rows, row, group=process_group, async_op=True)
+    peers.wait(PendingWork(work), "comparing models with the other ranks")
+    return [other.tolist() for other in rows]
+
+
+def _difference(described: Sequence[Description]) -> str:
+    """The first difference from rank 0, in words."""
+    ours = dict(described[0].lines)
+    for rank, description in enumerate(described[1:], start=1):
+        theirs = dict(description.lines)
+        count = "number of trainable parameters"
+        if ours[count] != theirs[count]:
+            extra = _only_in(theirs, ours) or _only_in(ours, theirs)
+            return (
+                f"DDP expects same model across all ranks, but Rank 0 has {ours[count]} params, while rank {rank} has "
+                f"inconsistent {theirs[count]} params{extra}. {REMEDY}"
+            )
+        for title in dict.fromkeys([*ours, *theirs]):
+            if ours.get(title) != theirs.get(title):
+                return (
+                    f"[{rank}]: {title} in this process ({theirs.get(title, 'absent')}) appears not to match the same "
+                    f"in process 0 ({ours.get(title, 'absent')}). {REMEDY}"
+                )
+    return f"the ranks describe their models in different orders. {REMEDY}"
+
+
+REMEDY = "Build the same model, with the same arguments, on every rank before wrapping it; no value was changed."
+
+
+def _only_in(these: dict[str, str], those: dict[str, str]) -> str:
+    names = {fact.split(":")[0] for fact in those.values()}
+    extra = [fact.split(":")[0] for title, fact in these.items() if "[" in title and fact.split(":")[0] not in names]
+    return f" (only one of them has {extra[0]})" if extra else ""

@@ -1,0 +1,94 @@
+"""A bucket of one sparse gradient: it travels alone, as coordinates and values, or dense where the backend must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class SparseBucket:
+    """One parameter whose gradient is a sparse COO tensor (`nn.Embedding(sparse=True)`).
+
+    Has the interface of `Bucket`, without a buffer: the gradient stays where autograd put it until it is reduced.
+    """
+
+    is_sparse = True
+    num_large = 0
+
+    def __init__(self, index: int, member: int, parameter: Parameter) -> None:
+        self.index = index
+        self.members = [member]
+        self.parameters = [parameter]
+        self.message = torch.empty(0)  # the reduced gradient, once it is there
+        self.size_bytes = 0
+        self.touched: list[int] = []
+        self.expected = 1
+        self.launched = False
+        self.ready_s = 0.0
+        self._used = False
+        self._kept: Tensor | None = None
+        self._num_touched_at_collect = 0
+
+    def arm(self, expected: int) -> None:
+        self.touched.clear()
+        self.expected = expected
+        self.launched = False
+        self.ready_s = 0.0
+
+    def disarm(self) -> None:
+        self.arm(expected=1)
+
+    def is_complete(self) -> bool:
+        return len(self.touched) == 1
+
+    def enter(self, slot: int, scale: float) -> None:
+        """Sparse gradients wait for `collect`."""
+
+    settle = enter
+
+    def collect(self, scale: float, used_before: set[int]) -> None:
+        parameter = self.parameters[0]
+        self._num_touched_at_collect = len(self.touched)
+        self._used = bool(self.touched) or self.members[0] in used_before
+        self._kept = None if self._used else parameter.grad
+        self.message = _as_sparse(parameter) * scale
+        self.size_bytes = self.message._values().numel() * self.message._values().element_size()
+        parameter.grad = None
+        self.launched = True
+
+    def attach(self, is_used: Callable[[int], bool]) -> None:
+        if self._used or is_used(self.members[0]):
+            self.parameters[0].grad = self.message
+        else:
+            self.parameters[0].grad = self._kept
+
+    def untouched_members(self) -> list[int]:
+        self._used = self._used or self.has_late_gradients()
+        return [] if self._used else list(self.members)
+
+    def has_late_gradients(self) -> bool:
+        return self.launched and len(self.touched) > self._num_touched_at_collect
+
+    def take_late(self, scale: float) -> Tensor:
+        late = _as_sparse(self.parameters[0]) * scale
+        self.parameters[0].grad = None
+        return late
+
+    def add_late(self, late: Tensor) -> None:
+        self.message = (self.message + late).coalesce()
+
+    def drop_installed(self) -> None:
+        """Nothing is ever installed."""
+
+
+def _as_sparse(parameter: Parameter) -> Tensor:
+    """The parameter's gradient as a coalesced COO tensor sparse in its first dimension; empty if there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        indices = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
+        values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+    return gradient.detach().coalesce() if gradient.is_sparse else gradient.detach().to_sparse(1)

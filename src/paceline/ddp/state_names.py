@@ -1,0 +1,54 @@
+"""State dicts without the wrapper's `module.` prefix, and loading with or without it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch.nn import Module
+
+PREFIX = "module."
+# Torch's checkpoint utilities take the prefix off themselves and insist on finding it.
+STRIPS_PREFIX_ITSELF = "torch.distributed.checkpoint.state_dict"
+
+
+def strip(wrapper: Module, state: MutableMapping[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """State-dict hook: `<prefix>module.weight` becomes `<prefix>weight`, in place, keeping the order."""
+    if _is_asked_by(STRIPS_PREFIX_ITSELF):
+        return
+    inner = prefix + PREFIX
+    for name in list(state):
+        state[prefix + name.removeprefix(inner) if name.startswith(inner) else name] = state.pop(name)
+    modules = getattr(state, "_metadata", None)
+    if modules is not None:
+        for name in [name for name in modules if (name + ".").startswith(inner)]:
+            modules[(prefix + (name + ".").removeprefix(inner)).removesuffix(".")] = modules.pop(name)
+
+
+def restore(
+    wrapper: Module,
+    state: MutableMapping[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Before loading: put the prefix back where it is missing, so that both forms load."""
+    own = set(wrapper.module.state_dict())  # type: ignore[operator, union-attr]
+    names = [name for name in state if name.startswith(prefix)]
+    bare = {name.removeprefix(prefix) for name in names}
+    is_bare = len(bare & own) >= len({name.removeprefix(PREFIX) for name in bare if name.startswith(PREFIX)} & own)
+    if is_bare:
+        for name in names:
+            state[prefix + PREFIX + name.removeprefix(prefix)] = state.pop(name)
+
+
+def _is_asked_by(caller: str) -> bool:
+    """Whether the state dict was asked for by this module, be it through parents of ours."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.nn.modules", __package__)):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_globals.get("__name__") == caller

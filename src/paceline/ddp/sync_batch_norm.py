@@ -1,0 +1,155 @@
+"""Batch normalisation over the global minibatch, on any device with any process group.
+
+Torch's `SyncBatchNorm` refuses CPU tensors. This one is a subclass, so whatever looks for torch's finds it; on an
+accelerator it is torch's. `DistributedDataParallel` turns torch's layers on the CPU into these when it wraps a module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+
+class _NormalizeOverRanks(torch.autograd.Function):
+    """y = w (x - m) / sqrt(v + eps) + b, with m and v over the batches of all ranks.
+
+    x is (n, C, ...), M the number of values a channel has on all ranks, x̂ the normalised x. Sums run over all of them:
+    dx = w / sqrt(v + eps) * (dy - (sum dy + x̂ sum(dy x̂)) / M). The sums are the only thing that ranks exchange.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = _wide(x)
+        dims = [0, *range(2, x.dim())]
+        num_local = x.numel() // x.size(1)
+        sums = torch.cat([wide.sum(dims), wide.new_tensor([num_local])])
+        dist.all_reduce(sums, group=group)
+        count = sums[-1]
+        mean = sums[:-1] / count
+        centred = wide - _over_channels(mean, x)
+        squares = (centred * centred).sum(dims)
+        dist.all_reduce(squares, group=group)
+        variance = squares / count
+        invstd = torch.rsqrt(variance + eps)
+        normalized = centred * _over_channels(invstd, x)
+        ctx.save_for_backward(normalized, weight, invstd, count)
+        ctx.group, ctx.has_bias, ctx.dtype = group, bias is not None, x.dtype
+        ctx.mark_non_differentiable(mean, variance, count)
+        y = normalized if weight is None else normalized * _over_channels(weight, x)
+        y = y if bias is None else y + _over_channels(bias, x)
+        return y.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        normalized, weight, invstd, count = ctx.saved_tensors
+        wide = _wide(dy)
+        dims = [0, *range(2, dy.dim())]
+        sum_dy, sum_dy_x = wide.sum(dims), (wide * normalized).sum(dims)
+        both = torch.cat([sum_dy, sum_dy_x]) / count
+        dist.all_reduce(both, group=ctx.group)
+        mean_dy, mean_dy_x = both.chunk(2)
+        scale = invstd if weight is None else invstd * weight
+        dx = wide - _over_channels(mean_dy, dy) - normalized * _over_channels(mean_dy_x, dy)
+        dx = (dx * _over_channels(scale, dy)).to(ctx.dtype)
+        d_weight = None if weight is None else sum_dy_x.to(weight.dtype)
+        d_bias = sum_dy.to(invstd.dtype if weight is None else weight.dtype) if ctx.has_bias else None
+        return dx, d_weight, d_bias, None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Statistics of half-precision values are taken in single precision."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _over_channels(values: Tensor, x: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (x.dim() - 2))
+
+
+class SyncBatchNorm(torch.nn.SyncBatchNorm):
+    """`torch.nn.SyncBatchNorm` that also works on the CPU.
+
+    Contract:
+        Collective in training: every rank calls forward, and backward, equally often; batch sizes may differ, also 0.
+
+    Cost:
+        Three all-reduces a step, of one or two words a channel.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        synchronizes = self.training and dist.is_available() and dist.is_initialized()
+        if input.device.type != "cpu" or not synchronizes:
+            return super().forward(input)
+        group = self.process_group or dist.distributed_c10d._get_default_group()
+        if group.size() == 1:
+            return super().forward(input) if not self.training else self._forward_alone(input)
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        y, mean, variance, count = _NormalizeOverRanks.apply(input, self.weight, self.bias, self.eps, group)
+        self._track(mean, variance, count)
+        return y
+
+    def _forward_alone(self, input: Tensor) -> Tensor:  # noqa: A002
+        factor = self._count_batch()
+        return F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, True, factor, self.eps
+        )
+
+    def _count_batch(self) -> float:
+        """Count this batch; how much it weighs in the running statistics."""
+        if not self.track_running_stats or self.num_batches_tracked is None:
+            return 0.0
+        self.num_batches_tracked.add_(1)
+        return 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        factor = self._count_batch()
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: Module, process_group: ProcessGroup | None = None) -> Module:
+        """Replace every batch-norm layer of `module`, which is changed, by a synchronized one; returns the result."""
+        return adopt(torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group))
+
+
+def convert_sync_batchnorm(module: Module, process_group: ProcessGroup | None = None) -> Module:
+    """As `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, for modules on any device."""
+    return SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+
+
+def adopt(module: Module) -> Module:
+    """Make torch's SyncBatchNorm layers in `module` work on the CPU, in place."""
+    for layer in module.modules():
+        if type(layer) is torch.nn.SyncBatchNorm:
+            layer.__class__ = SyncBatchNorm
+    return module
+
+
+def separate_group(module: Module, process_group: ProcessGroup) -> None:
+    """Let the layers that use `process_group` or none talk over a group of their own.
+
+    Their collectives happen within backward; on the gradients' own group they would have to come between the same
+    buckets on every rank.
+
+    Contract:
+        Collective: every rank, if the module has such a layer.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
+    shared = [layer for layer in layers if layer.process_group is None or layer.process_group is process_group]
+    if shared and process_group.size() > 1:
+        own = dist.new_group(dist.get_process_group_ranks(process_group), use_local_synchronization=True)
+        for layer in shared:
+            layer.process_group = own

@@ -1,0 +1,358 @@
+"""`DistributedDataParallel`: a module whose backward leaves every rank with the same gradients.
+
+The gradient's way from here: `forward` arms (`Reducer.prepare`, `watch`), backward wakes the reducer (`reducer.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.profiler import record_function
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.utils import _to_kwargs
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from paceline.ddp import arguments, in_backward, mixed_precision as mixed, state_names, sync_batch_norm
+from paceline.ddp.buffers import Broadcast, Buffers
+from paceline.ddp.joining import Shadow, agree_on_source, notify
+from paceline.ddp.outputs import find_tensors
+from paceline.ddp.peers import Peers
+from paceline.ddp.plan import BucketCaps
+from paceline.ddp.reducer import Reducer, ReducerOptions
+from paceline.ddp.replicas import Description, verify
+from paceline.ddp.torch_surface import TorchSurface
+from paceline.observe import StepTimings
+from paceline.reductions import NarrowMean
+
+_names = itertools.count()
+
+
+class DistributedDataParallel(TorchSurface, TorchDDP):
+    """Data parallelism over any c10d process group, in place of `torch.nn.parallel.DistributedDataParallel`.
+
+    Every rank wraps the same module and trains on its own part of the batch. After a backward outside `no_sync`, every
+    parameter's `.grad` is, bitwise the same on all ranks, the mean of the ranks' gradients.
+
+    Differs from torch's:
+        * `.grad` is always a view into a buffer that the next step writes again; clone it to keep it.
+        * Whether to synchronize is decided when backward begins, not when forward did.
+        * Every backward outside `no_sync` synchronizes, also the second one of a forward.
+        * A parameter that is not used counts as zero, with a warning; `find_unused_parameters` lets its bucket leave
+          earlier.
+        * Buffers are not synchronized in evaluation forwards, so one rank may evaluate alone.
+        * `state_dict()` has no `module.` prefix; `load_state_dict()` takes both forms.
+
+    Args:
+        module: The module; its parameters and buffers are overwritten by rank 0's.
+        device_ids: The one device of a CUDA module, so that inputs are moved to it; None otherwise.
+        output_device: Kept for its signature; outputs are not moved.
+        dim: For `scatter` and `gather`.
+        broadcast_buffers: Deprecated; use `forward_sync_buffers`.
+        init_sync: Compare the ranks' modules and copy rank 0's values. False: no collective in the constructor.
+        process_group: Over whom; a list of groups with the same ranks takes turns, bucket by bucket.
+        bucket_cap_mb: MiB that make a bucket full; default 25, and 1 for the first.
+        find_unused_parameters: Look for unused parameters from the first step on.
+        check_reduction: Deprecated and ignored.
+        gradient_as_bucket_view: Always so; the argument is accepted.
+        static_graph: Every step uses the same parameters equally often.
+        delay_all_reduce_named_params: (name, parameter) pairs that are reduced after all others.
+        param_to_hook_all_reduce: Accepted with it; they leave when backward has ended.
+        mixed_precision: Torch's `_MixedPrecision`: dtypes for computing, reducing and buffers. Works on the CPU too.
+        device_mesh: A one-dimensional mesh, in place of a process group.
+        skip_all_reduce_unused_params: Warned about and ignored: unused parameters cost bytes, never correctness.
+        bucket_cap_mb_list: Caps of the first, second, ... bucket; the last one repeats.
+        batched_grad_copy: Always so; the argument is accepted.
+        forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
+
+    Contract:
+        Collective: the constructor (unless `init_sync=False`), a forward that will be synchronized (buffers), and the
+        end of its backward. Ranks must run equally many of these, in the same order.
+
+    Raises:
+        ReplicaMismatchError: The ranks wrap different modules; on every rank, with the same message.
+        RuntimeError, ValueError: What torch raises for the same mistake, in its words.
+
+    Source:
+        Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        Module.__init__(self)
+        Joinable.__init__(self)
+        self._logged_error: dict[str, Any] = {}
+        try:
+            arguments.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+            self._process_groups = arguments.choose_process_groups(process_group, device_mesh)
+            arguments.local_module_of_mesh(module, device_mesh)
+            self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+            self._module_parameters = [
+                p for name, p in module.named_parameters() if name not in self.parameters_to_ignore
+            ]
+            arguments.check_module(self._module_parameters)
+            self.device_ids, self.output_device = arguments.check_devices(
+                self._module_parameters, device_ids, output_device
+            )
+            self._caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
+        except (RuntimeError, ValueError) as error:
+            self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
+            raise
+        self.process_group = self._process_groups[0]
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.module = module
+        self.dim = dim
+        self.device = self._module_parameters[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
+        self.forward_sync_buffers, init_sync_buffers = arguments.choose_buffer_policy(
+            broadcast_buffers, forward_sync_buffers
+        )
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.static_graph = static_graph
+        self.mixed_precision = mixed_precision
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._delay_all_reduce_params = [parameter for _, parameter in delay_all_reduce_named_params or ()]
+        arguments.warn_of_ignored(check_reduction, skip_all_reduce_unused_params, static_graph, find_unused_parameters)
+        self._set_up(init_sync, init_sync_buffers)
+
+    def _set_up(self, init_sync: bool, init_sync_buffers: bool) -> None:
+        """Everything that depends on the process group and cannot be pickled; collective if `init_sync`."""
+        self._init_torch_surface()
+        in_slices = self.device_type == "cpu"
+        self._peers = Peers(self.process_group, name=str(next(_names)), in_slices=in_slices)
+        self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
+        if self._has_sync_batch_norm:
+            sync_batch_norm.adopt(self.module)
+        self._buffer_sync = Buffers(self.module, self.parameters_to_ignore, self.process_group, self._peers)
+        managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
+        if init_sync:
+            self._verify(managed)
+            named = self.module.named_parameters()
+            tensors: list[Tensor] = [p for name, p in named if name not in self.parameters_to_ignore]
+            if init_sync_buffers:
+                tensors += self._buffer_sync.named().values()
+            self._broadcast(tensors, source=0)
+            if self._has_sync_batch_norm:
+                sync_batch_norm.separate_group(self.module, self.process_group)
+        if self.mixed_precision is not None and self.mixed_precision.buffer_dtype is not None:
+            mixed.cast_buffers(self.module, self.mixed_precision.buffer_dtype)
+        self._build_reducer(managed)
+        self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
+        self._register_state_dict_hook(state_names.strip)
+        self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)
+
+    def _verify(self, managed: Any) -> None:
+        frozen = [
+            (name, p)
+            for name, p in self.module.named_parameters()
+            if name not in self.parameters_to_ignore and not p.requires_grad
+        ]
+        options = [("bucket caps", self._caps.caps_bytes), ("number of process groups", len(self._process_groups))]
+        description = Description.of(
+            managed, frozen, self._buffer_sync.named().items(), self.parameters_to_ignore, options
+        )
+        verify(description, self.process_group, self._peers, self.device)
+
+    def _broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
+        if self.process_group.size() > 1:
+            Broadcast(tensors, self.process_group, source).finish(self._peers, f"receiving rank {source}'s model")
+
+    def _build_reducer(self, managed: Any) -> None:
+        options = ReducerOptions(self._caps, self.find_unused_parameters, self.static_graph)
+        reducer = Reducer(managed, options, self._process_groups, self._peers, self._buffer_sync)
+        reducer.synchronizes = lambda: self.require_backward_grad_sync
+        if self.mixed_precision is not None:
+            narrow = self.mixed_precision.reduce_dtype or self.mixed_precision.param_dtype
+            if narrow is not None:
+                reducer.reduction = NarrowMean(narrow)
+        self.reducer = reducer
+        self._frozen = [p for p in self._module_parameters if not p.requires_grad]
+
+    # ---- forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module. Its backward, unless under `no_sync`, will synchronize gradients."""
+        with record_function("DistributedDataParallel.forward"):
+            began_s = time.perf_counter()
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            output = self._run_ddp_forward(*inputs, **kwargs)
+            output = self._post_forward(output)
+            self.reducer.forward_s = time.perf_counter() - began_s
+            return output
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if torch.is_grad_enabled():
+            self._prepare_to_train()
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+            return moved_inputs[0], moved_kwargs[0]
+        return inputs, kwargs
+
+    def _prepare_to_train(self) -> None:
+        in_backward.take_over(self._module_parameters)
+        self.reducer.prepare()
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._manage_unfrozen()
+        will_synchronize = self.require_backward_grad_sync
+        notify(self, will_synchronize)
+        synchronizes_buffers = will_synchronize and self.training and self._has_synchronized_buffers()
+        if synchronizes_buffers and self._buffer_hook_goes("PRE_FORWARD"):
+            self._run_buffer_hook()
+        elif synchronizes_buffers and self.buffer_hook is None:
+            joins = self._join_config.enable
+            self._buffer_sync.synchronize(agree_on_source(self, is_candidate=True) if joins else 0)
+        self.reducer.synchronizes_buffers = (
+            synchronizes_buffers and self.buffer_hook is None and not self._join_config.enable
+        )
+
+    def _manage_unfrozen(self) -> None:
+        """Parameters were unfrozen after wrapping: compare again, then synchronize them too. Collective."""
+        managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
+        self._verify(managed)
+        self.reducer.remove_hooks()
+        reduction, timings = self.reducer.reduction, self.reducer.timings
+        self._build_reducer(managed)
+        self.reducer.reduction, self.reducer.timings = reduction, timings
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
+        try:
+            if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
+                return mixed.forward_in(self.module, self.mixed_precision.param_dtype, inputs, kwargs)
+            return self.module(*inputs, **kwargs)
+        finally:
+            TorchDDP._active_ddp_module = outer
+
+    def _post_forward(self, output: Any) -> Any:
+        if torch.is_grad_enabled():
+            for tensor in find_tensors(output):
+                if tensor.grad_fn is not None:
+                    self.reducer.watch(tensor.grad_fn)
+            if self._has_synchronized_buffers() and self._buffer_hook_goes("POST_FORWARD"):
+                self._run_buffer_hook()
+        return output
+
+    # ---- when to synchronize
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards that begin in this context accumulate local gradients; the next one outside reduces their sum."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def sync_gradients(self) -> None:
+        """Reduce what backwards under `no_sync` have accumulated, without another forward and backward.
+
+        Contract:
+            Collective: every rank.  Blocks: yes.  Mutates: `.grad` of all parameters.
+        """
+        self.reducer.prepare()
+        self.reducer.synchronizes_buffers = False
+        self.reducer.run_without_autograd()
+
+    @property
+    def timings(self) -> StepTimings:
+        """When each bucket of the last steps was ready, launched and done, and how long backward waited."""
+        return self.reducer.timings
+
+    # ---- uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of batches; see `torch.distributed.algorithms.Join`.
+
+        Args:
+            divide_by_initial_world_size: Divide by the number of all ranks; else by those that still have batches.
+            enable: False: do nothing.
+            throw_on_early_termination: Raise on all ranks as soon as one has no more batches.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> Shadow:
+        """What `Join` runs on a rank that has no more batches."""
+        return Shadow(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self._authoritative_rank = agree_on_source(self, is_candidate=is_last_joiner)
+        self.reducer.num_averaged = None
+        tensors = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        if self.forward_sync_buffers:
+            tensors += self._buffer_sync.named().values()  # type: ignore[arg-type]
+        self._broadcast(tensors, self._authoritative_rank)
+
+    # ---- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        left_out = {"process_group", "_process_groups", "reducer", "logger", "_peers", "_buffer_sync", "device_mesh"}
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        state["_state_dict_hooks"] = type(self._state_dict_hooks)()
+        state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
+        state["_comm_hook"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group = dist.distributed_c10d._get_default_group()
+        self._process_groups = [self.process_group]
+        Module.__setstate__(self, state)
+        self._module_parameters = [
+            p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
+        ]
+        self._set_up(init_sync=False, init_sync_buffers=False)
+
+

@@ -1,0 +1,9 @@
+"""What combining the ranks' gradients means: the mean, or whatever a communication hook does."""
+
+from paceline.reductions.hook import GradBucket, HookReduction
+from paceline.reductions.mean import Mean
+from paceline.reductions.narrow_mean import NarrowMean
+from paceline.reductions.pending import Pending
+from paceline.reductions.reduction import Message, Reduction
+
+__all__ = ["GradBucket", "HookReduction", "Mean", "Message", "NarrowMean", "Pending", "Reduction"]

@@ -1,0 +1,88 @@
+"""A communication hook in torch's sense, as a reduction: `hook(state, bucket) -> Future[Tensor]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.errors import ConfigurationError
+from paceline.reductions.pending import Pending, PendingFuture
+from paceline.reductions.reduction import Message
+
+Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
+
+
+class GradBucket:
+    """What a hook is given: the methods of `torch.distributed.GradBucket`, which Python cannot construct."""
+
+    def __init__(self, message: Message) -> None:
+        self._message = message
+        self._buffer = message.body
+
+    def index(self) -> int:
+        """Place of the bucket in the launch order."""
+        return self._message.index
+
+    def buffer(self) -> Tensor:
+        """This rank's gradients, flat, not yet divided by the number of ranks."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Make `buffer` the result, for hooks that return `bucket.buffer()`."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, one a parameter."""
+        return list(self._message.gradients)
+
+    def parameters(self) -> Sequence[Parameter]:
+        """The parameters, in the order of `gradients()`."""
+        return list(self._message.parameters)
+
+    def is_last(self) -> bool:
+        """Whether it is the last bucket of this backward."""
+        return self._message.is_last
+
+
+class HookReduction:
+    """Calls a user's hook on each bucket.
+
+    Args:
+        state: Whatever the hook keeps; handed to it first.
+        hook: Returns a future whose value has the shape of `bucket.buffer()`. It divides by the number of ranks itself.
+        overlaps: Whether a hook may be called while the future of the one before is not done. A hook that starts
+            further collectives in callbacks must not: on Gloo callbacks run on the backend's threads, so ranks would
+            start their collectives in different orders.
+    """
+
+    carries_words = False
+
+    def __init__(self, state: Any, hook: Hook, overlaps: bool) -> None:
+        self.state = state
+        self.hook = hook
+        self._overlaps = overlaps
+        self._previous: torch.futures.Future[Tensor] | None = None
+
+    def input_scale(self, num_ranks: int) -> float:
+        return 1.0
+
+    def launch(self, message: Message) -> Pending:
+        if self._previous is not None and not self._overlaps and message.index > 0:
+            self._previous.wait()
+        future = self.hook(self.state, GradBucket(message))
+        if not isinstance(future, torch.futures.Future):
+            raise ConfigurationError(
+                f"callback must return a torch.futures.Future object, but got {type(future)}. "
+                f"The communication hook {self.name} was called on bucket {message.index}; "
+                "wrap a value that is already there with Future.set_result."
+            )
+        self._previous = future
+        return PendingFuture(future, message.body)
+
+    @property
+    def name(self) -> str:
+        return getattr(self.hook, "__qualname__", type(self.hook).__name__)

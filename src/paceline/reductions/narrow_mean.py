@@ -1,0 +1,49 @@
+"""The mean over ranks, summed in a narrower type than the gradients have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.reductions.pending import Done, Pending, PendingWork
+from paceline.reductions.reduction import Message
+
+
+class _PendingCast:
+    """A low-precision sum under way; widens it when it is there."""
+
+    def __init__(self, inner: Pending, narrow: Tensor, body: Tensor) -> None:
+        self._inner = inner
+        self._narrow = narrow
+        self._body = body
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if not self._inner.wait(timeout_s):
+            return False
+        self._body.copy_(self._narrow)
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        self._inner.on_done(callback)
+
+
+class NarrowMean:
+    """The mean over ranks, summed in a narrower type: half the bytes, with its precision and range."""
+
+    carries_words = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def input_scale(self, num_ranks: int) -> float:
+        return 1.0 / num_ranks
+
+    def launch(self, message: Message) -> Pending:
+        narrow = message.body.to(self._dtype)
+        if message.process_group.size() == 1:
+            return _PendingCast(Done(), narrow, message.body)
+        work = dist.all_reduce(narrow, group=message.process_group, async_op=True)
+        return _PendingCast(PendingWork(work), narrow, message.body)

@@ -1,0 +1,77 @@
+"""A reduction under way: wait for it in slices, so that a waiter can look around for lost peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """Something that has been launched."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done, or for `timeout_s` seconds; says whether it is done. Raises what went wrong."""
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once it is done, on whichever thread notices; not at all where that cannot be known."""
+
+
+class PendingWork:
+    """A c10d `Work`."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if timeout_s is None:
+            self._work.wait()
+            return True
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError:
+            if self._work.is_completed():
+                raise
+            return False
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        try:
+            future = self._work.get_future()
+        except (RuntimeError, NotImplementedError):  # a process group written in Python may have none
+            return
+        future.add_done_callback(lambda _: callback())
+
+
+class PendingFuture:
+    """The future of a communication hook; its value replaces the bucket's gradients."""
+
+    def __init__(self, future: torch.futures.Future[Tensor], body: Tensor) -> None:
+        self._future = future
+        self._body = body
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """As `Pending.wait`; a future cannot be waited for in slices, so the time limit is the process group's."""
+        result = self._future.wait()
+        if isinstance(result, (list, tuple)):
+            result = result[0]
+        if result.data_ptr() != self._body.data_ptr() or result.dtype != self._body.dtype:
+            self._body.copy_(result.view(-1))
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        self._future.add_done_callback(lambda _: callback())
+
+
+class Done:
+    """A reduction that needed no communication."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        callback()
