@@ -1,0 +1,1 @@
+"""Benchmarks: one question per file, torch's DistributedDataParallel in the same run."""

@@ -1,0 +1,33 @@
+"""Which options does every benchmark take, and how does it end?"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.errors import BenchmarkError
+
+Sides = Annotated[str, typer.Option(help="Comma-separated names from benchmarks/sides.py; the first is the baseline.")]
+Ranks = Annotated[int, typer.Option(min=1, help="How many processes.")]
+Rounds = Annotated[int, typer.Option(min=2, help="How many rounds; every side runs twice in each.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: does it run, not what does it measure.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ResultsFolder = Annotated[Path, typer.Option(help="Where the JSON and the figure go.")]
+
+
+def run_cli(main: Callable[..., Any]) -> None:
+    """Run a benchmark's command line; what it cannot answer becomes one paragraph and exit status 1."""
+    with _one_paragraph():
+        typer.run(main)
+
+
+@contextmanager
+def _one_paragraph() -> Iterator[None]:
+    try:
+        yield
+    except BenchmarkError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,77 @@
+"""Where does a number come from?"""
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Everything that is needed to run a benchmark again, and to distrust it."""
+
+    command: str
+    date: str
+    git_hash: str
+    git_dirty: bool  # uncommitted changes under src/ or benchmarks/ (results aside)
+    torch_version: str
+    python_version: str
+    cpu_model: str
+    num_cores: int
+    num_ranks: int
+    num_threads_per_rank: int
+    load_average_before: float  # 1 minute; a busy machine shows here
+    load_average_after: float
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def collect(num_ranks: int, load_average_before: float, num_threads_per_rank: int = 1) -> Provenance:
+    """Describe this run, after it."""
+    return Provenance(
+        command=_command(),
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        git_hash=_git("rev-parse", "HEAD") or "unknown",
+        git_dirty=bool(_git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results")),
+        torch_version=torch.__version__,
+        python_version=platform.python_version(),
+        cpu_model=_cpu_model(),
+        num_cores=os.cpu_count() or 0,
+        num_ranks=num_ranks,
+        num_threads_per_rank=num_threads_per_rank,
+        load_average_before=load_average_before,
+        load_average_after=load_average(),
+        environment={key: os.environ[key] for key in sorted(os.environ) if key.startswith(("GLOO_", "OMP_", "TORCH_"))},
+    )
+
+
+def load_average() -> float:
+    """Return the number of runnable processes, averaged over one minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def _command() -> str:
+    module = Path(sys.argv[0]).resolve()
+    if REPOSITORY not in module.parents:
+        return " ".join(["python", *sys.argv])
+    name = ".".join(module.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__main__")
+    return " ".join(["python -m", name, *sys.argv[1:]])
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+    information = Path("/proc/cpuinfo")
+    if not information.exists():
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in information.read_text().splitlines() if "model name" in line]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,235 @@
+"""How long is a training step under ours, compared with torch's?
+
+Both sides train the same model from the same seed on the same batches, in the same processes, in alternating blocks. The first
+step of a block is not timed: it pays for the caches that the other side left. A step's time is the slowest rank's. Where a model's
+pages lie in memory stays with it for the life of its process, so the processes are launched several times, with the sides built in
+alternating order. Afterwards the sides' parameters must be bitwise equal (one or two ranks: addition of two is order-free): a fast
+wrong answer is no answer.
+"""
+
+import dataclasses
+import gc
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+
+from benchmarks.errors import WrongAnswer
+from benchmarks.protocol.allocator import ENVIRONMENTS, Allocator
+from benchmarks.protocol.alternation import turns
+from benchmarks.protocol.figure import save_bars
+from benchmarks.protocol.options import AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
+from benchmarks.protocol.provenance import collect, load_average
+from benchmarks.protocol.ranks import TellProgress, gather, run_on_ranks
+from benchmarks.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
+from benchmarks.protocol.summary import Summary, ratios, slowest_rank
+from benchmarks.sides import labels, parse_sides
+from benchmarks.training import StepTimes, Trainee
+from benchmarks.workloads import Workload, make_workload
+
+WARM_UP_STEPS = 4  # torch re-buckets after the first
+PHASES = ("forward_s", "backward_s", "optimizer_s", "step_s")
+STEPS_PER_BLOCK = {"tiny": 20}  # milliseconds each
+TARGET_RATIO = 1.00
+TARGET_RATIOS = {"wide_mlp": 0.90}  # what the communication-heavy one aims for
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is measured."""
+
+    workload: str
+    side_names: tuple[str, ...]
+    num_ranks: int
+    num_launches: int
+    num_rounds: int  # per launch
+    steps_per_block: int
+    allocator: Allocator
+    quick: bool
+    last_side_first: bool = False  # in which order the sides are built; alternates from launch to launch
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """Median seconds of one side in each round; the lists are as long as there are rounds."""
+
+    forward_s: list[float]
+    backward_s: list[float]
+    optimizer_s: list[float]
+    step_s: list[float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one launch found; every rank returns the same."""
+
+    sides: tuple[RoundTimes, ...]
+    samples: tuple[tuple[StepTimes, ...], ...]  # per side, per rank, all steps
+    equal_sides: bool  # bitwise, parameters of all sides on this rank
+    equal_ranks: bool  # bitwise, parameters of all ranks on every side
+    notes: tuple[str, ...]
+
+
+def measure(config: Config, tell: TellProgress) -> Outcome:
+    """Train all sides in turn. Collective; every rank returns the same."""
+    workload = make_workload(config.workload, config.quick)
+    trainees = _build(config, workload)
+    for trainee in trainees:
+        for _ in range(WARM_UP_STEPS):
+            trainee.step()
+    gc.collect()
+    gc.freeze()  # so that no side pays for scanning the other's set-up
+    mine = [StepTimes() for _ in trainees]
+    schedule = list(turns(len(trainees), config.num_rounds))
+    for num_done, turn in enumerate(schedule):
+        trainees[turn.side_index].step()
+        for _ in range(config.steps_per_block):
+            trainees[turn.side_index].step(mine[turn.side_index])
+        tell((num_done + 1) / len(schedule))
+    samples = tuple(tuple(gather(times)) for times in mine)
+    return Outcome(
+        sides=tuple(_per_round(per_rank, 2 * config.steps_per_block) for per_rank in samples),
+        samples=samples,
+        equal_sides=_equal_sides(trainees),
+        equal_ranks=all(_equal_ranks(trainee) for trainee in trainees),
+        notes=workload.notes(),
+    )
+
+
+def _build(config: Config, workload: Workload) -> list[Trainee]:
+    order = list(range(len(config.side_names)))
+    if config.last_side_first:
+        order.reverse()
+    built = {index: Trainee(config.side_names[index], workload) for index in order}
+    return [built[index] for index in range(len(order))]
+
+
+def _per_round(per_rank: tuple[StepTimes, ...], steps_per_round: int) -> RoundTimes:
+    def medians(samples_per_rank: list[list[float]]) -> list[float]:
+        steps = slowest_rank(samples_per_rank)
+        return [Summary.of(steps[at : at + steps_per_round]).median for at in range(0, len(steps), steps_per_round)]
+
+    return RoundTimes(
+        forward_s=medians([times.forward_s for times in per_rank]),
+        backward_s=medians([times.backward_s for times in per_rank]),
+        optimizer_s=medians([times.optimizer_s for times in per_rank]),
+        step_s=medians([times.totals_s() for times in per_rank]),
+    )
+
+
+def _equal_sides(trainees: list[Trainee]) -> bool:
+    first, *others = [trainee.parameters() for trainee in trainees]
+    return all(torch.equal(left, right) for other in others for left, right in zip(first, other, strict=True))
+
+
+def _equal_ranks(trainee: Trainee) -> bool:
+    flat = torch.cat([parameter.flatten() for parameter in trainee.parameters()])
+    reference = flat.clone()
+    dist.broadcast(reference, src=0)
+    return all(gather(torch.equal(flat, reference)))
+
+
+def run(config: Config) -> list[Outcome]:
+    """Launch the ranks several times and return one outcome per launch.
+
+    Raises:
+        WrongAnswer: ranks disagree; or, up to two ranks, sides do.
+    """
+    outcomes = []
+    for launch in range(config.num_launches):
+        title = f"step time, {config.workload}, launch {launch + 1} of {config.num_launches}"
+        this = dataclasses.replace(config, last_side_first=bool(launch % 2))
+        outcomes.append(run_on_ranks(measure, this, config.num_ranks, title, ENVIRONMENTS[config.allocator])[0])
+        _check(config, outcomes[-1])
+    return outcomes
+
+
+def _check(config: Config, outcome: Outcome) -> None:
+    if not outcome.equal_ranks:
+        raise WrongAnswer(f"the ranks ended {config.workload} with different parameters: a side does not synchronize.")
+    if config.num_ranks <= 2 and not outcome.equal_sides:
+        raise WrongAnswer(
+            f"the sides {', '.join(config.side_names)} ended {config.workload} with different parameters after the same "
+            "batches. With one or two ranks they must be bitwise equal; compare gradients before timing anything."
+        )
+
+
+def report(config: Config, outcomes: list[Outcome], load_average_before: float) -> Report:
+    """Turn the outcomes into rows: one per side, ratios to the first."""
+    names = labels(config.side_names)
+    times = [_all_launches(outcomes, index) for index in range(len(names))]
+    rows, verdicts, summaries = [], [], {}
+    for name, mine in zip(names, times, strict=True):
+        per_phase = {phase: Summary.of(getattr(mine, phase)) for phase in PHASES}
+        ratio = Summary.of(ratios(mine.step_s, times[0].step_s))
+        summaries[name] = {**{key: asdict(value) for key, value in per_phase.items()}, "ratio": asdict(ratio)}
+        rows.append((name, *[per_phase[phase].text(1e3, 1) for phase in PHASES], ratio.text(digits=3)))
+        if name.startswith("ours"):
+            target = TARGET_RATIOS.get(config.workload, TARGET_RATIO) if config.num_ranks > 1 else TARGET_RATIO
+            verdicts.append(Verdict(f"step of {name} / {names[0]}", ratio.median, target, "x"))
+    return Report(
+        name=f"step_time-{config.workload}-{config.num_ranks}ranks{'-quick' if config.quick else ''}",
+        question=f"How long is a step of {config.workload} on {config.num_ranks} rank(s)?",
+        columns=("side", "forward ms", "backward ms", "optimizer ms", "step ms", f"ratio to {names[0]}"),
+        rows=tuple(rows),
+        verdicts=tuple(verdicts),
+        notes=_notes(config, outcomes),
+        config=config,
+        summaries=summaries,
+        samples={name: _raw(outcomes, index) for index, name in enumerate(names)},
+        provenance=collect(config.num_ranks, load_average_before),
+    )
+
+
+def _all_launches(outcomes: list[Outcome], side_index: int) -> RoundTimes:
+    per_phase = {
+        phase: [value for outcome in outcomes for value in getattr(outcome.sides[side_index], phase)] for phase in PHASES
+    }
+    return RoundTimes(**per_phase)
+
+
+def _notes(config: Config, outcomes: list[Outcome]) -> tuple[str, ...]:
+    equal_sides = all(outcome.equal_sides for outcome in outcomes)
+    return (
+        *outcomes[0].notes,
+        f"after each of {config.num_launches} launch(es): all ranks bitwise equal; "
+        + ("all sides bitwise equal" if equal_sides else "sides differ (expected above two ranks)"),
+        "ranks, Gloo threads and loopback share the cores: communication also slows computation, as it would not on GPUs",
+    )
+
+
+def _raw(outcomes: list[Outcome], side_index: int) -> list[dict[str, object]]:
+    return [
+        {"per_round": asdict(outcome.sides[side_index]), "per_rank": [asdict(t) for t in outcome.samples[side_index]]}
+        for outcome in outcomes
+    ]
+
+
+def main(
+    workload: str = "wide_mlp",
+    sides: Sides = "torch,ours",
+    ranks: Ranks = 2,
+    launches: Annotated[int, typer.Option(min=1, help="How often the processes are started afresh.")] = 4,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds per launch; every side runs twice in each.")] = 4,
+    steps_per_block: Annotated[int, typer.Option(min=1, help="Timed steps at a turn.")] = 3,
+    allocator: Allocator = Allocator.KEEP,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    results_folder: ResultsFolder = RESULTS_FOLDER,
+) -> None:
+    """Compare the step time of one workload (tiny, resnet50, transformer, mlstm, wide_mlp)."""
+    make_workload(workload)  # an unknown name fails here rather than in a process
+    steps_per_block = STEPS_PER_BLOCK.get(workload, steps_per_block)
+    launches, rounds, steps_per_block = (2, 2, 1) if quick else (launches, rounds, steps_per_block)
+    config = Config(workload, parse_sides(sides), ranks, launches, rounds, steps_per_block, allocator, quick)
+    load_before = load_average()
+    result = report(config, run(config), load_before)
+    publish(result, results_folder, as_json)
+    bars = {name: Summary(**result.summaries[name]["ratio"]) for name in result.summaries}
+    save_bars(figure_path(result, results_folder), result.question, result.columns[-1], bars, reference=1.0)
+
+
+if __name__ == "__main__":
+    run_cli(main)

