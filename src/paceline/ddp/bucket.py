@@ -96,6 +96,7 @@ class Bucket:
         self.ready_s = 0.0
         self._num_touched_at_collect = 0
         self._entered: set[int] = set()  # large slots already in the buffer, scaled
+        self._is_detached = False  # small parameters have no `.grad` until `attach`
         self._installed = False  # small gradients were None and now alias the zeroed buffer
         self._untouched: list[int] = []
         self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
@@ -113,11 +114,17 @@ class Bucket:
         self.ready_s = 0.0
         self._entered.clear()
         self._untouched, self._kept, self._with_graph = [], {}, {}
-        self._installed = bool(self._small_pairs) and all(p.grad is None for p, _ in self._small_pairs)
-        if self._installed:
-            self._small.zero_()
-            for parameter, view in self._small_pairs:
-                parameter.grad = view
+        self._installed = self._install()
+
+    def _install(self) -> bool:
+        """Let the small gradients alias the zeroed buffer, so that autograd adds into it; only if all are None."""
+        for parameter, _ in self._small_pairs:
+            if parameter.grad is not None:
+                return False
+        self._small.zero_()
+        for parameter, view in self._small_pairs:
+            parameter.grad = view
+        return True
 
     def disarm(self) -> None:
         self.expected = 1
@@ -155,22 +162,22 @@ class Bucket:
         view.copy_(gradient)
         parameter.grad = view
 
-    def collect(self, scale: float, used_before: set[int]) -> None:
+    def collect(self, scale: float, used_before: set[int], has_ended: bool) -> None:
         """Bring every gradient into the buffer, scaled, and take `.grad` away from every parameter (rule 2).
 
         Args:
             scale: Factor that each gradient is multiplied by, once.
             used_before: Parameter indices that earlier, unsynchronized backwards of this step have touched.
+            has_ended: Whether backward has: autograd writes no more, and small parameters may keep their `.grad`.
         """
         touched = set(self.touched)
         self._num_touched_at_collect = len(self.touched)
-        self._untouched = [
-            slot
-            for slot, member in enumerate(self.members)
-            if slot not in touched and member not in used_before
-        ]
-        for slot in self._untouched:
-            self._keep(slot)
+        if len(touched) < len(self.members):
+            self._untouched = [
+                slot for slot, member in enumerate(self.members) if slot not in touched and member not in used_before
+            ]
+            for slot in self._untouched:
+                self._keep(slot)
         for slot in range(self.num_large):
             if slot not in self._entered:
                 self._gather(slot)
@@ -181,9 +188,11 @@ class Bucket:
         for place, (parameter, view) in enumerate(self._small_pairs):
             if parameter.grad is not view:
                 strays.append(self.num_large + place)
-            else:
+            elif not has_ended:
                 parameter.grad = None
-        self._gather_strays(strays)
+        self._is_detached = not has_ended or bool(strays)
+        if strays:
+            self._gather_strays(strays)
         if scale != 1.0 and self._small_pairs:
             self._small.mul_(scale)
         self.launched = True
@@ -226,7 +235,8 @@ class Bucket:
         Args:
             is_used: Whether any rank used a parameter, by index; asked only for those that this rank did not use.
         """
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        attached = len(self.members) if self._is_detached else self.num_large
+        for parameter, view in zip(self.parameters[:attached], self.views, strict=False):
             parameter.grad = view
         for slot in self._untouched:
             if not is_used(self.members[slot]):
@@ -253,6 +263,8 @@ class Bucket:
     def take_late(self, scale: float) -> Tensor:
         """Gradients that arrived after the bucket had left, scaled, as a buffer of the body's shape (zeros elsewhere)."""
         late = torch.zeros_like(self.body)
+        if not self.has_late_gradients():
+            return late
         for parameter, view in zip(self.parameters, gradient_views(late, self.parameters), strict=True):
             if parameter.grad is not None:
                 _write(view, parameter.grad.detach(), scale)

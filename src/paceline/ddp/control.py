@@ -53,3 +53,8 @@ class ControlWords:
     def is_used(self) -> list[bool]:
         """Whether any rank used each parameter. On an accelerator this waits for the device."""
         return [count > 0 for count in self.words[: self._num_parameters].tolist()]
+
+    def all_used_everywhere(self) -> bool:
+        """Whether every rank used every parameter."""
+        num_ranks = self.num_words - self._num_parameters
+        return all(round(count) == num_ranks for count in self.words[: self._num_parameters].tolist())

@@ -15,16 +15,15 @@ from torch.nn import Parameter
 MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
-def take_over(parameters: Iterable[Parameter]) -> None:
-    """Remove the hooks that would run optimizers on gradients that are not reduced yet."""
-    if MODULE not in sys.modules:
-        return
-    handles = sys.modules[MODULE].param_to_optim_hook_handle_map
+def take_over(parameters: Iterable[Parameter]) -> bool:
+    """Remove the hooks that would run optimizers on gradients that are not reduced yet; says if there are any."""
+    handles = sys.modules[MODULE].param_to_optim_hook_handle_map if MODULE in sys.modules else None
     if not handles:
-        return
-    for parameter in parameters:
-        for handle in handles.get(parameter, ()):
-            handle.remove()
+        return False
+    found = [handle for parameter in parameters for handle in handles.get(parameter, ())]
+    for handle in found:
+        handle.remove()
+    return bool(found)
 
 
 def step(parameter: Any) -> None:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from paceline.ddp import in_backward
@@ -97,6 +98,7 @@ class Reducer:
         self.num_averaged: int | None = None  # divide by this, not by the number of ranks (`join` leaves ranks out)
         self.synchronizes: Callable[[], bool] = lambda: True
         self.synchronizes_buffers = False
+        self.steps_in_backward = False  # whether parameters have optimizers of their own, to run on reduced gradients
         self.has_rebuilt_buckets = False
         self.ready_order: list[int] = []  # parameter indices as the first backward finished them
 
@@ -118,7 +120,7 @@ class Reducer:
 
         self._cut(range(len(managed) - 1, -1, -1))
         self._recorders = [
-            parameter.register_post_accumulate_grad_hook(self._make_recorder(index))
+            _hook(parameter, self._make_recorder(index))
             for index, parameter in enumerate(managed.parameters)
         ]
 
@@ -130,7 +132,7 @@ class Reducer:
             hook.remove()
         self.buckets = self._memory.cut(self._order)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, slot))
+            _hook(parameter, self._make_hook(bucket, slot))
             for bucket in self.buckets
             for slot, parameter in enumerate(bucket.parameters)
         ]
@@ -263,7 +265,7 @@ class Reducer:
 
     def _launch(self, bucket: AnyBucket) -> None:
         if not bucket.launched:
-            bucket.collect(self._scale, self._used_before)
+            bucket.collect(self._scale, self._used_before, has_ended=False)
         try:
             self._flight.launch(bucket, is_last=bucket is self.buckets[-1])
         except Exception as error:
@@ -352,7 +354,7 @@ class Reducer:
         remaining = self.buckets[self._flight.num_launched :]
         for bucket in remaining:
             bucket.ready_s = bucket.ready_s or time.perf_counter()
-            bucket.collect(self._scale, self._used_before)
+            bucket.collect(self._scale, self._used_before, has_ended=True)
         unused = [index for bucket in self.buckets for index in bucket.untouched_members()]
         self._control.write(unused, status)
         for bucket in remaining[:-1]:
@@ -402,7 +404,8 @@ class Reducer:
         used_somewhere = self._control.is_used() if unused else []
         for bucket in self.buckets:
             bucket.attach(used_somewhere.__getitem__)
-            for parameter in bucket.parameters:
+        if self.steps_in_backward:
+            for parameter in self.managed.parameters:
                 in_backward.step(parameter)
 
     def _remark_on(self, unused: list[int]) -> None:
@@ -413,7 +416,7 @@ class Reducer:
                     f"this backward did not use {describe(unused, self.managed.names)}. They count as zero on this "
                     "rank, so the mean is right; pass find_unused_parameters=True if that is intended."
                 )
-        elif self.options.find_unused_parameters and self.num_steps == 0:
+        elif self.options.find_unused_parameters and self.num_steps == 0 and self._control.all_used_everywhere():
             self._warn(
                 "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters "
                 "in the forward pass. Looking costs a little in every step; leave it out if there never are any."
@@ -463,6 +466,11 @@ class Reducer:
 
     def set_static_graph(self) -> None:
         """As the option `static_graph`, before the first step."""
+        if self.num_steps > 0 or self._used_before:
+            raise RuntimeError(
+                f"_set_static_graph() was called after {self.num_steps} synchronized steps. The first backward is the "
+                "one that counts a static graph, so call it before, or pass static_graph=True to the constructor."
+            )
         self.options = replace(self.options, static_graph=True)
         self.expectations = Expectations(self.managed, self.options.find_unused_parameters, static_graph=True)
 
@@ -477,6 +485,8 @@ class Reducer:
     def _get_local_used_map(self) -> Tensor:
         """Torch's name: 1 for every parameter that the last step used on this rank."""
         unused = {index for bucket in self.buckets for index in bucket.untouched_members()}
+        if self._used_before:
+            unused = set(range(len(self.managed))) - self._used_before
         return torch.tensor([int(index not in unused) for index in range(len(self.managed))], dtype=torch.int32)
 
     def _ddp_graph_static(self) -> bool:
@@ -495,3 +505,11 @@ class Reducer:
             self._has_warned.add(kind)
             warnings.warn(f"rank {self._rank}: {text}", UserWarning, stacklevel=2)
 
+
+def _hook(parameter: Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `hook` whenever autograd has finished the parameter's gradient; also if it is frozen just now."""
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(requires_grad)
+    return handle

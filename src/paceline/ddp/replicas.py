@@ -96,10 +96,10 @@ def _difference(described: Sequence[Description]) -> str:
         theirs = dict(description.lines)
         count = "number of trainable parameters"
         if ours[count] != theirs[count]:
-            extra = _only_in(theirs, ours) or _only_in(ours, theirs)
+            lacking = _first_missing(ours, theirs, rank) or _first_missing(theirs, ours, 0)
             return (
                 f"DDP expects same model across all ranks, but Rank 0 has {ours[count]} params, while rank {rank} has "
-                f"inconsistent {theirs[count]} params{extra}. {REMEDY}"
+                f"inconsistent {theirs[count]} params{lacking}. {REMEDY}"
             )
         for title in dict.fromkeys([*ours, *theirs]):
             if ours.get(title) != theirs.get(title):
@@ -113,7 +113,12 @@ def _difference(described: Sequence[Description]) -> str:
 REMEDY = "Build the same model, with the same arguments, on every rank before wrapping it; no value was changed."
 
 
-def _only_in(these: dict[str, str], those: dict[str, str]) -> str:
-    names = {fact.split(":")[0] for fact in those.values()}
-    extra = [fact.split(":")[0] for title, fact in these.items() if "[" in title and fact.split(":")[0] not in names]
-    return f" (only one of them has {extra[0]})" if extra else ""
+def _first_missing(these: dict[str, str], those: dict[str, str], rank: int) -> str:
+    """The first trainable parameter of `these` that `those`, of this rank, lack."""
+    found = [_trainable_names(lines) for lines in (these, those)]
+    missing = [name for name in found[0] if name not in found[1]]
+    return f"; rank {rank} does not train {missing[0]}, or ignores it" if missing else ""
+
+
+def _trainable_names(lines: dict[str, str]) -> list[str]:
+    return [fact.split(":")[0] for title, fact in lines.items() if title.startswith("params[")]

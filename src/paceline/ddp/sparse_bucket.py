@@ -47,9 +47,10 @@ class SparseBucket:
     def enter(self, slot: int, scale: float) -> None:
         """Sparse gradients wait for `collect`."""
 
-    settle = enter
+    def settle(self, slot: int) -> None:
+        """Nor has it a place to settle in."""
 
-    def collect(self, scale: float, used_before: set[int]) -> None:
+    def collect(self, scale: float, used_before: set[int], has_ended: bool) -> None:
         parameter = self.parameters[0]
         self._num_touched_at_collect = len(self.touched)
         self._used = bool(self.touched) or self.members[0] in used_before
@@ -74,7 +75,7 @@ class SparseBucket:
 
     def take_late(self, scale: float) -> Tensor:
         late = _as_sparse(self.parameters[0]) * scale
-        self.parameters[0].grad = None
+        self.parameters[0].grad = None  # as after `collect`
         return late
 
     def add_late(self, late: Tensor) -> None:

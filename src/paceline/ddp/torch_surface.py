@@ -180,8 +180,8 @@ class TorchSurface:
         """Declare the graph static, before the first step."""
         if self.static_graph:
             return
-        self.static_graph = True
         self.reducer.set_static_graph()
+        self.static_graph = True
 
     def _remove_autograd_hooks(self) -> None:
         """From now on gradients stay local."""

@@ -215,7 +215,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):
             return output
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if torch.is_grad_enabled():
+        if self._trains():
             self._prepare_to_train()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
@@ -223,8 +223,13 @@ class DistributedDataParallel(TorchSurface, TorchDDP):
             return moved_inputs[0], moved_kwargs[0]
         return inputs, kwargs
 
+    @staticmethod
+    def _trains() -> bool:
+        """Whether a backward may follow. `torch.func` transforms differentiate by themselves, without `.grad`."""
+        return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
+
     def _prepare_to_train(self) -> None:
-        in_backward.take_over(self._module_parameters)
+        self.reducer.steps_in_backward = in_backward.take_over(self._module_parameters)
         self.reducer.prepare()
         if any(parameter.requires_grad for parameter in self._frozen):
             self._manage_unfrozen()
@@ -259,7 +264,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):
             TorchDDP._active_ddp_module = outer
 
     def _post_forward(self, output: Any) -> Any:
-        if torch.is_grad_enabled():
+        if self._trains():
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     self.reducer.watch(tensor.grad_fn)
