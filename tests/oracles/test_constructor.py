@@ -123,6 +123,7 @@ def warnings_of(rank, _num_ranks, options, seed):
         ({"check_reduction": True}, "FutureWarning", "The `check_reduction` argument in `DistributedDataParallel`"),
         ({"broadcast_buffers": True}, "FutureWarning", "`broadcast_buffers` is deprecated"),
         ({"broadcast_buffers": False}, "FutureWarning", "`broadcast_buffers` is deprecated"),
+        ({"skip_all_reduce_unused_params": True}, "UserWarning", "skip_all_reduce_unused_params=True is ignored"),
         (
             {"broadcast_buffers": True, "forward_sync_buffers": False},
             "FutureWarning",
@@ -131,8 +132,8 @@ def warnings_of(rank, _num_ranks, options, seed):
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
 )
-def test_deprecated_arguments_warn_as_torchs(options, kind, words):
-    """A deprecated argument warns with torch's words, and training goes on."""
+def test_deprecated_and_ignored_arguments_warn(options, kind, words):
+    """A deprecated argument warns with torch's words, an ignored one says so, and training goes on."""
     results = pool(2).run(warnings_of, options, 1)
     assert results[0][1] == results[1][1]
     for caught, _ in results:
@@ -147,7 +148,6 @@ def test_deprecated_arguments_warn_as_torchs(options, kind, words):
         {"bucket_cap_mb": 0.001},
         {"bucket_cap_mb": 1},
         {"bucket_cap_mb_list": [1, 2, 5]},
-        {"skip_all_reduce_unused_params": True},
         {"batched_grad_copy": True},
         {"gradient_as_bucket_view": False},
         {"static_graph": True, "find_unused_parameters": False},
@@ -261,7 +261,7 @@ def test_replicas_that_differ_are_refused_on_every_rank(difference, num_ranks, o
     assert name == "ReplicaMismatchError"
     assert group_works
     assert re.search(DIFFERENCES[difference], message), message
-    assert re.search(rf"rank {odd or '[01]'}\b", message), message
+    assert re.search(rf"(rank |\[){odd or '[01]'}\b", message), message
 
 
 def shared_start(rank, _num_ranks, seed, options):

@@ -1,0 +1,83 @@
+"""What a newcomer meets first: the import, the help, the version."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+from terminal import paceline
+
+import paceline as package
+
+
+def _measured(code: str) -> object:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(done.stdout)
+
+
+def test_importing_paceline_imports_no_torch():
+    """The public names are lazy: the import itself costs next to nothing."""
+    loaded = _measured("import json, sys, paceline; print(json.dumps(sorted(sys.modules)))")
+    assert "torch" not in loaded
+    assert "rich" not in loaded
+
+
+def test_our_wrapper_costs_at_most_a_fifth_of_a_second_on_top_of_torch():
+    """Processor time, not wall-clock: a busy machine must not fail it."""
+    code = (
+        "import json, time, torch; a = time.process_time(); import paceline; paceline.DistributedDataParallel; "
+        "print(json.dumps(time.process_time() - a))"
+    )
+    _measured(code)  # compiles the byte code, which no later import pays for
+    assert _measured(code) < 0.2
+
+
+@pytest.mark.parametrize("name", package.__all__)
+def test_every_public_name_is_there(name):
+    assert getattr(package, name) is not None
+    assert name in dir(package)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'DataParallel'"):
+        package.DataParallel  # noqa: B018
+
+
+@pytest.mark.parametrize("words", [["--help"], ["demo", "--help"], ["--version"], []])
+def test_help_imports_no_torch(words, tmp_path):
+    done = paceline(*words, cwd=tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"})
+    assert done.code == 0
+    assert " paceline.cli" in done.err  # the record of imports is there
+    assert " torch" not in done.err
+    assert "paceline" in done.out
+
+
+def test_the_version_is_the_installed_one(tmp_path):
+    assert paceline("--version", cwd=tmp_path).out == f"paceline {importlib.metadata.version('paceline')}\n"
+
+
+def test_help_names_every_command(tmp_path):
+    out = paceline("--help", cwd=tmp_path).out
+    assert "run" in out
+    assert "demo" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["--fast"], "No such option: --fast"),
+        (["demo", "--rank", "2"], "--rank"),
+        (["demo", "--ranks", "two"], "two"),
+    ],
+)
+def test_bad_usage_is_one_paragraph_and_exit_2(words, says, tmp_path):
+    done = paceline(*words, cwd=tmp_path)
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.count("\n") == 1
+    assert says in done.err
+    assert "--help" in done.err
