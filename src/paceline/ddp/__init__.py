@@ -1,6 +1,10 @@
 """When a bucket leaves: a drop-in for torch's DistributedDataParallel, over any c10d process group."""
 
+from paceline.ddp.dynamo import skip_package
 from paceline.ddp.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from paceline.ddp.wrapper import DistributedDataParallel
 
 __all__ = ["DistributedDataParallel", "SyncBatchNorm", "convert_sync_batchnorm"]
+
+for _package in ("paceline.ddp", "paceline.reductions", "paceline.observe"):
+    skip_package(_package)

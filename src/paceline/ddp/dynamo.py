@@ -1,0 +1,44 @@
+"""Keeping TorchDynamo out of the wrapper: it compiles the wrapped module, as it does under torch's own class."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import CodeType
+
+import torch
+
+_eval_frame = torch._C._dynamo.eval_frame
+_SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+
+
+def skip_package(prefix: str) -> None:
+    """Have the imported modules of a package run as they are; what they call may still be compiled."""
+    for name, module in list(sys.modules.items()):
+        if name == prefix or name.startswith(f"{prefix}."):
+            for value in vars(module).values():
+                _skip(value, name)
+
+
+def _skip(value: object, module_name: str) -> None:
+    if getattr(value, "__module__", None) != module_name:
+        return
+    if inspect.isclass(value):
+        for member in vars(value).values():
+            for function in (member, getattr(member, "fget", None), getattr(member, "__func__", None)):
+                _skip_function(function)
+    else:
+        _skip_function(value)
+
+
+def _skip_function(function: object) -> None:
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if code is not None:
+        _skip_code(code)
+
+
+def _skip_code(code: CodeType) -> None:
+    _eval_frame.set_code_exec_strategy(code, _SKIP)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _skip_code(constant)
