@@ -73,7 +73,11 @@ def started(
 
 def environment(tmp: Path) -> dict[str, str]:
     """A user's environment: this Python's programs first on the PATH, temporary files where a test can look."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "LOGLEVEL", "TORCH"))}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PET_", "LOGLEVEL", "TORCH"))
+    }
     folder = tmp / "tmp"
     folder.mkdir(exist_ok=True)
     path = os.pathsep.join((str(Path(sys.executable).parent), env.get("PATH", "")))
@@ -82,7 +86,7 @@ def environment(tmp: Path) -> dict[str, str]:
 
 
 def alive(process: subprocess.Popen[str]) -> dict[int, str]:
-    """Process ids and command lines of the living processes that `process` and its descendants started, itself included."""
+    """Command lines of the living among `process` and what it started, by process id."""
     needle = f"{_MARK}={process.mark}".encode()
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):

@@ -9,7 +9,6 @@ import threading
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
-from terminal import paceline
 
 from paceline.cli import main
 from paceline.demo.comparison import difference, epoch_losses
@@ -17,6 +16,7 @@ from paceline.demo.data import load_images
 from paceline.demo.messages import Inbox, Progress, Sender
 from paceline.errors import ConfigurationError
 from paceline.launch import num_cores
+from terminal import paceline
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -49,9 +49,17 @@ def test_the_demo_shows_progress_the_promise_and_where_time_goes(shown):
     assert done.code == 0, done.err
     for rank in (0, 1):
         assert f"rank {rank}  epoch  4/4  loss " in done.out
-    for words in ("samples/s", "test accuracy", "bitwise the same", "summation order, as promised", "exposed"):
+    for words in (
+        "samples/s",
+        "test accuracy",
+        "bitwise the same",
+        "summation order, as promised",
+        "exposed",
+    ):
         assert words in done.out
-    assert list((folder / "tmp").iterdir()) == []
+    assert "Warning" not in done.err
+    # torch's compiler keeps a cache of its own as soon as an optimizer is imported.
+    assert not [path for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
 
 
 def test_the_report_holds_figures_and_rows(shown):
@@ -85,7 +93,19 @@ def test_a_steps_parts_are_measured(shown):
 def test_json_alone_goes_to_stdout(tmp_path):
     """Three ranks of a folder's images, in float32; the progress goes to stderr."""
     data = _idx_folder(tmp_path / "images")
-    words = ("--ranks", "3", "--epochs", "1", "--seed", "7", "--dtype", "float32", "--report", "deep/er", "--json")
+    words = (
+        "--ranks",
+        "3",
+        "--epochs",
+        "1",
+        "--seed",
+        "7",
+        "--dtype",
+        "float32",
+        "--report",
+        "deep/er",
+        "--json",
+    )
     done = paceline("demo", "--data", str(data), *words, cwd=tmp_path)
     assert done.code == 0, done.err
     rows = json.loads(done.out)
@@ -139,7 +159,9 @@ def test_absent_fashion_mnist_says_how_to_get_it(tmp_path, monkeypatch):
 
 
 def test_idx_files_are_read_gzipped_or_not(tmp_path):
-    zipped, plain = (load_images(str(_idx_folder(tmp_path / ending, ending=ending))) for ending in (".gz", ""))
+    zipped, plain = (
+        load_images(str(_idx_folder(tmp_path / ending, ending=ending))) for ending in (".gz", "")
+    )
     np.testing.assert_array_equal(zipped.train_images, plain.train_images)
     assert zipped.train_images.shape == (1707, 1, 8, 8)
     assert zipped.num_classes == 10
@@ -190,7 +212,12 @@ def test_only_rounding_counts_as_rounding(apart, is_rounding, tmp_path):
 
 
 def test_an_epochs_loss_is_the_mean_over_ranks():
-    reports = [Progress(rank, epoch, step, 2, rank + 10.0 * epoch, 1.0) for rank in (0, 1) for epoch in (1, 2) for step in (1, 2)]
+    reports = [
+        Progress(rank, epoch, step, 2, rank + 10.0 * epoch, 1.0)
+        for rank in (0, 1)
+        for epoch in (1, 2)
+        for step in (1, 2)
+    ]
     assert epoch_losses(reports) == (10.5, 20.5)
 
 

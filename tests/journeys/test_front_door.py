@@ -8,13 +8,15 @@ import subprocess
 import sys
 
 import pytest
-from terminal import paceline
 
 import paceline as package
+from terminal import paceline
 
 
 def _measured(code: str) -> object:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     return json.loads(done.stdout)
 
 

@@ -12,14 +12,15 @@ import time
 
 import pytest
 import torch
-from terminal import REPOSITORY, alive, paceline, started, torchrun
 
 from paceline.cli import main
+from terminal import REPOSITORY, alive, paceline, started, torchrun
 
 HELLO = """\
 import os, sys
 words = " ".join(sys.argv[1:])
-sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} says {words} on {os.environ['OMP_NUM_THREADS']}\\n")
+rank, ranks, threads = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"))
+sys.stdout.write(f"rank {rank} of {ranks} says {words} on {threads}\\n")
 """
 SLEEPS = """\
 import os, subprocess, sys, time
@@ -135,7 +136,9 @@ def test_logs_that_were_asked_for_are_kept(scripts):
         (["--node-rank", "first", "hello.py"], "invalid int value: 'first'"),
     ],
 )
-def test_impossible_command_lines_are_refused_before_anything_starts(words, says, scripts, capsys, monkeypatch):
+def test_impossible_command_lines_are_refused_before_anything_starts(
+    words, says, scripts, capsys, monkeypatch
+):
     monkeypatch.chdir(scripts)
     assert says in _refused(words, capsys)
 
@@ -160,7 +163,10 @@ def test_too_many_ranks_for_the_devices(scripts, capsys, monkeypatch):
 def test_ranks_may_share_the_processor(scripts):
     """More ranks than cores is slow, not wrong; it is how a laptop tests four ranks."""
     ranks = len(os.sched_getaffinity(0)) + 1
-    assert f"rank {ranks - 1} of {ranks}" in paceline("run", f"--nproc-per-node={ranks}", "hello.py", cwd=scripts).out
+    assert (
+        f"rank {ranks - 1} of {ranks}"
+        in paceline("run", f"--nproc-per-node={ranks}", "hello.py", cwd=scripts).out
+    )
 
 
 @pytest.mark.parametrize(
@@ -219,7 +225,9 @@ def test_a_stopped_launcher_leaves_nothing(received, code, scripts):
             select.select([], [], [], 0.05)
         assert not left
         if received != signal.SIGKILL:
-            assert f"{received.name} received; all 2 rank(s) of sleeps.py were stopped." in process.stderr.read()
+            assert (
+                f"{received.name} received; all 2 rank(s) of sleeps.py were stopped." in process.stderr.read()
+            )
 
 
 def test_the_example_trains_the_same_under_torchrun_and_paceline_run():

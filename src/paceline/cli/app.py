@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # What the parser raises for bad usage; typer has moved it between packages.
-_UsageError = typer.BadParameter.__mro__[1]
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def _show_version(wanted: bool) -> None:
@@ -32,7 +32,8 @@ def _show_version(wanted: bool) -> None:
 def _front_door(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     del version
@@ -59,8 +60,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         received = getattr(error, "signal", None)
         _leave(str(error), 1 if received is None else 128 + received)
     except _UsageError as error:
-        message = getattr(error, "format_message", error.__str__)()
-        _leave(f"{message.rstrip('.')}. `paceline --help` lists the commands, `paceline COMMAND --help` its options.", 2)
+        message: str = getattr(error, "format_message", error.__str__)()
+        _leave(
+            f"{message.rstrip('.')}. `paceline --help` lists the commands, `paceline COMMAND --help` its options.",
+            2,
+        )
     except (KeyboardInterrupt, typer.Abort):
         _leave("stopped.", 130)
     sys.exit(code if isinstance(code, int) else 0)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paceline.errors import ConfigurationError
 
 FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-MAX_TRAIN, MAX_TEST = 6_000, 2_000
+MAX_TRAIN, MAX_TEST = 5_000, 1_000
 _IDX_UINT8 = 8
 
 
@@ -154,7 +154,9 @@ def _read_idx(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
         raise ConfigurationError(f"{path} cannot be read ({error}). Fetch the file again.") from error
     header = 4 + 4 * num_dimensions
     sizes = [int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4)]
-    if content[:4] != bytes([0, 0, _IDX_UINT8, num_dimensions]) or len(content) != header + int(np.prod(sizes)):
+    if content[:4] != bytes([0, 0, _IDX_UINT8, num_dimensions]) or len(content) != header + int(
+        np.prod(sizes)
+    ):
         raise ConfigurationError(
             f"{path} is not an IDX file of {num_dimensions} dimension(s) of bytes: its first bytes are "
             f"{content[:4].hex(' ') or 'missing'} and its length is {len(content):,}. Fetch the file again."
@@ -163,7 +165,11 @@ def _read_idx(path: Path, num_dimensions: int) -> NDArray[np.uint8]:
 
 
 def _images(
-    name: str, images: NDArray[Any], labels: NDArray[Any], test_images: NDArray[Any], test_labels: NDArray[Any]
+    name: str,
+    images: NDArray[Any],
+    labels: NDArray[Any],
+    test_images: NDArray[Any],
+    test_labels: NDArray[Any],
 ) -> Images:
     mean, deviation = float(images.mean()), float(images.std()) or 1.0
 

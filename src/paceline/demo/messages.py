@@ -18,7 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Union
+from typing import TYPE_CHECKING, Union
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,9 @@ class Sender:
         kind = next(kind for kind, record in _KINDS.items() if isinstance(message, record))
         line = json.dumps({"kind": kind, **dataclasses.asdict(message)}).encode() + b"\n"
         if len(line) > select.PIPE_BUF:
-            raise ValueError(f"a message of {len(line)} bytes could be torn; the pipe keeps {select.PIPE_BUF} whole")
+            raise ValueError(
+                f"a message of {len(line)} bytes could be torn; the pipe keeps {select.PIPE_BUF} whole"
+            )
         os.write(self._pipe, line)
 
     def close(self) -> None:
@@ -109,7 +114,7 @@ class Inbox:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._read, name="paceline-demo-inbox", daemon=True)
 
-    def __enter__(self) -> Inbox:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

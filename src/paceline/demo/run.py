@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import tempfile
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.demo.comparison import Difference, Training, difference, epoch_losses
+from paceline.demo.comparison import Training, difference, epoch_losses
 from paceline.demo.data import Images, load_images
 from paceline.demo.messages import Inbox, Message, Progress, RankOutcome
 from paceline.demo.show import Screen
 from paceline.demo.summary import rows, write_figures
+from paceline.demo.training import Job
 from paceline.errors import ConfigurationError, PacelineError
-from paceline.launch import launch, num_cores, parse
+from paceline.launch import Keeper, launch, num_cores, parse
 from paceline.report import ReportFolder
 
 BATCH_PER_RANK = 64
@@ -50,7 +50,9 @@ class DemoSettings:
     def __post_init__(self) -> None:
         most = MAX_RANKS_PER_CORE * num_cores()
         if self.ranks < 1:
-            raise ConfigurationError(f"--ranks {self.ranks} trains nothing. Pass 1 or more; 2 is a good start.")
+            raise ConfigurationError(
+                f"--ranks {self.ranks} trains nothing. Pass 1 or more; 2 is a good start."
+            )
         if self.ranks > most:
             raise ConfigurationError(
                 f"--ranks {self.ranks} is too many for this machine: a rank is a whole process that wants a core, "
@@ -59,32 +61,17 @@ class DemoSettings:
         if self.epochs < 1:
             raise ConfigurationError(f"--epochs {self.epochs} trains nothing. Pass 1 or more.")
         if not 0 <= self.seed < 2**63:
-            raise ConfigurationError(f"--seed {self.seed} is not possible. Pass a number from 0 to 2**63 - 1.")
+            raise ConfigurationError(
+                f"--seed {self.seed} is not possible. Pass a number from 0 to 2**63 - 1."
+            )
         if self.dtype not in ("float32", "float64"):
-            raise ConfigurationError(f"--dtype {self.dtype} is neither float32 nor float64. Pass one of them.")
+            raise ConfigurationError(
+                f"--dtype {self.dtype} is neither float32 nor float64. Pass one of them."
+            )
 
     @property
     def global_batch(self) -> int:
         return BATCH_PER_RANK * self.ranks
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """What the demo found.
-
-    Attributes:
-        settings: What was asked for.
-        images: What was trained on.
-        parallel: The training over several processes.
-        single: The training of the same global batches in one process.
-        difference: Between their final parameters.
-    """
-
-    settings: DemoSettings
-    images: Images
-    parallel: Training
-    single: Training
-    difference: Difference
 
 
 def run_demo(settings: DemoSettings, screen: Screen) -> dict[str, object]:
@@ -102,8 +89,8 @@ def run_demo(settings: DemoSettings, screen: Screen) -> dict[str, object]:
     images = load_images(settings.data)
     _check_amount(images, settings)
     folder = ReportFolder.prepare(settings.report)
-    scratch = Path(tempfile.mkdtemp(prefix="paceline-demo-"))
-    try:
+    with Keeper(uuid.uuid4().hex) as keeper:  # removes the folder even if we are killed
+        scratch = keeper.folder
         images.save(scratch / "images.npz")
         screen.begin(images, settings.ranks, settings.epochs, settings.global_batch, settings.dtype)
         # Both trainings get the same number of threads a process, so that a process is compared with a process.
@@ -111,8 +98,6 @@ def run_demo(settings: DemoSettings, screen: Screen) -> dict[str, object]:
         parallel = _train(settings, scratch, settings.ranks, screen)
         single = _train(settings, scratch, None, screen)
         apart = difference(parallel.parameters, single.parameters, settings.dtype)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     result = rows(settings, images.name, parallel, single, apart)
     folder.write_rows("rows.json", result)
     figures = write_figures(folder, parallel, single)
@@ -133,14 +118,13 @@ def _check_amount(images: Images, settings: DemoSettings) -> None:
             f"step of {settings.ranks} ranks takes {settings.global_batch}. Pass fewer --ranks, or more images."
         )
     if images.side < 4:
-        raise ConfigurationError(f"{images.name} has images of {images.side} pixels a side; the demo needs 4 or more.")
+        raise ConfigurationError(
+            f"{images.name} has images of {images.side} pixels a side; the demo needs 4 or more."
+        )
 
 
 def _train(settings: DemoSettings, scratch: Path, ranks: int | None, screen: Screen) -> Training:
     """Train over `ranks` processes; None is one process without DistributedDataParallel."""
-    # torch stays out of the process that shows the progress until the settings were found good.
-    from paceline.demo.training import Job  # noqa: PLC0415
-
     num_ranks = ranks or 1
     label = "parallel" if ranks else "single"
     name = f"{num_ranks} processes" if num_ranks > 1 else ("1 process, wrapped" if ranks else "1 process")

@@ -64,7 +64,9 @@ class Screen:
         with Progress(*columns, console=self._console) as live:
             self._live = live
             self._tasks = {
-                rank: live.add_task("", total=epochs, rank=rank, epoch=0, epochs=epochs, loss="   -  ", speed="   -")
+                rank: live.add_task(
+                    "", total=epochs, rank=rank, epoch=0, epochs=epochs, loss="   -  ", speed="   -"
+                )
                 for rank in range(num_ranks)
             }
             try:
@@ -121,13 +123,17 @@ class Screen:
             )
         )
         self._console.print(_verdict(parallel, apart), highlight=False)
-        self._console.print("Report: " + ", ".join(str(path) for path in files), highlight=False, soft_wrap=True)
+        self._console.print(
+            "Report: " + ", ".join(str(path) for path in files), highlight=False, soft_wrap=True
+        )
 
 
 def _verdict(parallel: Training, apart: Difference) -> str:
     ranks = len(parallel.outcomes)
     agree = "bitwise the same" if parallel.ranks_agree else "[bold red]NOT the same[/bold red]"
-    explained = "summation order, as promised" if apart.is_rounding else "[bold red]MORE than rounding[/bold red]"
+    explained = (
+        "summation order, as promised" if apart.is_rounding else "[bold red]MORE than rounding[/bold red]"
+    )
     return (
         f"Parameters on the {ranks} ranks: {agree}. Largest difference to one process: {apart.largest:.2e} (in "
         f"{apart.parameter}; parameters reach {apart.scale:.2f}; {apart.dtype}): {explained}."

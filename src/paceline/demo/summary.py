@@ -23,9 +23,7 @@ STEP_PARTS = ("forward", "backward", "exposed communication", "optimizer", "othe
 
 def mean_parts_s(training: Training) -> tuple[float, ...]:
     """Seconds of a step's parts, in the order of `STEP_PARTS`, mean over ranks."""
-    per_rank = [
-        (o.forward_s, o.backward_s, o.exposed_s, o.optimizer_s, o.other_s) for o in training.outcomes
-    ]
+    per_rank = [(o.forward_s, o.backward_s, o.exposed_s, o.optimizer_s, o.other_s) for o in training.outcomes]
     return tuple(float(mean) for mean in np.mean(per_rank, axis=0))
 
 
@@ -69,7 +67,8 @@ def write_figures(folder: ReportFolder, parallel: Training, single: Training) ->
         {parallel.name: parallel.losses, single.name: single.losses},
     )
     milliseconds = {
-        training.name: tuple(1e3 * part_s for part_s in mean_parts_s(training)) for training in (parallel, single)
+        training.name: tuple(1e3 * part_s for part_s in mean_parts_s(training))
+        for training in (parallel, single)
     }
     steps = stacked_bars_figure(
         "Where a step's time goes (mean over ranks)", "milliseconds per step", STEP_PARTS, milliseconds

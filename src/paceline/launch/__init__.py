@@ -6,5 +6,14 @@ paragraph in place of a banner when a rank fails, and a keeper that leaves no or
 
 from paceline.launch.agent import InterruptedLaunchError, LaunchError, launch
 from paceline.launch.arguments import LaunchArguments, num_cores, parse
+from paceline.launch.keeper import Keeper
 
-__all__ = ["InterruptedLaunchError", "LaunchArguments", "LaunchError", "launch", "num_cores", "parse"]
+__all__ = [
+    "InterruptedLaunchError",
+    "Keeper",
+    "LaunchArguments",
+    "LaunchError",
+    "launch",
+    "num_cores",
+    "parse",
+]

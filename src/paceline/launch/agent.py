@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _NUM_SHOWN = 4
-# A rank that loses its peer raises, or is aborted by its communication library: a consequence, not the cause.
-_CONSEQUENCES = (signal.SIGABRT, signal.SIGTERM)
+# How likely an end by this signal is only a consequence of another rank's: a rank that loses its peer raises or is
+# aborted by its communication library, and SIGTERM is what the agent sends to those that are left.
+_CONSEQUENCES = {signal.SIGABRT: 2, signal.SIGTERM: 3}
 
 
 class LaunchError(PacelineError, RuntimeError):
@@ -78,7 +79,7 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
             # torch would leave a folder in /tmp behind for every run that does not name one.
             arguments.torchrun.log_dir = _kept_logs(arguments, note) or str(keeper.folder)
         try:
-            torchrun.run(arguments.torchrun)  # type: ignore[no-untyped-call]
+            torchrun.run(arguments.torchrun)
         except ChildFailedError as error:
             raise LaunchError(_ranks_failed(arguments, error, time.monotonic() - started_s)) from error
         except SignalException as error:
@@ -137,10 +138,7 @@ def _ranks_failed(arguments: LaunchArguments, error: ChildFailedError, elapsed_s
 
 def _likely_cause_first(rank: int, failure: ProcessFailure) -> tuple[int, int, int]:
     """Killed ranks first, then by time: torch's stamps are whole seconds, too coarse to tell who fell first."""
-    if failure.exitcode < 0:
-        order = 2 if -failure.exitcode in _CONSEQUENCES else 0
-    else:
-        order = 1
+    order = 1 if failure.exitcode > 0 else _CONSEQUENCES.get(signal.Signals(-failure.exitcode), 0)
     return order, failure.timestamp, rank
 
 

@@ -92,7 +92,7 @@ def _usage(message: str, known: list[str]) -> str:
             "paceline run --nproc-per-node 2 train.py --epochs 3"
         )
     if message.startswith("unrecognized arguments: "):
-        unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+        unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
         close = _closest(unknown.split("=")[0], known)
         hint = f"Did you mean {close}? " if close else ""
         return (
@@ -104,9 +104,10 @@ def _usage(message: str, known: list[str]) -> str:
 
 def _closest(unknown: str, known: list[str]) -> str | None:
     """The option that was probably meant: one that starts alike, else one that looks alike."""
-    starts = max(known, key=lambda option: len(os.path.commonprefix([option, unknown])))
-    if len(os.path.commonprefix([starts, unknown])) >= len("--xyz"):
-        return starts
+    for length in range(len(unknown), len("--xy"), -1):
+        for option in known:
+            if option.startswith(unknown[:length]):
+                return option
     return next(iter(difflib.get_close_matches(unknown, known, n=1)), None)
 
 
@@ -121,7 +122,7 @@ def _check_script(args: argparse.Namespace) -> None:
         if "PYTHON_EXEC" not in os.environ and not _module_exists(script):
             raise ConfigurationError(
                 f"there is no module {script} here: neither {Path.cwd()} nor this Python's packages have a "
-                f"{script.split('.')[0]}. Run from the folder that holds it, install it, or drop -m if {script} "
+                f"{script.partition('.')[0]}. Run from the folder that holds it, install it, or drop -m if {script} "
                 "is a file."
             )
     elif args.no_python and not args.run_path:
@@ -136,7 +137,7 @@ def _check_script(args: argparse.Namespace) -> None:
 
 def _module_exists(name: str) -> bool:
     """Whether `python -m name` could find its top-level package; imports nothing."""
-    top = name.split(".")[0]
+    top = name.partition(".")[0]
     path = [str(Path.cwd()), *sys.path]
     return top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top, path) is not None
 
@@ -170,7 +171,7 @@ def _num_nodes(nnodes: str) -> int:
 
 def _num_local_ranks(nproc_per_node: str) -> int:
     try:
-        num_ranks = int(torchrun.determine_local_world_size(nproc_per_node))  # type: ignore[no-untyped-call]
+        num_ranks = int(torchrun.determine_local_world_size(nproc_per_node))
     except ValueError as error:
         raise ConfigurationError(
             f"--nproc-per-node {nproc_per_node} is not possible here ({str(error).rstrip('.')}). Pass a number of "
@@ -216,7 +217,9 @@ def _local_port(args: argparse.Namespace, num_nodes: int) -> int | None:
 def port_is_taken(port: int) -> bool:
     """Whether some process listens on `port` of this machine."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does: TIME_WAIT is no user
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as torch's store does: TIME_WAIT is no user
         try:
             probe.bind(("", port))
         except OSError as error:

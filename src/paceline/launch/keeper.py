@@ -16,14 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MARK = "PACELINE_LAUNCH_ID"
 GRACE_S = 5.0
@@ -41,7 +45,7 @@ class Keeper:
         self._launch_id = launch_id
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-run-"))
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> Self:
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, self._launch_id, str(self.folder)],

@@ -14,13 +14,19 @@ _STYLES = ("-", "--", ":", "-.")
 
 def lines_figure(title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[float]]) -> Figure:
     """One line a name over 1, 2, 3, ...; later lines are thinner and dashed, so that equal ones both show."""
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+
     figure, axes = _new()
     for i, (name, values) in enumerate(lines.items()):
         axes.plot(
-            range(1, len(values) + 1), values, _STYLES[i % len(_STYLES)], label=name, linewidth=max(1.5, 4 - 2 * i)
+            range(1, len(values) + 1),
+            values,
+            _STYLES[i % len(_STYLES)],
+            label=name,
+            linewidth=max(1.5, 4 - 2 * i),
         )
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.legend()
     return figure
@@ -39,7 +45,9 @@ def stacked_bars_figure(
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     axes.invert_yaxis()
     axes.set(title=title, xlabel=x_label)
-    axes.legend(ncols=len(parts), loc="upper center", bbox_to_anchor=(0.5, -0.3), frameon=False, fontsize="small")
+    axes.legend(
+        ncols=len(parts), loc="upper center", bbox_to_anchor=(0.5, -0.3), frameon=False, fontsize="small"
+    )
     return figure
 
 

@@ -40,7 +40,9 @@ class ReportFolder:
                 f"the report folder {path} cannot be made ({error.strerror}). Pass another one with --report."
             ) from error
         if not os.access(path, os.W_OK | os.X_OK):
-            raise ConfigurationError(f"the report folder {path} is not writable. Pass another one with --report.")
+            raise ConfigurationError(
+                f"the report folder {path} is not writable. Pass another one with --report."
+            )
         return cls(path)
 
     def write_rows(self, name: str, rows: object) -> Path:
