@@ -2,6 +2,7 @@
 
     PacelineError
     ├── ConfigurationError   (also ValueError)     the caller asked for something that cannot be
+    │   └── HookError        (also RuntimeError)   a communication hook did not keep to its contract
     ├── ReplicaMismatchError (also RuntimeError)   the ranks do not hold the same model
     ├── ProtocolError        (also RuntimeError)   the ranks stopped agreeing on what to communicate
     │   └── PeerAbortedError                       another rank gave up its backward; this one is told
@@ -17,6 +18,10 @@ class PacelineError(Exception):
 
 class ConfigurationError(PacelineError, ValueError):
     """The caller asked for something that cannot be; nothing was started."""
+
+
+class HookError(ConfigurationError, RuntimeError):
+    """A communication hook did not keep to its contract."""
 
 
 class ReplicaMismatchError(PacelineError, RuntimeError):

@@ -28,7 +28,7 @@ def choose_process_groups(process_group: Any, device_mesh: Any) -> list[ProcessG
     groups = list(process_group) if isinstance(process_group, (list, tuple)) else [process_group]
     if not groups:
         raise ValueError("process_group=[] names no process group; leave it out to use the default one.")
-    members = [dist.get_process_group_ranks(group) for group in groups]
+    members = [dist.get_process_group_ranks(group) for group in groups] if len(groups) > 1 else []
     if any(ranks != members[0] for ranks in members):
         raise ValueError(
             f"process_group: the groups that take turns must have the same ranks in the same order, got {members}."

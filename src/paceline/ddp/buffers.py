@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from paceline.ddp.peers import Peers
-from paceline.reductions.pending import PendingWork
+from paceline.reductions.collectives import launch_broadcast
 
 BROADCAST_BYTES = 250 * 1024 * 1024
 
@@ -33,8 +32,7 @@ class Broadcast:
         self._parts = []
         for part in _cut(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in part])
-            work = dist.broadcast(flat, group=process_group, group_src=source, async_op=True)
-            self._parts.append((part, flat, PendingWork(work)))
+            self._parts.append((part, flat, launch_broadcast(flat, process_group, source)))
 
     def finish(self, peers: Peers, doing: str) -> None:
         for part, flat, pending in self._parts:

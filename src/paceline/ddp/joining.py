@@ -1,14 +1,13 @@
-"""Uneven inputs: a rank that has run out of batches shadows the others' collectives (`torch.distributed.algorithms.Join`)."""
+"""Uneven inputs: a rank that has run out of batches shadows the others' collectives (torch's `Join`)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from paceline.reductions.pending import PendingWork
+from paceline.reductions.collectives import launch_maximum, launch_sum
 
 if TYPE_CHECKING:
     from paceline.ddp.wrapper import DistributedDataParallel
@@ -26,7 +25,7 @@ class Shadow(JoinHook):
     def main_hook(self) -> None:
         """Match one forward and, if the others will synchronize, one backward, contributing zeros."""
         wrapped = self._wrapped
-        if not announce(wrapped, will_synchronize=False):
+        if not announce(wrapped, will_synchronize=False, is_active=False):
             return
         if wrapped._has_synchronized_buffers():
             wrapped._buffer_sync.synchronize(agree_on_source(wrapped, is_candidate=False))
@@ -45,34 +44,25 @@ def notify(wrapped: DistributedDataParallel, will_synchronize: bool) -> None:
     """Within `join`: tell the joined ranks that this one has another batch, and whether its backward will synchronize.
 
     Contract:
-        Collective with the joined ranks' `main_hook`.  Blocks: only where the number of active ranks is needed.
+        Collective with the joined ranks' `main_hook`.  Blocks: yes, for one small message.
     """
-    work = Join.notify_join_context(wrapped)
-    if work is None:
-        return
     wrapped.reducer.num_averaged = None
-    if not wrapped._divide_by_initial_world_size:
-        work.wait()
-        wrapped.reducer.num_averaged = int(_value(work))
-    announce(wrapped, will_synchronize)
+    if wrapped._join_config.enable:
+        Join.notify_join_context(wrapped)
+        announce(wrapped, will_synchronize, is_active=True)
 
 
-def _value(work: dist.Work) -> float:
-    result = work.result()
-    return float(result[0].item() if isinstance(result, (list, tuple)) else result.item())
-
-
-def announce(wrapped: DistributedDataParallel, will_synchronize: bool) -> bool:
-    """Whether any rank's backward will synchronize. Collective."""
-    flag = torch.tensor([float(will_synchronize)], device=wrapped.device)
-    work = dist.all_reduce(flag, group=wrapped.process_group, async_op=True)
-    wrapped._peers.wait(PendingWork(work), "telling joined ranks about this step")
-    return bool(flag.item() > 0)
+def announce(wrapped: DistributedDataParallel, will_synchronize: bool, is_active: bool) -> bool:
+    """Whether any rank's backward will synchronize; sets by how many ranks the sum is divided. Collective."""
+    flags = torch.tensor([float(will_synchronize), float(is_active)], device=wrapped.device)
+    wrapped._peers.wait(launch_sum(flags, wrapped.process_group), "telling joined ranks about this step")
+    num_synchronizing, num_active = flags.tolist()
+    wrapped.reducer.num_averaged = None if wrapped._divide_by_initial_world_size else max(1, round(num_active))
+    return bool(num_synchronizing > 0)
 
 
 def agree_on_source(wrapped: DistributedDataParallel, is_candidate: bool) -> int:
     """The highest rank that is a candidate; -1 where nobody is. Collective."""
     rank: Any = torch.tensor([wrapped.process_group.rank() if is_candidate else -1], device=wrapped.device)
-    work = dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=wrapped.process_group, async_op=True)
-    wrapped._peers.wait(PendingWork(work), "agreeing on whose model is the final one")
+    wrapped._peers.wait(launch_maximum(rank, wrapped.process_group), "agreeing on whose model is the final one")
     return int(rank.item())

@@ -6,10 +6,9 @@ import os
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from paceline.ddp.bucket import Bucket
 from paceline.observe import StepTiming
+from paceline.reductions.collectives import backend_of
 
 if TYPE_CHECKING:
     from paceline.ddp.wrapper import DistributedDataParallel
@@ -55,7 +54,7 @@ def _construction(wrapped: DistributedDataParallel) -> dict[str, Any]:
         "gradient_as_bucket_view": int(wrapped.gradient_as_bucket_view),
         "is_multi_device_module": int(wrapped.is_multi_device_module),
         "iteration": reducer.num_steps,
-        "backend_name": dist.get_backend(wrapped.process_group),
+        "backend_name": backend_of(wrapped.process_group),
         "static_graph": int(wrapped.static_graph),
         "comm_hook": wrapped._comm_hook_name,
         "join_uneven_inputs": int(wrapped._joins_uneven_inputs),

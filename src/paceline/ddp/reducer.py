@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
@@ -43,7 +42,7 @@ from paceline.ddp.plan import BucketCaps
 from paceline.errors import PeerAbortedError, ProtocolError
 from paceline.observe import StepTiming, StepTimings
 from paceline.reductions import Mean, Reduction
-from paceline.reductions.pending import PendingWork
+from paceline.reductions.collectives import launch_broadcast, launch_sum
 from paceline.reductions.sparse import launch_sparse_sum
 
 NEVER = sys.maxsize
@@ -374,8 +373,8 @@ class Reducer:
 
     def _exchange_words(self) -> None:
         if self._num_ranks > 1:
-            work = dist.all_reduce(self._control.words, group=self.process_groups[0], async_op=True)
-            self._peers.wait(PendingWork(work), "waiting for the ranks' statuses")
+            words = launch_sum(self._control.words, self.process_groups[0])
+            self._peers.wait(words, "waiting for the ranks' statuses")
 
     def _raise_if_aborted(self, statuses: dict[int, Status]) -> None:
         aborted = [rank for rank, status in statuses.items() if status is Status.ABORTED]
@@ -395,8 +394,7 @@ class Reducer:
                 pending = launch_sparse_sum(late, group, keep=bucket.add_late)
                 self._peers.wait(pending, "reducing late sparse gradients")
             elif self._num_ranks > 1:
-                pending = PendingWork(dist.all_reduce(late, group=group, async_op=True))
-                self._peers.wait(pending, "reducing late gradients")
+                self._peers.wait(launch_sum(late, group), "reducing late gradients")
             if not bucket.is_sparse:
                 bucket.add_late(late)
 
@@ -430,8 +428,8 @@ class Reducer:
         order = list(dict.fromkeys(self.ready_order + self._order))
         agreed = torch.tensor(order, device=self._control.words.device)
         if self._num_ranks > 1:
-            work = dist.broadcast(agreed, group=self.process_groups[0], group_src=0, async_op=True)
-            self._peers.wait(PendingWork(work), "agreeing on the order of buckets")
+            pending = launch_broadcast(agreed, self.process_groups[0], source=0)
+            self._peers.wait(pending, "agreeing on the order of buckets")
         self._learned_order = agreed.tolist()
 
     # ---- backwards without autograd

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.peers import Peers
 from paceline.errors import ReplicaMismatchError
-from paceline.reductions.pending import PendingWork
+from paceline.reductions.collectives import launch_gather
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ def verify(description: Description, process_group: ProcessGroup, peers: Peers, 
 
 def _gather(row: Tensor, process_group: ProcessGroup, peers: Peers) -> list[list[int]]:
     rows = [torch.empty_like(row) for _ in range(process_group.size())]
-    work = dist.all_gather(rows, row, group=process_group, async_op=True)
-    peers.wait(PendingWork(work), "comparing models with the other ranks")
+    peers.wait(launch_gather(rows, row, process_group), "comparing models with the other ranks")
     return [other.tolist() for other in rows]
 
 

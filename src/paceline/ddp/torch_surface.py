@@ -20,6 +20,7 @@ from paceline.ddp import arguments
 from paceline.ddp.buffers import BROADCAST_BYTES, Broadcast
 from paceline.ddp.logging_data import logging_data
 from paceline.ddp.plan import DEFAULT_FIRST_BUCKET_BYTES
+from paceline.reductions.collectives import backend_of
 
 if TYPE_CHECKING:
     from paceline.ddp.buffers import Buffers
@@ -90,7 +91,7 @@ class TorchSurface:
 
         if self._comm_hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        reduction = make_reduction(state, hook, dist.get_backend(self.process_group))
+        reduction = make_reduction(state, hook, backend_of(self.process_group))
         self._comm_hook = (hook, state)
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = reduction.name
@@ -172,7 +173,7 @@ class TorchSurface:
 
     @property
     def _distributed_rank(self) -> int:
-        return dist.get_rank(self.process_group)
+        return int(self.process_group.rank())
 
     # ---- graph and reducer
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.errors import ConfigurationError
+from paceline.errors import HookError
 from paceline.reductions.pending import Pending, PendingFuture
 from paceline.reductions.reduction import Message
 
@@ -74,8 +74,8 @@ class HookReduction:
         if self._previous is not None and not self._overlaps and message.index > 0:
             self._previous.wait()
         future = self.hook(self.state, GradBucket(message))
-        if not isinstance(future, torch.futures.Future):
-            raise ConfigurationError(
+        if not isinstance(future, torch._C.Future):  # the base of every future of torch's
+            raise HookError(
                 f"callback must return a torch.futures.Future object, but got {type(future)}. "
                 f"The communication hook {self.name} was called on bucket {message.index}; "
                 "wrap a value that is already there with Future.set_result."

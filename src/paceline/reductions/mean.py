@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
-from paceline.reductions.pending import Done, Pending, PendingWork
+from paceline.reductions.collectives import launch_sum
+from paceline.reductions.pending import Done, Pending
 from paceline.reductions.reduction import Message
 
 
@@ -26,5 +25,4 @@ class Mean:
     def launch(self, message: Message) -> Pending:
         if message.process_group.size() == 1:
             return Done()
-        work = dist.all_reduce(message.flat, group=message.process_group, async_op=True)
-        return PendingWork(work)
+        return launch_sum(message.flat, message.process_group)

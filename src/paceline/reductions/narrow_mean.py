@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from paceline.reductions.pending import Done, Pending, PendingWork
+from paceline.reductions.collectives import launch_sum
+from paceline.reductions.pending import Done, Pending
 from paceline.reductions.reduction import Message
 
 
@@ -45,5 +45,4 @@ class NarrowMean:
         narrow = message.body.to(self._dtype)
         if message.process_group.size() == 1:
             return _PendingCast(Done(), narrow, message.body)
-        work = dist.all_reduce(narrow, group=message.process_group, async_op=True)
-        return _PendingCast(PendingWork(work), narrow, message.body)
+        return _PendingCast(launch_sum(narrow, message.process_group), narrow, message.body)

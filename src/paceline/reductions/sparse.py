@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.reductions.pending import Done, Pending, PendingWork
+from paceline.reductions.collectives import backend_of, launch_sum
+from paceline.reductions.pending import Done, Pending
 
 
 class _PendingSparse:
@@ -47,8 +47,8 @@ def launch_sparse_sum(gradient: Tensor, group: ProcessGroup, keep: Callable[[Ten
     if group.size() == 1:
         return _PendingSparse(Done(), gradient, keep)
     total = gradient.clone() if _can_sum_sparse(group, gradient) else gradient.to_dense()
-    return _PendingSparse(PendingWork(dist.all_reduce(total, group=group, async_op=True)), total, keep)
+    return _PendingSparse(launch_sum(total, group), total, keep)
 
 
 def _can_sum_sparse(group: ProcessGroup, gradient: Tensor) -> bool:
-    return gradient.device.type == "cpu" and dist.get_backend(group) == "gloo"
+    return gradient.device.type == "cpu" and backend_of(group) == "gloo"

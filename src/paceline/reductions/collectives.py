@@ -1,0 +1,42 @@
+"""The collectives we use, as c10d offers them on any process group, registered by name or handed over as an object."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import ProcessGroup
+
+from paceline.reductions.pending import PendingWork
+
+
+def launch_sum(tensor: Tensor, group: ProcessGroup) -> PendingWork:
+    """Replace `tensor` by the sum of all ranks' tensors. Collective; does not wait."""
+    return PendingWork(group.allreduce([tensor], dist.AllreduceOptions()))
+
+
+def launch_maximum(tensor: Tensor, group: ProcessGroup) -> PendingWork:
+    """Replace `tensor` by the elementwise maximum over the ranks. Collective; does not wait."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    return PendingWork(group.allreduce([tensor], options))
+
+
+def launch_broadcast(tensor: Tensor, group: ProcessGroup, source: int) -> PendingWork:
+    """Replace `tensor` by that of rank `source` of the group. Collective; does not wait."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+    return PendingWork(group.broadcast([tensor], options))
+
+
+def launch_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup) -> PendingWork:
+    """Fill `rows` with every rank's `row`. Collective; does not wait."""
+    return PendingWork(group.allgather([rows], [row], AllgatherOptions()))
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """The group's backend, in lower case; of a group that is not registered, what it calls itself."""
+    try:
+        return dist.get_backend(group)
+    except (KeyError, ValueError, RuntimeError):
+        return str(group.name()).lower()
