@@ -277,13 +277,15 @@ def test_noop_hook_leaves_gradients_local():
 
 def hook_then_optimizer(rank, _num_ranks, seed):
     """Digests with torch's `_hook_then_optimizer` and with an ordinary optimizer."""
+    from torch.distributed.optim.utils import as_functional_optim
+
     digests = []
     for overlapped in (True, False):
         torch.manual_seed(seed)
         model = DistributedDataParallel(Mlp(), bucket_cap_mb=0.0005)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         if overlapped:
-            functional = torch.distributed.optim.utils.as_functional_optim(torch.optim.SGD, lr=0.1, momentum=0.9)
+            functional = as_functional_optim(torch.optim.SGD, lr=0.1, momentum=0.9)
             state = optimizer_overlap_hooks._OptimizerHookState(functional, None)
             hook = optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
             model.register_comm_hook(None, hook)

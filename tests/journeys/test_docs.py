@@ -1,0 +1,121 @@
+"""Every code block of the documentation does what the page says.
+
+How a page is run, top to bottom, in a folder of its own that has the `examples`:
+    ```python title="NAME"   is written to NAME
+    ```python                is run by itself
+    ```console               each `$ ` line is run by bash; the lines under it must be in its output, in that order;
+                             `...` stands for anything, also for whole lines; `make` is only asked whether it could
+    ```text                  is prose
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from terminal import REPOSITORY, run
+
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
+_FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    line: int
+    language: str
+    title: str | None
+    text: str
+
+
+def _name(page):
+    return str(page.relative_to(REPOSITORY))
+
+
+def _blocks(page):
+    content = page.read_text()
+    for match in _FENCE.finditer(content):
+        language, options, text = match.groups()
+        title = re.search(r'title="([^"]+)"', options)
+        yield Block(content[: match.start()].count("\n") + 1, language, title[1] if title else None, text)
+
+
+def _commands(text):
+    """Pairs of a command and the lines that are shown under it."""
+    pairs = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            pairs.append((line[2:], []))
+        else:
+            pairs[-1][1].append(line)
+    return pairs
+
+
+def _pattern(lines):
+    """A regular expression that finds the lines in that order; leading and trailing blanks do not count."""
+    parts = [r".*?".join(re.escape(piece) for piece in line.strip().split("...")) for line in lines]
+    return re.compile(r"[\s\S]*?".join(part for part in parts if part != ".*?"))
+
+
+def _anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_block_does_what_the_page_says(page, tmp_path):
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    (tmp_path / "Makefile").symlink_to(REPOSITORY / "Makefile")
+    for block in _blocks(page):
+        where = f"{_name(page)}:{block.line}"
+        if block.title is not None:
+            (tmp_path / block.title).write_text(block.text)
+        elif block.language == "python":
+            done = run([sys.executable, "-c", block.text], cwd=tmp_path)
+            assert done.code == 0, f"{where}\n{done.err}"
+        elif block.language == "console":
+            for command, shown in _commands(block.text):
+                asked = f"make -n {shlex.quote(command[5:])}" if command.startswith("make ") else command
+                done = run(["bash", "-o", "pipefail", "-c", asked], cwd=tmp_path)
+                said = done.out + done.err
+                assert done.code == 0, f"{where}: {command}\n{said}"
+                # What it prints to the two streams has no order between them.
+                together = (done.out + done.err, done.err + done.out)
+                assert any(_pattern(shown).search(both) for both in together), f"{where}: {command}\n{said}"
+        else:
+            assert block.language == "text", f"{where}: a block that nothing executes"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_link_leads_somewhere(page):
+    for link in _LINK.findall(page.read_text()):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), f"{_name(page)} links to {link}"
+        if anchor:
+            assert anchor in _anchors(target), f"{_name(page)} links to {link}"
+
+
+def test_every_message_that_points_into_the_docs_points_at_a_heading():
+    for source in sorted((REPOSITORY / "src").rglob("*.py")):
+        # A message may be broken over several lines of source.
+        text = re.sub(r'"\s*\n\s*f?"', "", source.read_text())
+        for page, anchor in re.findall(r"(docs/[\w/-]+\.md)#([\w-]+)", text):
+            assert anchor in _anchors(REPOSITORY / page), f"{_name(source)} points at {page}#{anchor}"
+
+
+def test_a_page_that_lies_is_caught():
+    """The patterns are strict: order and content count."""
+    assert _pattern(["a ... c", "...", "d"]).search("a b c\nx\nd\n")
+    assert not _pattern(["d", "a"]).search("a\nd\n")
+    assert not _pattern(["a ... c"]).search("a\nc\n")
+    assert not _pattern(["True"]).search("False\n")

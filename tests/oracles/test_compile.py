@@ -1,0 +1,82 @@
+"""`torch.compile` around, inside and beside the wrapper."""
+
+import shutil
+
+import pytest
+import torch
+from models import Mlp, generator, squares
+from paceline import DistributedDataParallel
+from ranks import Ranks, pool
+from torch import nn
+
+
+def gradients(model, rank, seed, num_steps=3):
+    for step in range(num_steps):
+        model.zero_grad()
+        squares(model(torch.randn(6, 8, generator=generator(seed, step, rank)))).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def compiled(rank, _num_ranks, seed, where, backend, options):
+    """Largest difference of any gradient to the one without compilation."""
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    expected = gradients(DistributedDataParallel(Mlp(), **options), rank, seed)
+    torch.manual_seed(seed)
+    module = Mlp()
+    if where == "outside":
+        model = torch.compile(DistributedDataParallel(module, **options), backend=backend)
+    elif where == "inside":
+        model = DistributedDataParallel(torch.compile(module, backend=backend), **options)
+    elif where == "in place":
+        module.compile(backend=backend)
+        model = DistributedDataParallel(module, **options)
+    else:
+        model = DistributedDataParallel(module, **options)
+        model.compile(backend=backend)
+    pairs = zip(gradients(model, rank, seed), expected, strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("where", ["outside", "inside", "in place", "wrapper in place"])
+def test_compiled_gradients_are_the_same(where, backend):
+    """Wherever torch.compile goes, the reduced gradients are those of the plain module."""
+    assert max(pool(2).run(compiled, 1, where, backend, {})) < 1e-6
+
+
+@pytest.mark.parametrize("options", [{"bucket_cap_mb": 1}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_with_options(options):
+    """The options work under torch.compile too."""
+    assert max(pool(2).run(compiled, 2, "outside", "aot_eager", options)) < 1e-6
+
+
+def splits(rank, _num_ranks, seed):
+    """Number of graphs that dynamo made of a model of several buckets."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.manual_seed(seed)
+    layers = [nn.Linear(300, 300) for _ in range(8)]  # 0.34 MiB each
+    model = torch.compile(DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1), backend=count)
+    model(torch.randn(2, 300, generator=generator(seed, rank))).sum().backward()
+    return len(graphs)
+
+
+def test_dynamo_cuts_graphs_at_buckets():
+    """Dynamo's DDP optimizer sees the wrapper and splits the graph at bucket boundaries."""
+    assert min(pool(2).run(splits, 3)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None and shutil.which("clang") is None, reason="needs a C++ compiler")
+def test_inductor(tmp_path):
+    """The default backend, where a compiler is installed."""
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with Ranks(2, env=env) as ranks:
+        assert max(ranks.run(compiled, 4, "outside", "inductor", {}, deadline_s=110.0)) < 1e-5
