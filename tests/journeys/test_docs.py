@@ -72,7 +72,6 @@ def _anchors(page):
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_block_does_what_the_page_says(page, tmp_path):
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
-    (tmp_path / "Makefile").symlink_to(REPOSITORY / "Makefile")
     for block in _blocks(page):
         where = f"{_name(page)}:{block.line}"
         if block.title is not None:

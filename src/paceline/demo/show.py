@@ -111,7 +111,7 @@ class Screen:
         parts = {training.name: mean_parts_s(training) for training in both}
         self._console.print(
             table(
-                "Where a step's time goes (milliseconds, mean over ranks)",
+                "Where a step's time goes (ms)",
                 ("", *parts),
                 [
                     *(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import tempfile
 import time
@@ -159,7 +160,9 @@ def _what_next(failure: ProcessFailure, arguments: LaunchArguments) -> str:
             "That is a crash in native code: set PYTHONFAULTHANDLER=1 to see where. "
             "See docs/troubleshooting.md#was-killed-by."
         )
-    alone = f"paceline run --nproc-per-node 1 {'-m ' if arguments.torchrun.module else ''}{arguments.script}"
+    args = arguments.torchrun
+    words = ["-m"] * args.module + [arguments.script, *args.training_script_args]
+    alone = f"paceline run --nproc-per-node 1 {shlex.join(words)}"
     return (
         f"Its own message, if it wrote one, is above. Next: try it alone ({alone}), or tell the ranks' output apart "
         "with --tee 3 --log-dir logs. See docs/troubleshooting.md#exited-with-code."
