@@ -69,6 +69,7 @@ def _anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.timeout(400)  # a page may hold a dozen launches
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_block_does_what_the_page_says(page, tmp_path):
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
@@ -81,7 +82,7 @@ def test_every_block_does_what_the_page_says(page, tmp_path):
             assert done.code == 0, f"{where}\n{done.err}"
         elif block.language == "console":
             for command, shown in _commands(block.text):
-                asked = f"make -n {shlex.quote(command[5:])}" if command.startswith("make ") else command
+                asked = re.sub("^make ", f"make -n -C {shlex.quote(str(REPOSITORY))} ", command)
                 done = run(["bash", "-o", "pipefail", "-c", asked], cwd=tmp_path)
                 said = done.out + done.err
                 assert done.code == 0, f"{where}: {command}\n{said}"
