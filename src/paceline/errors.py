@@ -1,12 +1,12 @@
 """Every error Paceline raises on purpose.
 
-    PacelineError
-    ├── ConfigurationError   (also ValueError)     the caller asked for something that cannot be
-    │   └── HookError        (also RuntimeError)   a communication hook did not keep to its contract
-    ├── ReplicaMismatchError (also RuntimeError)   the ranks do not hold the same model
-    ├── ProtocolError        (also RuntimeError)   the ranks stopped agreeing on what to communicate
-    │   └── PeerAbortedError                       another rank gave up its backward; this one is told
-    └── PeerLostError        (also TimeoutError)   a rank died, hung or is unreachable
+PacelineError
+├── ConfigurationError   (also ValueError)     the caller asked for something that cannot be
+│   └── HookError        (also RuntimeError)   a communication hook did not keep to its contract
+├── ReplicaMismatchError (also RuntimeError)   the ranks do not hold the same model
+├── ProtocolError        (also RuntimeError)   the ranks stopped agreeing on what to communicate
+│   └── PeerAbortedError                       another rank gave up its backward; this one is told
+└── PeerLostError        (also TimeoutError)   a rank died, hung or is unreachable
 """
 
 from __future__ import annotations

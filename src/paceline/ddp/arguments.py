@@ -39,7 +39,7 @@ def choose_process_groups(process_group: Any, device_mesh: Any) -> list[ProcessG
 def local_module_of_mesh(module: Module, device_mesh: Any) -> None:
     """Data parallelism within a larger mesh: parameters sharded over its other dimensions become local tensors."""
     if device_mesh is not None and device_mesh._get_root_mesh() != device_mesh:
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # noqa: PLC0415 (heavy)
 
         _pre_dp_module_transform(module)
 
@@ -85,7 +85,9 @@ def check_devices(
     return indices, torch._utils._get_device_index(output, True)
 
 
-def choose_buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+def choose_buffer_policy(
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> tuple[bool, bool]:
     """Whether to synchronize buffers before forwards, and at the start."""
     if broadcast_buffers is not None and forward_sync_buffers is not None:
         warnings.warn(
@@ -108,8 +110,11 @@ def choose_buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: b
 
 
 def check_delayed(named: Any, hooked: Any) -> None:
+    """Two arguments that only make sense together."""
     if (named is None) != (hooked is None):
-        raise ValueError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
 
 
 def manage(module: Module, ignored: set[str], delayed: Sequence[Parameter]) -> ManagedParameters:

@@ -23,11 +23,12 @@ LARGE_GRADIENT_BYTES = 32 * 1024
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """Strides of the parameter where they cover memory without gaps (channels_last is kept), else similar ones that do."""
+    """The parameter's strides where they leave no gaps (channels_last is kept), else similar ones that leave none."""
     return torch.empty_like(parameter, device="meta").stride()
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a buffer for gradients of this dtype is made of."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 
@@ -37,6 +38,7 @@ def real_numel(parameter: Tensor) -> int:
 
 
 def is_large(parameter: Tensor) -> bool:
+    """Whether the gradient is worth a copy of its own; small ones are handled together."""
     return parameter.numel() * parameter.element_size() > LARGE_GRADIENT_BYTES
 
 
@@ -70,13 +72,16 @@ class Bucket:
 
     is_sparse = False
 
-    def __init__(self, index: int, members: Sequence[int], parameters: Sequence[Parameter], body: Tensor) -> None:
-        """
+    def __init__(
+        self, index: int, members: Sequence[int], parameters: Sequence[Parameter], body: Tensor
+    ) -> None:
+        """Take `body` as the buffer of the members' gradients.
+
         Args:
-            index: Place in the launch order.
-            members: Parameter indices in layout order: all large ones, then all small ones.
-            parameters: The members' parameters.
-            body: Real, contiguous; holds the members' gradients and nothing else.
+        index: Place in the launch order.
+        members: Parameter indices in layout order: all large ones, then all small ones.
+        parameters: The members' parameters.
+        body: Real, contiguous; holds the members' gradients and nothing else.
         """
         self.index = index
         self.members = list(members)
@@ -87,11 +92,17 @@ class Bucket:
         self.num_large = sum(is_large(parameter) for parameter in self.parameters)
         num_large_elements = sum(real_numel(parameter) for parameter in self.parameters[: self.num_large])
         self._small = body[num_large_elements:]
-        self._small_pairs = list(zip(self.parameters[self.num_large :], self.views[self.num_large :], strict=True))
+        self._small_pairs = list(
+            zip(self.parameters[self.num_large :], self.views[self.num_large :], strict=True)
+        )
 
         # State of one backward.
-        self.touched: list[int] = []  # slots in the order autograd finished them; the hooks hold this very list
-        self.expected = 1  # touches that make the bucket full; 1 while idle, so that the first touch wakes the reducer
+        self.touched: list[
+            int
+        ] = []  # slots in the order autograd finished them; the hooks hold this very list
+        self.expected = (
+            1  # touches that make the bucket full; 1 while idle, so that the first touch wakes the reducer
+        )
         self.launched = False
         self.ready_s = 0.0
         self._num_touched_at_collect = 0
@@ -100,7 +111,9 @@ class Bucket:
         self._installed = False  # small gradients were None and now alias the zeroed buffer
         self._untouched: list[int] = []
         self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
-        self._with_graph: dict[int, Tensor] = {}  # gradients made under create_graph: their graph outlives the step
+        self._with_graph: dict[
+            int, Tensor
+        ] = {}  # gradients made under create_graph: their graph outlives the step
 
     @property
     def size_bytes(self) -> int:
@@ -174,7 +187,9 @@ class Bucket:
         self._num_touched_at_collect = len(self.touched)
         if len(touched) < len(self.members):
             self._untouched = [
-                slot for slot, member in enumerate(self.members) if slot not in touched and member not in used_before
+                slot
+                for slot, member in enumerate(self.members)
+                if slot not in touched and member not in used_before
             ]
             for slot in self._untouched:
                 self._keep(slot)
@@ -261,7 +276,7 @@ class Bucket:
         return self.launched and len(self.touched) > self._num_touched_at_collect
 
     def take_late(self, scale: float) -> Tensor:
-        """Gradients that arrived after the bucket had left, scaled, as a buffer of the body's shape (zeros elsewhere)."""
+        """Gradients that arrived after the bucket had left, scaled, in a buffer like the body; zeros elsewhere."""
         late = torch.zeros_like(self.body)
         if not self.has_late_gradients():
             return late

@@ -72,9 +72,7 @@ class Buffers:
     """
 
     def __init__(self, module: Module, ignored: set[str], process_group: ProcessGroup, peers: Peers) -> None:
-        self._homes = [
-            (f"{name}." if name else "", child._buffers) for name, child in module.named_modules()
-        ]
+        self._homes = [(f"{name}." if name else "", child._buffers) for name, child in module.named_modules()]
         self._ignored = ignored
         self._group = process_group
         self._peers = peers

@@ -45,21 +45,31 @@ def make_reduction(state: Any, hook: Any, backend: str) -> HookReduction:
 
 
 def check_hook(hook: Any) -> None:
+    """Refuse what cannot be a communication hook."""
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
     signature = inspect.signature(hook)
-    bucket = signature.parameters.get("bucket") or (list(signature.parameters.values())[1:2] or [None])[0]
+    positional = list(signature.parameters.values())
+    bucket = signature.parameters.get("bucket") or (positional[1] if len(positional) > 1 else None)
     if bucket is None:
         raise ValueError(
             f"Communication hook: expected hook(state, bucket), got {getattr(hook, '__qualname__', hook)}{signature}."
         )
-    if bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket, Any, "dist.GradBucket", "GradBucket"):
+    if bucket.annotation not in (
+        inspect.Parameter.empty,
+        dist.GradBucket,
+        Any,
+        "dist.GradBucket",
+        "GradBucket",
+    ):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
     future = torch.futures.Future[torch.Tensor]
     if signature.return_annotation not in (inspect.Parameter.empty, future, Any) and not isinstance(
         signature.return_annotation, str
     ):
-        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+        )
 
 
 def _portable(hook: Any) -> Hook:

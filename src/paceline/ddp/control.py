@@ -31,7 +31,7 @@ class ControlWords:
         self.words = torch.zeros(self.num_words)
 
     def place(self, words: Tensor) -> None:
-        """Use `words`, shape (num_words,), from now on: a piece of the buffer behind the last bucket, or its own tensor."""
+        """Use `words`, shape (num_words,), from now on: the end of the last bucket's buffer, or a tensor of its own."""
         self.words = words
 
     def write(self, unused: Sequence[int], status: Status) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from types import CodeType
+from typing import Any, TypeVar
 
 import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _eval_frame = torch._C._dynamo.eval_frame
 _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
@@ -31,7 +35,15 @@ def _skip(value: object, module_name: str) -> None:
         _skip_function(value)
 
 
+def may_compile(function: Function) -> Function:
+    """Mark a function of a skipped package as one that dynamo may look into."""
+    function._may_compile = True  # type: ignore[attr-defined]
+    return function
+
+
 def _skip_function(function: object) -> None:
+    if getattr(function, "_may_compile", False):
+        return
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     if code is not None:
         _skip_code(code)

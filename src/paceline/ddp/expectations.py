@@ -56,7 +56,9 @@ class Expectations:
             will_run = torch._C._will_engine_execute_node
             try:
                 return [int(will_run(node)) for node in self._nodes]
-            except RuntimeError:  # no backward under way: a shadow of another rank's, or an explicit synchronization
+            except (
+                RuntimeError
+            ):  # no backward under way: a shadow of another rank's, or an explicit synchronization
                 return [0] * len(self._nodes)
 
     def learn(self, buckets: list[AnyBucket]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from paceline.reductions.collectives import launch_maximum, launch_sum
 
@@ -38,6 +38,7 @@ class Shadow(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody takes the model of a rank that trained to the end."""
         self._wrapped._sync_final_model(is_last_joiner)
+        self._wrapped._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it enabled
 
 
 def notify(wrapped: DistributedDataParallel, will_synchronize: bool) -> None:
@@ -57,12 +58,16 @@ def announce(wrapped: DistributedDataParallel, will_synchronize: bool, is_active
     flags = torch.tensor([float(will_synchronize), float(is_active)], device=wrapped.device)
     wrapped._peers.wait(launch_sum(flags, wrapped.process_group), "telling joined ranks about this step")
     num_synchronizing, num_active = flags.tolist()
-    wrapped.reducer.num_averaged = None if wrapped._divide_by_initial_world_size else max(1, round(num_active))
+    wrapped.reducer.num_averaged = (
+        None if wrapped._divide_by_initial_world_size else max(1, round(num_active))
+    )
     return bool(num_synchronizing > 0)
 
 
 def agree_on_source(wrapped: DistributedDataParallel, is_candidate: bool) -> int:
     """The highest rank that is a candidate; -1 where nobody is. Collective."""
     rank: Any = torch.tensor([wrapped.process_group.rank() if is_candidate else -1], device=wrapped.device)
-    wrapped._peers.wait(launch_maximum(rank, wrapped.process_group), "agreeing on whose model is the final one")
+    wrapped._peers.wait(
+        launch_maximum(rank, wrapped.process_group), "agreeing on whose model is the final one"
+    )
     return int(rank.item())

@@ -62,8 +62,9 @@ class GradientMemory:
         self._flat: dict[Key, Tensor] = {}
         for key, num_elements in self._elements_by_key().items():
             dtype, device = key
-            num_elements += control.num_words
-            self._flat[key] = torch.zeros(num_elements, dtype=real_dtype(dtype), device=device)
+            self._flat[key] = torch.zeros(
+                num_elements + control.num_words, dtype=real_dtype(dtype), device=device
+            )
 
     def _elements_by_key(self) -> dict[Key, int]:
         elements: dict[Key, int] = {}
@@ -90,8 +91,8 @@ class GradientMemory:
             if managed.sparse[members[0]]:
                 buckets.append(SparseBucket(place, members[0], parameters[0]))
                 continue
-            members = sorted(members, key=lambda index: not is_large(managed.parameters[index]))
-            buckets.append(self._dense_bucket(place, members, used))
+            large_first = sorted(members, key=lambda index: not is_large(managed.parameters[index]))
+            buckets.append(self._dense_bucket(place, large_first, used))
         self._place_control(buckets[-1], used)
         return buckets
 
@@ -116,4 +117,3 @@ class GradientMemory:
     @property
     def size_bytes(self) -> int:
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
-

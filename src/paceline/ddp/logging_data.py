@@ -6,6 +6,8 @@ import os
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from paceline.ddp.bucket import Bucket
 from paceline.observe import StepTiming
 from paceline.reductions.collectives import backend_of
@@ -13,6 +15,14 @@ from paceline.reductions.collectives import backend_of
 if TYPE_CHECKING:
     from paceline.ddp.wrapper import DistributedDataParallel
 
+NAMES_IN_CPP = {
+    "float32": "float",
+    "float64": "double",
+    "float16": "c10::Half",
+    "bfloat16": "c10::BFloat16",
+    "complex64": "c10::complex<float>",
+    "complex128": "c10::complex<double>",
+}
 ENVIRONMENT = {
     "master_addr": "MASTER_ADDR",
     "master_port": "MASTER_PORT",
@@ -47,19 +57,23 @@ def _construction(wrapped: DistributedDataParallel) -> dict[str, Any]:
         "has_sync_bn": int(wrapped._has_sync_batch_norm),
         "bucket_sizes": _join(wrapped._initial_bucket_sizes),
         "bucket_cap_bytes": wrapped.bucket_bytes_cap,
-        "dtypes": _join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters)),
+        "dtypes": _join(dict.fromkeys(_name_in_cpp(p.dtype) for p in parameters)),
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "find_unused_parameters": int(wrapped.find_unused_parameters),
         "gradient_as_bucket_view": int(wrapped.gradient_as_bucket_view),
         "is_multi_device_module": int(wrapped.is_multi_device_module),
-        "iteration": reducer.num_steps,
+        "iteration": max(0, reducer.num_steps - 1),  # torch counts the step that is under way
         "backend_name": backend_of(wrapped.process_group),
-        "static_graph": int(wrapped.static_graph),
         "comm_hook": wrapped._comm_hook_name,
         "join_uneven_inputs": int(wrapped._joins_uneven_inputs),
         "gloo_num_threads": 2,
-    }
+    } | ({"static_graph": 1} if wrapped.static_graph else {})
+
+
+def _name_in_cpp(dtype: torch.dtype) -> str:
+    plain = str(dtype).removeprefix("torch.")
+    return NAMES_IN_CPP.get(plain, plain)
 
 
 def _environment() -> dict[str, Any]:
@@ -73,7 +87,9 @@ def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
     data: dict[str, Any] = {
         "has_rebuilt_buckets": int(rebuilt),
         "rebuilt_bucket_sizes": _join(bucket.size_bytes for bucket in buckets) if rebuilt else "",
-        "rebuilt_per_bucket_param_indices": _join((_words(b.members) for b in buckets), ", ") if rebuilt else "",
+        "rebuilt_per_bucket_param_indices": _join((_words(b.members) for b in buckets), ", ")
+        if rebuilt
+        else "",
         "prev_iteration_grad_ready_order_indices": _words(dict.fromkeys(reducer.ready_order)),
         "num_buckets_reduced": len(buckets) if reducer.num_steps else 0,
         "unused_parameter_size": sum(

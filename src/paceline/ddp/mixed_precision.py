@@ -33,7 +33,9 @@ def cast_buffers(module: Module, dtype: torch.dtype) -> None:
 
 def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
     """Convert the floating-point tensors in nested inputs."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
+    return tree_map_only(
+        Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs
+    )
 
 
 def forward_in(module: Module, dtype: torch.dtype, inputs: Any, kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -36,7 +37,9 @@ class Peers:
         self._rank = process_group.rank()
         self._num_ranks = process_group.size()
         self._in_slices = in_slices and self._num_ranks > 1
-        self._store: dist.Store = dist.PrefixStore(f"paceline/{name}", dist.distributed_c10d._get_default_store())
+        self._store: dist.Store = dist.PrefixStore(
+            f"paceline/{name}", dist.distributed_c10d._get_default_store()
+        )
         if self._num_ranks > 1:
             self._store.set(f"who/{self._rank}", f"{os.getpid()} {socket.gethostname()}")
 
@@ -54,10 +57,13 @@ class Peers:
                 pending.wait()
                 return
             while not pending.wait(SLICE_S):
-                if self._store.check(["roll_call"]):
-                    raise RuntimeError("another rank has called the roll")
+                self._raise_if_called()
         except RuntimeError as error:
             raise self.lost(error, doing) from error
+
+    def _raise_if_called(self) -> None:
+        if self._store.check(["roll_call"]):
+            raise RuntimeError("another rank has called the roll")
 
     def lost(self, error: Exception, doing: str) -> PeerLostError:
         """Call the roll, or answer it, and put the result into words."""
@@ -68,7 +74,9 @@ class Peers:
             states = {rank: self._state_of(rank) for rank in silent}
             gone = {rank: state for rank, state in states.items() if state.is_gone} or states
             who = "; ".join(f"rank {rank} {state.words}" for rank, state in gone.items())
-            who = who or "every rank still answers, so the network between them failed or they no longer agree"
+            who = (
+                who or "every rank still answers, so the network between them failed or they no longer agree"
+            )
         return PeerLostError(
             f"rank {self._rank} was {doing} when communication failed: {who}. "
             "The gradients of this step are undefined, the parameters are untouched. Look at the output of the rank "
@@ -79,16 +87,13 @@ class Peers:
     def _call_roll(self, doing: str) -> list[int] | None:
         """Ranks that do not answer; None when the store does not."""
         deadline_s = time.monotonic() + GRACE_S
-        silent = []
         try:
             self._store.set(f"here/{self._rank}", doing)
             self._store.set("roll_call", "1")
-            for rank in range(self._num_ranks):
-                if rank != self._rank and not self._answers(rank, deadline_s):
-                    silent.append(rank)
+            others = (rank for rank in range(self._num_ranks) if rank != self._rank)
+            return [rank for rank in others if not self._answers(rank, deadline_s)]
         except RuntimeError:
             return None
-        return silent
 
     def _answers(self, rank: int, deadline_s: float) -> bool:
         key = f"here/{rank}"
@@ -123,8 +128,7 @@ class _State:
 def _look_up(pid: int, where: str) -> _State:
     """What the kernel says about a process of this host."""
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            code = stat.read().rsplit(")", 1)[1].split()[0]
+        code = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return _State(f"{where} has died", is_gone=True)
     except (OSError, IndexError):

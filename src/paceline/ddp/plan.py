@@ -38,7 +38,7 @@ class BucketCaps:
 
     @classmethod
     def from_arguments(cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps:
-        """Read torch's two arguments: a list wins; a single cap holds for the first bucket too; default 1, then 25 MiB."""
+        """Read torch's two arguments: a list wins; one cap holds for the first bucket too; default 1, then 25 MiB."""
         if cap_mb_list:
             return cls(tuple(int(cap * MEBIBYTE) for cap in cap_mb_list))
         if cap_mb is not None:

@@ -94,10 +94,14 @@ class Reducer:
         self.timings = StepTimings()
         self.forward_s = 0.0
         self.num_steps = 0  # synchronized backwards that ended well
-        self.num_averaged: int | None = None  # divide by this, not by the number of ranks (`join` leaves ranks out)
+        self.num_averaged: int | None = (
+            None  # divide by this, not by the number of ranks (`join` leaves ranks out)
+        )
         self.synchronizes: Callable[[], bool] = lambda: True
         self.synchronizes_buffers = False
-        self.steps_in_backward = False  # whether parameters have optimizers of their own, to run on reduced gradients
+        self.steps_in_backward = (
+            False  # whether parameters have optimizers of their own, to run on reduced gradients
+        )
         self.has_rebuilt_buckets = False
         self.ready_order: list[int] = []  # parameter indices as the first backward finished them
 
@@ -111,7 +115,9 @@ class Reducer:
 
         self._backward: weakref.ref[Backward] | None = None
         self._failure: Exception | None = None
-        self._used_before: set[int] = set()  # touched by backwards under no_sync since the last synchronization
+        self._used_before: set[int] = (
+            set()
+        )  # touched by backwards under no_sync since the last synchronization
         self._learned_order: list[int] | None = None  # agreed on, not yet cut by
         self._has_agreed = False
         self._has_warned: set[str] = set()
@@ -119,8 +125,7 @@ class Reducer:
 
         self._cut(range(len(managed) - 1, -1, -1))
         self._recorders = [
-            _hook(parameter, self._make_recorder(index))
-            for index, parameter in enumerate(managed.parameters)
+            _hook(parameter, self._make_recorder(index)) for index, parameter in enumerate(managed.parameters)
         ]
 
     # ---- buckets and hooks
@@ -151,7 +156,9 @@ class Reducer:
         def on_large_gradient(parameter: Any) -> None:
             touch(slot)
             backward = self._current() or self.begin()
-            if len(parameter._post_accumulate_grad_hooks) == 1:  # else somebody wants to see the gradient in `.grad`
+            if (
+                len(parameter._post_accumulate_grad_hooks) == 1
+            ):  # else somebody wants to see the gradient in `.grad`
                 if backward.synchronizes:
                     bucket.enter(slot, self._scale)
                 else:
@@ -180,7 +187,9 @@ class Reducer:
             ProtocolError: Communication has failed for good.
         """
         if self._failure is not None:
-            raise ProtocolError(f"communication of this module failed earlier: {self._failure}") from self._failure
+            raise ProtocolError(
+                f"communication of this module failed earlier: {self._failure}"
+            ) from self._failure
         if self._backward is not None and self._backward() is None:
             self._recover()
         if self._learned_order is not None and self._backward is None:
@@ -195,7 +204,11 @@ class Reducer:
         self.has_rebuilt_buckets = True
         if order == self._order:
             return
-        alive = [(p, p.grad.clone()) for p in self.managed.parameters if p.grad is not None and not p.grad.is_sparse]
+        alive = [
+            (p, p.grad.clone())
+            for p in self.managed.parameters
+            if p.grad is not None and not p.grad.is_sparse
+        ]
         for parameter, _ in alive:
             parameter.grad = None
         self._cut(order)
@@ -227,7 +240,7 @@ class Reducer:
         if self._backward is not None:
             self._recover()
         backward = Backward(self.synchronizes(), self._end)
-        torch.autograd.Variable._execution_engine.queue_callback(backward.end)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(backward.end)
         self._arm(backward)
         return backward
 
@@ -381,9 +394,9 @@ class Reducer:
         if aborted:
             self.drop_gradients()
             raise PeerAbortedError(
-                f"rank {self._rank}: the backward of rank {aborted[0]} raised an exception in step {self.num_steps + 1}. "
-                "This step's gradients are undefined on every rank and were dropped; parameters are untouched. Look at "
-                "that rank's output for the cause; training may go on with the next batch."
+                f"rank {self._rank}: the backward of rank {aborted[0]} raised an exception in step "
+                f"{self.num_steps + 1}. This step's gradients are undefined on every rank and were dropped; "
+                "parameters are untouched. Look at that rank's output for the cause; training may go on with the next batch."
             )
 
     def _reduce_late(self) -> None:
@@ -414,7 +427,11 @@ class Reducer:
                     f"this backward did not use {describe(unused, self.managed.names)}. They count as zero on this "
                     "rank, so the mean is right; pass find_unused_parameters=True if that is intended."
                 )
-        elif self.options.find_unused_parameters and self.num_steps == 0 and self._control.all_used_everywhere():
+        elif (
+            self.options.find_unused_parameters
+            and self.num_steps == 0
+            and self._control.all_used_everywhere()
+        ):
             self._warn(
                 "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters "
                 "in the forward pass. Looking costs a little in every step; leave it out if there never are any."
@@ -485,7 +502,9 @@ class Reducer:
         unused = {index for bucket in self.buckets for index in bucket.untouched_members()}
         if self._used_before:
             unused = set(range(len(self.managed))) - self._used_before
-        return torch.tensor([int(index not in unused) for index in range(len(self.managed))], dtype=torch.int32)
+        return torch.tensor(
+            [int(index not in unused) for index in range(len(self.managed))], dtype=torch.int32
+        )
 
     def _ddp_graph_static(self) -> bool:
         """Torch's name: whether the graph has looked static so far."""

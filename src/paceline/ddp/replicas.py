@@ -32,7 +32,7 @@ class Description:
         ignored: Iterable[str],
         options: Sequence[tuple[str, object]],
     ) -> Description:
-        """Describe a module: its parameters in order, its buffers, what is left out, and the options that shape buckets."""
+        """Describe a module: parameters in order, buffers, what is left out, and the options that shape buckets."""
         lines = [("number of trainable parameters", str(len(managed)))]
         for index, (name, parameter) in enumerate(zip(managed.names, managed.parameters, strict=True)):
             sparse = ", sparse gradient" if managed.sparse[index] else ""
@@ -108,7 +108,9 @@ def _difference(described: Sequence[Description]) -> str:
     return f"the ranks describe their models in different orders. {REMEDY}"
 
 
-REMEDY = "Build the same model, with the same arguments, on every rank before wrapping it; no value was changed."
+REMEDY = (
+    "Build the same model, with the same arguments, on every rank before wrapping it; no value was changed."
+)
 
 
 def _first_missing(these: dict[str, str], those: dict[str, str], rank: int) -> str:

@@ -37,10 +37,12 @@ def restore(
     errors: list[str],
 ) -> None:
     """Before loading: put the prefix back where it is missing, so that both forms load."""
-    own = set(wrapper.module.state_dict())  # type: ignore[operator, union-attr]
+    own = set(wrapper.module.state_dict())  # type: ignore[union-attr]
     names = [name for name in state if name.startswith(prefix)]
     bare = {name.removeprefix(prefix) for name in names}
-    is_bare = len(bare & own) >= len({name.removeprefix(PREFIX) for name in bare if name.startswith(PREFIX)} & own)
+    is_bare = len(bare & own) >= len(
+        {name.removeprefix(PREFIX) for name in bare if name.startswith(PREFIX)} & own
+    )
     if is_bare:
         for name in names:
             state[prefix + PREFIX + name.removeprefix(prefix)] = state.pop(name)
@@ -49,6 +51,8 @@ def restore(
 def _is_asked_by(caller: str) -> bool:
     """Whether the state dict was asked for by this module, be it through parents of ours."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.nn.modules", __package__)):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(
+        ("torch.nn.modules", __package__)
+    ):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and frame.f_globals.get("__name__") == caller

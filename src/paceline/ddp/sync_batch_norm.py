@@ -6,15 +6,14 @@ accelerator it is torch's. `DistributedDataParallel` turns torch's layers on the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.nn import Module
+from torch.nn import Module, functional
 
 
 class _NormalizeOverRanks(torch.autograd.Function):
@@ -94,13 +93,14 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             return super().forward(input) if not self.training else self._forward_alone(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        y, mean, variance, count = _NormalizeOverRanks.apply(input, self.weight, self.bias, self.eps, group)
+        normalize = _NormalizeOverRanks.apply
+        y, mean, variance, count = normalize(input, self.weight, self.bias, self.eps, group)  # type: ignore[no-untyped-call]
         self._track(mean, variance, count)
-        return y
+        return cast("Tensor", y)
 
     def _forward_alone(self, input: Tensor) -> Tensor:  # noqa: A002
         factor = self._count_batch()
-        return F.batch_norm(
+        return functional.batch_norm(
             input, self.running_mean, self.running_var, self.weight, self.bias, True, factor, self.eps
         )
 
@@ -148,7 +148,9 @@ def separate_group(module: Module, process_group: ProcessGroup) -> None:
         Collective: every rank, if the module has such a layer.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-    shared = [layer for layer in layers if layer.process_group is None or layer.process_group is process_group]
+    shared = [
+        layer for layer in layers if layer.process_group is None or layer.process_group is process_group
+    ]
     if shared and process_group.size() > 1:
         own = dist.new_group(dist.get_process_group_ranks(process_group), use_local_synchronization=True)
         for layer in shared:

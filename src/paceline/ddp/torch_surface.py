@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +20,12 @@ from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocati
 from paceline.ddp import arguments
 from paceline.ddp.buffers import BROADCAST_BYTES, Broadcast
 from paceline.ddp.logging_data import logging_data
+from paceline.ddp.peers import Peers
 from paceline.ddp.plan import DEFAULT_FIRST_BUCKET_BYTES
 from paceline.reductions.collectives import backend_of
 
 if TYPE_CHECKING:
     from paceline.ddp.buffers import Buffers
-    from paceline.ddp.peers import Peers
     from paceline.ddp.plan import BucketCaps
     from paceline.ddp.reducer import Reducer
 
@@ -87,7 +88,7 @@ class TorchSurface:
         Raises:
             TypeError, ValueError, RuntimeError: In torch's words.
         """
-        from paceline.ddp.comm_hooks import make_reduction
+        from paceline.ddp.comm_hooks import make_reduction  # noqa: PLC0415 (torch's hooks are slow to import)
 
         if self._comm_hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
@@ -98,7 +99,7 @@ class TorchSurface:
         self.reducer.reduction = reduction
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        from paceline.ddp.comm_hooks import builtin_hook
+        from paceline.ddp.comm_hooks import builtin_hook  # noqa: PLC0415 (as above)
 
         self.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
         self._comm_hook_name = str(comm_hook_type)
@@ -141,12 +142,17 @@ class TorchSurface:
         return self._has_synchronized_buffers()
 
     def _default_broadcast_coalesced(
-        self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
     ) -> None:
         """Give all ranks one rank's tensors, by default the buffers. Collective; blocks."""
         tensors = self.modules_buffers if bufs is None else list(bufs)
         if self.process_group.size() > 1:
-            Broadcast(tensors, self.process_group, authoritative_rank).finish(self._peers, "broadcasting tensors")
+            Broadcast(tensors, self.process_group, authoritative_rank).finish(
+                self._peers, "broadcasting tensors"
+            )
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
@@ -205,12 +211,12 @@ class TorchSurface:
         Args:
             new_process_group: A group that contains this rank; every member must switch in the same step.
         """
-        from paceline.ddp.peers import Peers
-
         old = self.reducer
         old.remove_hooks()
         self.process_group, self._process_groups = new_process_group, [new_process_group]
-        self._peers = Peers(new_process_group, f"group {new_process_group.group_name}", self.device.type == "cpu")
+        self._peers = Peers(
+            new_process_group, f"group {new_process_group.group_name}", self.device.type == "cpu"
+        )
         self._buffer_sync.move_to(new_process_group, self._peers)
         self._build_reducer(old.managed)
         self.reducer.reduction, self.reducer.timings = old.reduction, old.timings
@@ -246,8 +252,7 @@ class _Logger:
     def _get_ddp_logging_data(self) -> Any:
         data = self._wrapped._get_ddp_logging_data()
 
-        class Data:
-            strs_map = {key: value for key, value in data.items() if isinstance(value, str)}
-            ints_map = {key: value for key, value in data.items() if not isinstance(value, str)}
-
-        return Data
+        return SimpleNamespace(
+            strs_map={key: value for key, value in data.items() if isinstance(value, str)},
+            ints_map={key: value for key, value in data.items() if not isinstance(value, str)},
+        )

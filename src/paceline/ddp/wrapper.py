@@ -20,8 +20,10 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.ddp import arguments, in_backward, mixed_precision as mixed, state_names, sync_batch_norm
+from paceline.ddp import arguments, in_backward, state_names, sync_batch_norm
+from paceline.ddp import mixed_precision as mixed
 from paceline.ddp.buffers import Broadcast, Buffers
+from paceline.ddp.dynamo import may_compile
 from paceline.ddp.joining import Shadow, agree_on_source, notify
 from paceline.ddp.outputs import find_tensors
 from paceline.ddp.peers import Peers
@@ -35,7 +37,7 @@ from paceline.reductions import NarrowMean
 _names = itertools.count()
 
 
-class DistributedDataParallel(TorchSurface, TorchDDP):
+class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, override]
     """Data parallelism over any c10d process group, in place of `torch.nn.parallel.DistributedDataParallel`.
 
     Every rank wraps the same module and trains on its own part of the batch. After a backward outside `no_sync`, every
@@ -146,7 +148,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._delay_all_reduce_params = [parameter for _, parameter in delay_all_reduce_named_params or ()]
-        arguments.warn_of_ignored(check_reduction, skip_all_reduce_unused_params, static_graph, find_unused_parameters)
+        arguments.warn_of_ignored(
+            check_reduction, skip_all_reduce_unused_params, static_graph, find_unused_parameters
+        )
         self._set_up(init_sync, init_sync_buffers)
 
     def _set_up(self, init_sync: bool, init_sync_buffers: bool) -> None:
@@ -172,8 +176,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):
             mixed.cast_buffers(self.module, self.mixed_precision.buffer_dtype)
         self._build_reducer(managed)
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
-        self._register_state_dict_hook(state_names.strip)
-        self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)
+        self._register_state_dict_hook(state_names.strip)  # type: ignore[no-untyped-call]
+        self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)  # type: ignore[no-untyped-call]
 
     def _verify(self, managed: Any) -> None:
         frozen = [
@@ -181,7 +185,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):
             for name, p in self.module.named_parameters()
             if name not in self.parameters_to_ignore and not p.requires_grad
         ]
-        options = [("bucket caps", self._caps.caps_bytes), ("number of process groups", len(self._process_groups))]
+        options = [
+            ("bucket caps", self._caps.caps_bytes),
+            ("number of process groups", len(self._process_groups)),
+        ]
         description = Description.of(
             managed, frozen, self._buffer_sync.named().items(), self.parameters_to_ignore, options
         )
@@ -189,7 +196,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):
 
     def _broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
         if self.process_group.size() > 1:
-            Broadcast(tensors, self.process_group, source).finish(self._peers, f"receiving rank {source}'s model")
+            Broadcast(tensors, self.process_group, source).finish(
+                self._peers, f"receiving rank {source}'s model"
+            )
 
     def _build_reducer(self, managed: Any) -> None:
         options = ReducerOptions(self._caps, self.find_unused_parameters, self.static_graph)
@@ -219,7 +228,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):
             self._prepare_to_train()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+            moved_inputs, moved_kwargs = _to_kwargs(
+                inputs, kwargs, device, self.use_side_stream_for_tensor_copies
+            )
             return moved_inputs[0], moved_kwargs[0]
         return inputs, kwargs
 
@@ -259,9 +270,13 @@ class DistributedDataParallel(TorchSurface, TorchDDP):
         try:
             if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
                 return mixed.forward_in(self.module, self.mixed_precision.param_dtype, inputs, kwargs)
-            return self.module(*inputs, **kwargs)
+            return self._call_module(*inputs, **kwargs)
         finally:
             TorchDDP._active_ddp_module = outer
+
+    @may_compile
+    def _call_module(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
         if self._trains():
@@ -344,7 +359,15 @@ class DistributedDataParallel(TorchSurface, TorchDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        left_out = {"process_group", "_process_groups", "reducer", "logger", "_peers", "_buffer_sync", "device_mesh"}
+        left_out = {
+            "process_group",
+            "_process_groups",
+            "reducer",
+            "logger",
+            "_peers",
+            "_buffer_sync",
+            "device_mesh",
+        }
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["_state_dict_hooks"] = type(self._state_dict_hooks)()
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
@@ -359,5 +382,3 @@ class DistributedDataParallel(TorchSurface, TorchDDP):
             p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
         self._set_up(init_sync=False, init_sync_buffers=False)
-
-

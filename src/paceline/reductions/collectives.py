@@ -18,7 +18,7 @@ def launch_sum(tensor: Tensor, group: ProcessGroup) -> PendingWork:
 def launch_maximum(tensor: Tensor, group: ProcessGroup) -> PendingWork:
     """Replace `tensor` by the elementwise maximum over the ranks. Collective; does not wait."""
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
     return PendingWork(group.allreduce([tensor], options))
 
 

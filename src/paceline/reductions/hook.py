@@ -36,8 +36,15 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, one a parameter."""
-        return list(self._message.gradients)
+        """Views of the buffer, one a parameter; of the one set last."""
+        ours = self._message.gradients
+        if (
+            self._buffer.dtype == self._message.flat.dtype
+            and self._buffer.data_ptr() == self._message.flat.data_ptr()
+        ):
+            return list(ours)
+        pieces = self._buffer.split([gradient.numel() for gradient in ours])
+        return [piece.view(gradient.shape) for piece, gradient in zip(pieces, ours, strict=True)]
 
     def parameters(self) -> Sequence[Parameter]:
         """The parameters, in the order of `gradients()`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ class PendingWork:
 class PendingFuture:
     """The future of a communication hook; its value replaces the bucket's gradients."""
 
-    def __init__(self, future: torch.futures.Future[Tensor], body: Tensor) -> None:
+    def __init__(self, future: torch.futures.Future[Any], body: Tensor) -> None:
         self._future = future
         self._body = body
 

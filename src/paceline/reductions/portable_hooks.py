@@ -7,7 +7,7 @@ orthogonalization with a matrix where a batch of matrices is demanded, and fails
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,7 @@ def _gather_quantized(
             total += scale * (received[header.numel() :].view(channels.shape).float() - zero_point)
         return (total.view(-1)[: flat.numel()] / group.size()).to(flat.dtype)
 
-    return work.get_future().then(decode)
+    return cast("torch.futures.Future[Tensor]", work.get_future().then(decode))
 
 
 def _affine_8bit(channels: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def batched_power_sgd(state: Any, bucket: GradBucket) -> torch.futures.Future[to
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         work = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
-        return work.get_future().then(lambda _: flat)
+        return cast("torch.futures.Future[Tensor]", work.get_future().then(lambda _: flat))
     side = math.ceil(math.sqrt(flat.numel()))
     matrix = torch.zeros(side * side, dtype=flat.dtype, device=flat.device)
     matrix[: flat.numel()] = flat
@@ -120,7 +120,7 @@ def batched_power_sgd(state: Any, bucket: GradBucket) -> torch.futures.Future[to
 def _starting_q(state: Any, index: int, square: Tensor) -> Tensor:
     """Last step's Q where it is kept, else random values, the same on every rank."""
     if state.warm_start and index in state.q_memory_dict:
-        return state.q_memory_dict[index]
+        return cast("Tensor", state.q_memory_dict[index])
     generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
     rank = min(state.matrix_approximation_rank, square.shape[0])
     return torch.randn(square.shape[0], rank, generator=generator, dtype=torch.float32).to(square)
