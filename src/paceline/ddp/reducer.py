@@ -395,7 +395,8 @@ class Reducer:
             self.drop_gradients()
             raise PeerAbortedError(
                 f"rank {self._rank}: the backward of rank {aborted[0]} raised an exception in step "
-                f"{self.num_steps + 1}. This step's gradients are undefined on every rank and were dropped; "
+                "parameters are untouched. Look at that rank's output for the cause; training may go on with the next "
+                "batch."
                 "parameters are untouched. Look at that rank's output for the cause; training may go on with the next batch."
             )
 
