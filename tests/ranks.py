@@ -6,7 +6,7 @@ Rules
 2. A test names an importable function `fn(rank, num_ranks, *args)`; every rank of the pool runs it and
    its return value, its exception or its death comes back as an `Outcome`.
 3. Nothing waits for ever: the group has a timeout, a run has a deadline, and a rank that misses it is
-   asked for its stack and then killed.
+   asked for its stack and then killed; once only stopped ranks are left, that is at once.
 4. A run that was not clean (an exception, a death, a miss) leaves nothing to the next one: the group is
    opened anew, and after a death or a miss the processes are too.
 5. Nothing outlives a pool. Ranks die with their parent, and `close` raises `OrphanError` if one is left.
@@ -46,6 +46,7 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 30.0
 DEADLINE_S = 60.0
+STOPPED_CHECK_S = 0.5
 MARK = "PACELINE_TEST_MARK"
 _PR_SET_PDEATHSIG = 1
 _SPAWNER = mp.get_context("forkserver")
@@ -126,6 +127,13 @@ class _Order:
 
 def _log_path(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.log"
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped by a signal, so that there is no point in waiting for it."""
+    with contextlib.suppress(OSError):
+        return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
+    return False
 
 
 def _load(source: str, module: str) -> types.ModuleType:
@@ -319,8 +327,9 @@ class Ranks:
         while len(outcomes) < self.num_ranks:
             pending = [rank for rank in range(self.num_ranks) if rank not in outcomes]
             sources = {self._pipes[rank]: rank for rank in pending}
-            ready = wait(list(sources), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+            left_s = deadline - time.monotonic()
+            ready = wait(list(sources), timeout=max(0.0, min(left_s, STOPPED_CHECK_S)))
+            if not ready and (left_s <= 0 or all(_is_stopped(self._processes[rank].pid) for rank in pending)):
                 break
             for pipe in ready:
                 rank = sources[pipe]  # type: ignore[index]

@@ -52,6 +52,19 @@ def test_compiled_with_options(options):
     assert max(pool(2).run(compiled, 2, "outside", "aot_eager", options)) < 1e-6
 
 
+class Deep(nn.Module):
+    """Eight layers of 0.34 MiB each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(300, 300) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 def splits(rank, _num_ranks, seed):
     """Number of graphs that dynamo made of a model of several buckets."""
     torch._dynamo.reset()
@@ -62,8 +75,7 @@ def splits(rank, _num_ranks, seed):
         return graph
 
     torch.manual_seed(seed)
-    layers = [nn.Linear(300, 300) for _ in range(8)]  # 0.34 MiB each
-    model = torch.compile(DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1), backend=count)
+    model = torch.compile(DistributedDataParallel(Deep(), bucket_cap_mb=1), backend=count)
     model(torch.randn(2, 300, generator=generator(seed, rank))).sum().backward()
     return len(graphs)
 

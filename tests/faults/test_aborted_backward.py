@@ -1,0 +1,143 @@
+"""An exception inside backward: on all ranks, the next iteration is clean; on one, the others are told who."""
+
+import warnings
+
+import pytest
+import torch
+from models import Mlp, generator, squares
+from paceline import DistributedDataParallel
+from ranks import pool
+
+BAD_STEP = 2
+NUM_STEPS = 5
+
+
+class Stumble(Exception):
+    """What a user's code raises inside backward."""
+
+
+def batch(seed, *parts):
+    return torch.randn(4, 8, generator=generator(seed, *parts), dtype=torch.float64)
+
+
+def train(rank, num_ranks, seed, who, layer, options, zero):
+    """Per step: the error's class and words, or the largest error of a gradient against one process."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(Mlp(dtype=torch.float64), **options)
+    torch.manual_seed(seed)
+    alone = Mlp(dtype=torch.float64)
+    armed = [False]
+
+    def stumble(gradient):
+        if armed[0]:
+            raise Stumble(f"on purpose, rank {rank}")
+        return gradient
+
+    model.module.layers[layer].weight.register_hook(stumble)
+    results = []
+    for step in range(NUM_STEPS):
+        armed[0] = step == BAD_STEP and rank in who
+        if zero:
+            model.zero_grad()
+        else:
+            for p in model.parameters():
+                p.grad = None
+        alone.zero_grad()
+        try:
+            squares(model(batch(seed, step, rank))).backward()
+        except Exception as error:  # noqa: BLE001
+            results.append((type(error).__name__, str(error)))
+            continue
+        for r in range(num_ranks):
+            (squares(alone(batch(seed, step, r))) / num_ranks).backward()
+        pairs = zip(model.module.parameters(), alone.parameters(), strict=True)
+        results.append(max((p.grad - q.grad).abs().max().item() for p, q in pairs))
+    return results
+
+
+OPTIONS = [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}, {"static_graph": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "default")
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_all_ranks_abort(layer, options):
+    """Every rank raises its own exception, and every other step is right."""
+    for rank, results in enumerate(pool(2).run(train, 1, (0, 1), layer, options, True)):
+        for step, result in enumerate(results):
+            if step == BAD_STEP:
+                assert result == ("Stumble", f"on purpose, rank {rank}")
+            else:
+                assert result < 1e-12, (step, result)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "default")
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize(("num_ranks", "who"), [(2, 0), (2, 1), (3, 1)])
+def test_one_rank_aborts(num_ranks, who, layer, options):
+    """The others' backward raises PeerAbortedError that names the rank; the steps after it are right on all ranks."""
+    for rank, results in enumerate(pool(num_ranks).run(train, 2, (who,), layer, options, True)):
+        for step, result in enumerate(results):
+            if step != BAD_STEP:
+                assert isinstance(result, float), (rank, step, result)
+                assert result < 1e-12, (rank, step, result)
+            elif rank == who:
+                assert result == ("Stumble", f"on purpose, rank {rank}")
+            else:
+                assert result[0] == "PeerAbortedError"
+                assert f"rank {who}" in result[1]
+
+
+def abort_under_no_sync(rank, num_ranks, seed):
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(Mlp(dtype=torch.float64))
+    torch.manual_seed(seed)
+    alone = Mlp(dtype=torch.float64)
+    handle = model.module.layers[0].weight.register_hook(_raise)
+    try:
+        with model.no_sync():
+            squares(model(batch(seed, 0, rank))).backward()
+    except Stumble:
+        caught = True
+    handle.remove()
+    model.zero_grad()
+    squares(model(batch(seed, 1, rank))).backward()
+    for r in range(num_ranks):
+        (squares(alone(batch(seed, 1, r))) / num_ranks).backward()
+    pairs = zip(model.module.parameters(), alone.parameters(), strict=True)
+    return caught, max((p.grad - q.grad).abs().max().item() for p, q in pairs)
+
+
+def _raise(_gradient):
+    raise Stumble
+
+
+def test_abort_under_no_sync():
+    """An exception in an unsynchronized backward concerns nobody else."""
+    for caught, error in pool(2).run(abort_under_no_sync, 3):
+        assert caught
+        assert error < 1e-12
+
+
+def abort_in_forward(rank, num_ranks, seed):
+    """An exception in forward on all ranks, then a step."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(Mlp(dtype=torch.float64))
+    torch.manual_seed(seed)
+    alone = Mlp(dtype=torch.float64)
+    try:
+        model(torch.zeros(1, 3))
+    except RuntimeError:
+        caught = True
+    squares(model(batch(seed, 1, rank))).backward()
+    for r in range(num_ranks):
+        (squares(alone(batch(seed, 1, r))) / num_ranks).backward()
+    pairs = zip(model.module.parameters(), alone.parameters(), strict=True)
+    return caught, max((p.grad - q.grad).abs().max().item() for p, q in pairs)
+
+
+def test_exception_in_forward():
+    """An exception in forward leaves the next step clean."""
+    for caught, error in pool(2).run(abort_in_forward, 4):
+        assert caught
+        assert error < 1e-12

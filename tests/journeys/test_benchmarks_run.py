@@ -1,0 +1,92 @@
+"""Every benchmark runs as a user types it, at its smallest, and leaves JSON of the promised shape. Never its times."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHAPE = {
+    "name",
+    "question",
+    "columns",
+    "rows",
+    "verdicts",
+    "notes",
+    "config",
+    "summaries",
+    "samples",
+    "provenance",
+}
+ORIGIN = {"command", "date", "git_hash", "git_dirty", "torch_version", "cpu_model", "num_cores", "num_ranks"}
+STEP_TIME = [
+    ["step_time", "--workload", workload, "--ranks", ranks]
+    for workload, ranks in [
+        ("tiny", "2"),
+        ("resnet50", "1"),
+        ("transformer", "2"),
+        ("mlstm", "2"),
+        ("wide_mlp", "3"),
+    ]
+]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=110
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *STEP_TIME,
+        ["overhead", "--sides", "torch,ours,ours-unused"],
+        ["memory", "--sides", "torch,ours"],
+        ["overlap"],
+    ],
+    ids="-".join,
+)
+def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
+    """A row for every side, raw samples, a figure, and where it all comes from; the same JSON on stdout and on disk."""
+    done = run(
+        f"benchmarks.{arguments[0]}", *arguments[1:], "--quick", "--json", "--results-folder", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert set(record) >= SHAPE
+    assert set(record["provenance"]) >= ORIGIN
+    assert record["samples"]
+    assert record["rows"]
+    assert all(len(row) == len(record["columns"]) for row in record["rows"])
+    assert {"torch", "ours"} <= {cell for row in record["rows"] for cell in row}
+    assert json.loads((tmp_path / f"{record['name']}.json").read_text()) == record
+    assert (tmp_path / f"{record['name']}.png").exists() or not _has_matplotlib()
+
+
+def test_resnet50_is_resnet50() -> None:
+    """The figure stands for ResNet-50 only if the tensors are its own: 161 of them, 25,557,032 numbers."""
+    done = run("benchmarks.workloads", "--json")
+    assert json.loads(done.stdout)["resnet50"] == {"tensors": 161, "parameters": 25_557_032}
+
+
+def test_an_unknown_name_is_one_paragraph() -> None:
+    """No traceback for a typing mistake; the message lists what there is."""
+    done = run("benchmarks.step_time", "--workload", "resnet5")
+    assert done.returncode == 1
+    assert "resnet50" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _has_matplotlib() -> bool:
+    try:
+        import matplotlib as _  # noqa: F401
+    except ImportError:
+        return False
+    return True
