@@ -1,9 +1,9 @@
 """What a benchmark says when it cannot answer.
 
 BenchmarkError
-    UnknownName     (also ValueError)   a side, a workload or a size that does not exist
-    RankFailed      (also RuntimeError) one of the processes raised or died
-    WrongAnswer     (also RuntimeError) the sides do not compute the same thing: their times mean nothing
+    UnknownNameError     (also ValueError)   a side, a workload or a size that does not exist
+    RankFailedError      (also RuntimeError) one of the processes raised or died
+    WrongAnswerError     (also RuntimeError) the sides do not compute the same thing: their times mean nothing
 """
 
 
@@ -11,13 +11,13 @@ class BenchmarkError(Exception):
     """Root of everything that ends a benchmark with one paragraph instead of a traceback."""
 
 
-class UnknownName(BenchmarkError, ValueError):
+class UnknownNameError(BenchmarkError, ValueError):
     """An option names something that is not in the table."""
 
 
-class RankFailed(BenchmarkError, RuntimeError):
+class RankFailedError(BenchmarkError, RuntimeError):
     """A rank raised an exception or was killed; the others have been stopped."""
 
 
-class WrongAnswer(BenchmarkError, RuntimeError):
+class WrongAnswerError(BenchmarkError, RuntimeError):
     """The two sides ended with different parameters."""

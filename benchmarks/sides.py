@@ -1,6 +1,7 @@
 """Who is compared with whom?
 
-A side is a name for a way of wrapping a module. `--sides torch,torch` compares torch with itself: whatever ratio that shows is noise.
+A side is a name for a way of wrapping a module. `--sides torch,torch` compares torch with itself: whatever
+ratio that shows is noise.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from benchmarks.errors import UnknownName
+from benchmarks.errors import UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ def parse_sides(text: str) -> tuple[str, ...]:
     """Turn "torch,ours" into names.
 
     Raises:
-        UnknownName: a name is not in the table.
+        UnknownNameError: a name is not in the table.
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in SIDES]
     if unknown or not names:
-        raise UnknownName(f"--sides {text!r} has no side called {unknown}. There are: {', '.join(SIDES)}.")
+        raise UnknownNameError(
+            f"--sides {text!r} has no side called {unknown}. There are: {', '.join(SIDES)}."
+        )
     return names
 
 
@@ -70,5 +73,7 @@ def labels(side_names: tuple[str, ...]) -> tuple[str, ...]:
     result = []
     for name in side_names:
         seen[name] = seen.get(name, 0) + 1
-        result.append(name if seen[name] == 1 else f"{name} (again)" if seen[name] == 2 else f"{name} ({seen[name]})")
+        result.append(
+            name if seen[name] == 1 else f"{name} (again)" if seen[name] == 2 else f"{name} ({seen[name]})"
+        )
     return tuple(result)

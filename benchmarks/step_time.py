@@ -1,10 +1,11 @@
 """How long is a training step under ours, compared with torch's?
 
-Both sides train the same model from the same seed on the same batches, in the same processes, in alternating blocks. The first
-step of a block is not timed: it pays for the caches that the other side left. A step's time is the slowest rank's. Where a model's
-pages lie in memory stays with it for the life of its process, so the processes are launched several times, with the sides built in
-alternating order. Afterwards the sides' parameters must be bitwise equal (one or two ranks: addition of two is order-free): a fast
-wrong answer is no answer.
+Both sides train the same model from the same seed on the same batches, in the same processes, in
+alternating blocks. The first step of a block is not timed: it pays for the caches that the other side left.
+A step's time is the slowest rank's. Where a model's pages lie in memory stays with it for the life of its
+process, so the processes are launched several times, with the sides built in alternating order. Afterwards
+the sides' parameters must be bitwise equal (one or two ranks: addition of two is order-free): a fast wrong
+answer is no answer.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.errors import WrongAnswer
+from benchmarks.errors import WrongAnswerError
 from benchmarks.protocol.allocator import ENVIRONMENTS, Allocator
 from benchmarks.protocol.alternation import turns
 from benchmarks.protocol.figure import save_bars
@@ -109,7 +110,10 @@ def _build(config: Config, workload: Workload) -> list[Trainee]:
 def _per_round(per_rank: tuple[StepTimes, ...], steps_per_round: int) -> RoundTimes:
     def medians(samples_per_rank: list[list[float]]) -> list[float]:
         steps = slowest_rank(samples_per_rank)
-        return [Summary.of(steps[at : at + steps_per_round]).median for at in range(0, len(steps), steps_per_round)]
+        return [
+            Summary.of(steps[at : at + steps_per_round]).median
+            for at in range(0, len(steps), steps_per_round)
+        ]
 
     return RoundTimes(
         forward_s=medians([times.forward_s for times in per_rank]),
@@ -135,24 +139,27 @@ def run(config: Config) -> list[Outcome]:
     """Launch the ranks several times and return one outcome per launch.
 
     Raises:
-        WrongAnswer: ranks disagree; or, up to two ranks, sides do.
+        WrongAnswerError: ranks disagree; or, up to two ranks, sides do.
     """
     outcomes = []
     for launch in range(config.num_launches):
         title = f"step time, {config.workload}, launch {launch + 1} of {config.num_launches}"
         this = dataclasses.replace(config, last_side_first=bool(launch % 2))
-        outcomes.append(run_on_ranks(measure, this, config.num_ranks, title, ENVIRONMENTS[config.allocator])[0])
+        outcomes.append(
+            run_on_ranks(measure, this, config.num_ranks, title, ENVIRONMENTS[config.allocator])[0]
+        )
         _check(config, outcomes[-1])
     return outcomes
 
 
 def _check(config: Config, outcome: Outcome) -> None:
     if not outcome.equal_ranks:
-        raise WrongAnswer(f"the ranks ended {config.workload} with different parameters: a side does not synchronize.")
+        raise WrongAnswerError(f"the ranks ended {config.workload} apart: a side does not synchronize.")
     if config.num_ranks <= 2 and not outcome.equal_sides:
-        raise WrongAnswer(
-            f"the sides {', '.join(config.side_names)} ended {config.workload} with different parameters after the same "
-            "batches. With one or two ranks they must be bitwise equal; compare gradients before timing anything."
+        raise WrongAnswerError(
+            f"the sides {', '.join(config.side_names)} ended {config.workload} with different parameters "
+            "after the same batches. With one or two ranks they must be bitwise equal; compare gradients "
+            "before timing anything."
         )
 
 
@@ -167,7 +174,9 @@ def report(config: Config, outcomes: list[Outcome], load_average_before: float) 
         summaries[name] = {**{key: asdict(value) for key, value in per_phase.items()}, "ratio": asdict(ratio)}
         rows.append((name, *[per_phase[phase].text(1e3, 1) for phase in PHASES], ratio.text(digits=3)))
         if name.startswith("ours"):
-            target = TARGET_RATIOS.get(config.workload, TARGET_RATIO) if config.num_ranks > 1 else TARGET_RATIO
+            target = (
+                TARGET_RATIOS.get(config.workload, TARGET_RATIO) if config.num_ranks > 1 else TARGET_RATIO
+            )
             verdicts.append(Verdict(f"step of {name} / {names[0]}", ratio.median, target, "x"))
     return Report(
         name=f"step_time-{config.workload}-{config.num_ranks}ranks{'-quick' if config.quick else ''}",
@@ -185,7 +194,8 @@ def report(config: Config, outcomes: list[Outcome], load_average_before: float) 
 
 def _all_launches(outcomes: list[Outcome], side_index: int) -> RoundTimes:
     per_phase = {
-        phase: [value for outcome in outcomes for value in getattr(outcome.sides[side_index], phase)] for phase in PHASES
+        phase: [value for outcome in outcomes for value in getattr(outcome.sides[side_index], phase)]
+        for phase in PHASES
     }
     return RoundTimes(**per_phase)
 
@@ -196,13 +206,16 @@ def _notes(config: Config, outcomes: list[Outcome]) -> tuple[str, ...]:
         *outcomes[0].notes,
         f"after each of {config.num_launches} launch(es): all ranks bitwise equal; "
         + ("all sides bitwise equal" if equal_sides else "sides differ (expected above two ranks)"),
-        "ranks, Gloo threads and loopback share the cores: communication also slows computation, as it would not on GPUs",
+        "ranks and Gloo's threads share the cores: communication also slows computation, as not on GPUs",
     )
 
 
 def _raw(outcomes: list[Outcome], side_index: int) -> list[dict[str, object]]:
     return [
-        {"per_round": asdict(outcome.sides[side_index]), "per_rank": [asdict(t) for t in outcome.samples[side_index]]}
+        {
+            "per_round": asdict(outcome.sides[side_index]),
+            "per_rank": [asdict(t) for t in outcome.samples[side_index]],
+        }
         for outcome in outcomes
     ]
 

@@ -1,8 +1,9 @@
 """Which memory does a fresh tensor get?
 
-glibc's malloc adapts: whether a freed 16 MB gradient goes back to the kernel, to be page-faulted in again in the next step, depends
-on what lies above it on the heap. On a world of one rank that alone made two identical sides differ by 16 % (LOG.md), steadily within a
-process and differently in the next. So a comparison of times keeps freed memory in the process, as jemalloc or tcmalloc would.
+glibc's malloc adapts: whether a freed 16 MB gradient goes back to the kernel, to be page-faulted in again
+in the next step, depends on what lies above it on the heap. On a world of one rank that alone made two
+identical sides differ by 16 % (LOG.md), steadily within a process and differently in the next. So a
+comparison of times keeps freed memory in the process, as jemalloc or tcmalloc would.
 """
 
 from enum import Enum

@@ -7,8 +7,10 @@ from typing import Any
 from benchmarks.protocol.summary import Summary
 
 
-def save_bars(path: Path, title: str, unit: str, bars: Mapping[str, Summary], reference: float | None = None) -> bool:
-    """Draw one horizontal bar per entry, whiskers at the quartiles, a line at `reference`. Returns whether it was drawn."""
+def save_bars(
+    path: Path, title: str, unit: str, bars: Mapping[str, Summary], reference: float | None = None
+) -> bool:
+    """Draw a horizontal bar per entry, whiskers at the quartiles, a line at `reference`; say if it was drawn."""
     axes = _axes(height=1.2 + 0.4 * len(bars))
     if axes is None:
         return False
@@ -16,14 +18,21 @@ def save_bars(path: Path, title: str, unit: str, bars: Mapping[str, Summary], re
     medians = [bars[name].median for name in names]
     below = [max(bars[name].median - bars[name].lower_quartile, 0.0) for name in names]
     above = [max(bars[name].upper_quartile - bars[name].median, 0.0) for name in names]
-    axes.barh(names, medians, xerr=[below, above], color=["tab:blue" if "ours" in name else "tab:gray" for name in names])
+    axes.barh(
+        names,
+        medians,
+        xerr=[below, above],
+        color=["tab:blue" if "ours" in name else "tab:gray" for name in names],
+    )
     if reference is not None:
         axes.axvline(reference, color="tab:red", linestyle="--")
     axes.set_xlabel(unit)
     return _save(axes, path, title)
 
 
-def save_lines(path: Path, title: str, labels: tuple[str, str], lines: Mapping[str, Sequence[tuple[float, Summary]]]) -> bool:
+def save_lines(
+    path: Path, title: str, labels: tuple[str, str], lines: Mapping[str, Sequence[tuple[float, Summary]]]
+) -> bool:
     """Draw one line per entry through (x, summary) points. Returns whether it was drawn."""
     axes = _axes(height=4.0)
     if axes is None:
@@ -31,7 +40,9 @@ def save_lines(path: Path, title: str, labels: tuple[str, str], lines: Mapping[s
     for name, points in lines.items():
         xs = [x for x, _ in points]
         axes.plot(xs, [summary.median for _, summary in points], marker="o", label=name)
-        axes.fill_between(xs, [s.lower_quartile for _, s in points], [s.upper_quartile for _, s in points], alpha=0.2)
+        axes.fill_between(
+            xs, [s.lower_quartile for _, s in points], [s.upper_quartile for _, s in points], alpha=0.2
+        )
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.legend()

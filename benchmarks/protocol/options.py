@@ -10,7 +10,9 @@ import typer
 
 from benchmarks.errors import BenchmarkError
 
-Sides = Annotated[str, typer.Option(help="Comma-separated names from benchmarks/sides.py; the first is the baseline.")]
+Sides = Annotated[
+    str, typer.Option(help="Comma-separated names from benchmarks/sides.py; the first is the baseline.")
+]
 Ranks = Annotated[int, typer.Option(min=1, help="How many processes.")]
 Rounds = Annotated[int, typer.Option(min=2, help="How many rounds; every side runs twice in each.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: does it run, not what does it measure.")]

@@ -1,6 +1,6 @@
 """Where does a number come from?"""
 
-import datetime
+import datetime as dt
 import os
 import platform
 import subprocess
@@ -36,7 +36,7 @@ def collect(num_ranks: int, load_average_before: float, num_threads_per_rank: in
     """Describe this run, after it."""
     return Provenance(
         command=_command(),
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        date=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         git_hash=_git("rev-parse", "HEAD") or "unknown",
         git_dirty=bool(_git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results")),
         torch_version=torch.__version__,
@@ -47,7 +47,9 @@ def collect(num_ranks: int, load_average_before: float, num_threads_per_rank: in
         num_threads_per_rank=num_threads_per_rank,
         load_average_before=load_average_before,
         load_average_after=load_average(),
-        environment={key: os.environ[key] for key in sorted(os.environ) if key.startswith(("GLOO_", "OMP_", "TORCH_"))},
+        environment={
+            key: os.environ[key] for key in sorted(os.environ) if key.startswith(("GLOO_", "OMP_", "TORCH_"))
+        },
     )
 
 
@@ -73,5 +75,7 @@ def _cpu_model() -> str:
     information = Path("/proc/cpuinfo")
     if not information.exists():
         return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in information.read_text().splitlines() if "model name" in line]
+    names = [
+        line.split(":", 1)[1].strip() for line in information.read_text().splitlines() if "model name" in line
+    ]
     return names[0] if names else platform.processor()

@@ -1,7 +1,8 @@
 """How are N real ranks started, watched and stopped?
 
-Each rank is a spawned process with one thread and a Gloo group over loopback. The parent keeps the rendezvous store (port 0:
-the kernel picks a free one), draws the progress bar, and gets every rank's result. If one rank fails, the others are stopped.
+Each rank is a spawned process with one thread and a Gloo group over loopback. The parent keeps the
+rendezvous store (port 0: the kernel picks a free one), draws the progress bar, and gets every rank's
+result. If one rank fails, the others are stopped.
 """
 
 import os
@@ -14,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch import multiprocessing
 
-from benchmarks.errors import RankFailed
+from benchmarks.errors import RankFailedError
 from benchmarks.protocol.progress import progress_bar
 
 Config = TypeVar("Config")
@@ -56,7 +57,7 @@ def run_on_ranks(
         environment: Variables of the processes, besides one thread per rank and loopback.
 
     Raises:
-        RankFailed: a rank raised or died; carries its traceback.
+        RankFailedError: a rank raised or died; carries its traceback.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     messages = multiprocessing.get_context("spawn").SimpleQueue()
@@ -69,7 +70,9 @@ def run_on_ranks(
             while not processes.join(timeout=0.1):
                 _drain(messages, results, show)
         except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
-            raise RankFailed(f"rank {error.error_index} of {num_ranks} failed in {title!r}. {error}") from error
+            raise RankFailedError(
+                f"rank {error.error_index} of {num_ranks} failed in {title!r}. {error}"
+            ) from error
         _drain(messages, results, show)
     return [results[rank] for rank in range(num_ranks)]
 
@@ -81,7 +84,9 @@ def gather(value: Result) -> list[Result]:
     return values
 
 
-def _drain(messages: "SimpleQueue[_Progress | _Finished]", results: dict[int, Any], show: TellProgress) -> None:
+def _drain(
+    messages: "SimpleQueue[_Progress | _Finished]", results: dict[int, Any], show: TellProgress
+) -> None:
     while not messages.empty():
         message = messages.get()
         if isinstance(message, _Finished):

@@ -31,7 +31,8 @@ class Verdict:
     def text(self) -> str:
         """Return one line for the terminal."""
         relation = ">=" if self.unit == "of ideal" else "<="
-        return f"{'met   ' if self.met else 'MISSED'} {self.figure}: {self.value:.3f} {self.unit} (target {relation} {self.target})"
+        word = "met   " if self.met else "MISSED"
+        return f"{word} {self.figure}: {self.value:.3f} {self.unit} (target {relation} {self.target})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,10 @@ class Report:
 
     def to_json(self) -> str:
         """Return the report as JSON, one line per innermost list."""
-        record = {**dataclasses.asdict(self), "verdicts": [_verdict_record(verdict) for verdict in self.verdicts]}
+        record = {
+            **dataclasses.asdict(self),
+            "verdicts": [_verdict_record(verdict) for verdict in self.verdicts],
+        }
         return json.dumps(record, indent=1, default=_jsonable)
 
 
@@ -80,12 +84,16 @@ def _print_table(report: Report, path: Path) -> None:
     for row in report.rows:
         table.add_row(*row)
     console.print(table)
-    for line in (*[verdict.text() for verdict in report.verdicts], *[f"note   {note}" for note in report.notes]):
+    for line in (
+        *[verdict.text() for verdict in report.verdicts],
+        *[f"note   {note}" for note in report.notes],
+    ):
         console.print(line, highlight=False)
     origin = report.provenance
     console.print(
-        f"{origin.git_hash[:10]}{' (dirty)' if origin.git_dirty else ''}, torch {origin.torch_version}, {origin.cpu_model}, "
-        f"{origin.num_cores} cores, {origin.num_ranks} rank(s), load {origin.load_average_before} -> {origin.load_average_after}",
+        f"{origin.git_hash[:10]}{' (dirty)' if origin.git_dirty else ''}, torch {origin.torch_version}, "
+        f"{origin.cpu_model}, {origin.num_cores} cores, {origin.num_ranks} rank(s), "
+        f"load {origin.load_average_before} -> {origin.load_average_after}",
         highlight=False,
     )
     console.print(f"samples: {path}", highlight=False, soft_wrap=True)

@@ -25,7 +25,9 @@ class Summary:
 
     def text(self, scale: float = 1.0, digits: int = 2) -> str:
         """Return 'median (lower..upper)', each multiplied by `scale`."""
-        values = [f"{value * scale:.{digits}f}" for value in (self.median, self.lower_quartile, self.upper_quartile)]
+        values = [
+            f"{value * scale:.{digits}f}" for value in (self.median, self.lower_quartile, self.upper_quartile)
+        ]
         return f"{values[0]} ({values[1]}..{values[2]})"
 
 

@@ -3,7 +3,7 @@
 `python -m benchmarks.workloads` lists them with their parameters.
 """
 
-from benchmarks.errors import UnknownName
+from benchmarks.errors import UnknownNameError
 from benchmarks.workloads.mlstm import MlstmWorkload
 from benchmarks.workloads.resnet import ResNet50Workload
 from benchmarks.workloads.tiny import TinyWorkload
@@ -24,10 +24,10 @@ def make_workload(name: str, quick: bool = False) -> Workload:
     """Return the named workload, at its default or at its smallest size.
 
     Raises:
-        UnknownName: there is no such workload.
+        UnknownNameError: there is no such workload.
     """
     if name not in WORKLOADS:
-        raise UnknownName(f"there is no workload {name!r}. There are: {', '.join(WORKLOADS)}.")
+        raise UnknownNameError(f"there is no workload {name!r}. There are: {', '.join(WORKLOADS)}.")
     return WORKLOADS[name].quick() if quick else WORKLOADS[name]()
 
 

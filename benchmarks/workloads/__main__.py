@@ -22,7 +22,9 @@ def main(
         return
     table = Table("workload", "tensors", "parameters", "gradient MB (float32)")
     for name, sizes in rows.items():
-        table.add_row(name, f"{sizes['tensors']:,}", f"{sizes['parameters']:,}", f"{4e-6 * sizes['parameters']:.1f}")
+        table.add_row(
+            name, f"{sizes['tensors']:,}", f"{sizes['parameters']:,}", f"{4e-6 * sizes['parameters']:.1f}"
+        )
     Console().print(table)
 
 

@@ -1,7 +1,8 @@
 """A multiplicative LSTM that predicts the next byte of a text: many small operations, few large tensors.
 
-Source: Krause et al. 2016, equations 16 to 22, as used by Puri et al. 2018 (arXiv 1808.01371): byte embedding of 64, weight
-normalisation on the recurrent matrices, every batch row a contiguous stream, the state carried over truncated segments.
+Source: Krause et al. 2016, equations 16 to 22, as used by Puri et al. 2018 (arXiv 1808.01371): byte
+embedding of 64, weight normalisation on the recurrent matrices, every batch row a contiguous stream, the
+state carried over truncated segments.
 """
 
 from dataclasses import dataclass
@@ -41,8 +42,14 @@ class Mlstm(nn.Module):
     def __init__(self, embedding_size: int, hidden_size: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, embedding_size)
-        self.w_mx, self.w_mh = NormedWeight(hidden_size, embedding_size), NormedWeight(hidden_size, hidden_size)
-        self.w_x, self.w_m = NormedWeight(4 * hidden_size, embedding_size), NormedWeight(4 * hidden_size, hidden_size)
+        self.w_mx, self.w_mh = (
+            NormedWeight(hidden_size, embedding_size),
+            NormedWeight(hidden_size, hidden_size),
+        )
+        self.w_x, self.w_m = (
+            NormedWeight(4 * hidden_size, embedding_size),
+            NormedWeight(4 * hidden_size, hidden_size),
+        )
         self.bias = nn.Parameter(torch.zeros(4 * hidden_size))
         self.head = nn.Linear(hidden_size, 256)
 
@@ -97,7 +104,9 @@ class MlstmWorkload(Workload):
         segment = stream[positions]
         return segment[:, :-1], segment[:, 1:]
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], carry: State | None) -> tuple[Tensor, State]:
+    def loss(
+        self, model: nn.Module, batch: tuple[Tensor, Tensor], carry: State | None
+    ) -> tuple[Tensor, State]:
         """Return the cross-entropy; the state is carried over, its history is not."""
         zeros = torch.zeros(batch[0].shape[0], self.hidden_size)
         logits, h, c = model(batch[0], carry or (zeros, zeros))

@@ -1,6 +1,7 @@
 """The shape of ResNet-50 (He et al. 2015, table 1) on small images: 161 tensors of very different sizes, and buffers.
 
-Same parameters as the ImageNet model, 25,557,032 in 161 tensors; the images are small so that two cores finish a step.
+Same parameters as the ImageNet model, 25,557,032 in 161 tensors; the images are small so that two cores
+finish a step.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,12 @@ from torch.nn import functional
 from benchmarks.workloads.workload import Workload, batch_generator
 
 EXPANSION = 4
-STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))  # (bottleneck width, blocks, stride of the first block)
+STAGES = (
+    (64, 3, 1),
+    (128, 4, 2),
+    (256, 6, 2),
+    (512, 3, 2),
+)  # (bottleneck width, blocks, stride of the first block)
 
 
 class Bottleneck(nn.Module):
@@ -33,7 +39,9 @@ class Bottleneck(nn.Module):
         )
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or num_inputs != num_outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(num_inputs, num_outputs, 1, stride, bias=False), nn.BatchNorm2d(num_outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(num_inputs, num_outputs, 1, stride, bias=False), nn.BatchNorm2d(num_outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, num_inputs, H, W) to (B, 4 * width, H / stride, W / stride)."""

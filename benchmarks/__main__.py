@@ -1,0 +1,63 @@
+"""All benchmarks, one after another: `python -m benchmarks [--quick]`.
+
+Each runs as its own command, printed before it starts, so that any line can be repeated alone.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.protocol.options import Quick, ResultsFolder, run_cli
+from benchmarks.protocol.provenance import REPOSITORY
+from benchmarks.protocol.report import RESULTS_FOLDER
+from benchmarks.workloads import WORKLOADS
+
+COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("overhead",),
+    ("memory",),
+    ("overlap", "--caps", "default,5"),
+    *[
+        ("step_time", "--workload", workload, "--ranks", ranks)
+        for ranks in ("2", "1")
+        for workload in WORKLOADS
+    ],
+)
+
+
+def main(
+    quick: Quick = False,
+    sides: Annotated[str | None, typer.Option(help="Compare these; default: each benchmark's own.")] = None,
+    results_folder: ResultsFolder = RESULTS_FOLDER,
+) -> None:
+    """Run everything; go on after a failure, and exit with 1 if there was one."""
+    failed = []
+    for command in COMMANDS:
+        arguments = [*command, "--results-folder", str(results_folder.resolve())]
+        arguments += ["--quick"] if quick else []
+        arguments += ["--sides", sides] if sides else []
+        if _run(arguments) != 0:
+            failed.append(shlex.join(command))
+    if failed:
+        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _run(arguments: list[str]) -> int:
+    print(f"\n$ python -m benchmarks.{shlex.join(arguments)}", flush=True)
+    module = [sys.executable, "-m", f"benchmarks.{arguments[0]}", *arguments[1:]]
+    return subprocess.run(module, cwd=REPOSITORY, env=_environment(), check=False).returncode
+
+
+def _environment() -> dict[str, str]:
+    """Return our environment, with a checkout's `src` importable where the package is not installed."""
+    source = str(Path(REPOSITORY, "src"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), source]))}
+
+
+if __name__ == "__main__":
+    run_cli(main)
