@@ -105,6 +105,7 @@ class Bucket:
         )
         self.launched = False
         self.ready_s = 0.0
+        self._touched_once = False  # known to have been touched at most once each
         self._num_touched_at_collect = 0
         self._entered: set[int] = set()  # large slots already in the buffer, scaled
         self._is_detached = False  # small parameters have no `.grad` until `attach`
@@ -125,18 +126,20 @@ class Bucket:
         self.expected = expected
         self.launched = False
         self.ready_s = 0.0
+        self._touched_once = False
         self._entered.clear()
         self._untouched, self._kept, self._with_graph = [], {}, {}
         self._installed = self._install()
 
     def _install(self) -> bool:
         """Let the small gradients alias the zeroed buffer, so that autograd adds into it; only if all are None."""
-        for parameter, _ in self._small_pairs:
+        for place, (parameter, view) in enumerate(self._small_pairs):
             if parameter.grad is not None:
+                for earlier, _ in self._small_pairs[:place]:
+                    earlier.grad = None
                 return False
-        self._small.zero_()
-        for parameter, view in self._small_pairs:
             parameter.grad = view
+        self._small.zero_()
         return True
 
     def disarm(self) -> None:
@@ -146,7 +149,8 @@ class Bucket:
 
     def is_complete(self) -> bool:
         """Whether the touches counted came from as many different parameters (no parameter twice, another never)."""
-        return len(set(self.touched)) == len(self.touched)
+        self._touched_once = len(set(self.touched)) == len(self.touched)
+        return self._touched_once
 
     def enter(self, slot: int, scale: float) -> None:
         """Move a large gradient that autograd has just finished into the buffer, scaled (rule 1)."""
@@ -183,9 +187,9 @@ class Bucket:
             used_before: Parameter indices that earlier, unsynchronized backwards of this step have touched.
             has_ended: Whether backward has: autograd writes no more, and small parameters may keep their `.grad`.
         """
-        touched = set(self.touched)
         self._num_touched_at_collect = len(self.touched)
-        if len(touched) < len(self.members):
+        if not (self._touched_once and len(self.touched) == len(self.members)):
+            touched = set(self.touched)
             self._untouched = [
                 slot
                 for slot, member in enumerate(self.members)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+
 import torch
 from torch.autograd.profiler import record_function
 
 from paceline.ddp.layout import AnyBucket, ManagedParameters
+
+NEVER = sys.maxsize
 
 
 class Expectations:
@@ -23,6 +28,7 @@ class Expectations:
     def __init__(self, managed: ManagedParameters, find_unused: bool, static_graph: bool) -> None:
         self._static_graph = static_graph
         self._counts: list[int] | None = None
+        self._predicted: list[bool] = []  # of this backward, where `predicts`
         self.predicts = find_unused
         self.defers = False  # gradients came late once: no bucket leaves before backward has ended
         # The engine can only be asked about nodes, and forgets a node that nobody keeps.
@@ -41,25 +47,30 @@ class Expectations:
         except RuntimeError:  # the engine's answer for a leaf that autograd.grad was asked for
             return False
 
-    def touches(self) -> list[int] | None:
-        """Touches by parameter; None: unknown, do not launch before backward has ended."""
-        if self._counts is not None:
-            return self._counts
-        if self.defers or self._static_graph:
-            return None
-        if self.predicts:
-            return self._predict()
-        return [1] * len(self._nodes)
+    def begin(self) -> None:
+        """A synchronized backward begins: where it matters, ask the engine which parameters its graph reaches."""
+        if self.predicts and not (self.counted or self.defers or self._static_graph):
+            self._predicted = self._predict()
 
-    def _predict(self) -> list[int]:
+    def touches(self, members: Sequence[int]) -> int:
+        """How many touches make a bucket of these parameters full; NEVER: do not launch before backward has ended."""
+        if self._counts is not None:
+            return sum(self._counts[index] for index in members)
+        if self.defers or self._static_graph:
+            return NEVER
+        if self.predicts:
+            return sum(map(self._predicted.__getitem__, members))
+        return len(members)
+
+    def _predict(self) -> list[bool]:
         with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):
             will_run = torch._C._will_engine_execute_node
             try:
-                return [int(will_run(node)) for node in self._nodes]
+                return list(map(will_run, self._nodes))
             except (
                 RuntimeError
             ):  # no backward under way: a shadow of another rank's, or an explicit synchronization
-                return [0] * len(self._nodes)
+                return [False] * len(self._nodes)
 
     def learn(self, buckets: list[AnyBucket]) -> None:
         """Count the touches of the backward that has just ended, if the graph is static and this was the first."""

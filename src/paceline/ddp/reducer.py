@@ -16,7 +16,6 @@ The stations of a gradient: autograd -> `Bucket.enter` or `collect` -> `Reductio
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 import weakref
@@ -34,7 +33,7 @@ from paceline.ddp import in_backward
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.buffers import Buffers
 from paceline.ddp.control import ControlWords, Status
-from paceline.ddp.expectations import Expectations
+from paceline.ddp.expectations import NEVER, Expectations
 from paceline.ddp.flight import Flight
 from paceline.ddp.layout import AnyBucket, GradientMemory, ManagedParameters
 from paceline.ddp.peers import Peers, describe
@@ -44,8 +43,6 @@ from paceline.observe import StepTiming, StepTimings
 from paceline.reductions import Mean, Reduction
 from paceline.reductions.collectives import launch_broadcast, launch_sum
 from paceline.reductions.sparse import launch_sparse_sum
-
-NEVER = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -112,6 +109,7 @@ class Reducer:
         self._memory = GradientMemory(managed, options.caps, self._control)
         self.expectations = Expectations(managed, options.find_unused_parameters, options.static_graph)
         self._hooks: list[RemovableHandle] = []
+        self._recorders: list[RemovableHandle] = []
 
         self._backward: weakref.ref[Backward] | None = None
         self._failure: Exception | None = None
@@ -156,9 +154,8 @@ class Reducer:
         def on_large_gradient(parameter: Any) -> None:
             touch(slot)
             backward = self._current() or self.begin()
-            if (
-                len(parameter._post_accumulate_grad_hooks) == 1
-            ):  # else somebody wants to see the gradient in `.grad`
+            # Somebody else's hook would want to see the gradient in `.grad`.
+            if len(parameter._post_accumulate_grad_hooks) == 1 + bool(self._recorders):
                 if backward.synchronizes:
                     bucket.enter(slot, self._scale)
                 else:
@@ -249,10 +246,11 @@ class Reducer:
         self._was_synchronizing = backward.synchronizes
         self._flight = Flight(self.reduction, self.process_groups, self._peers)
         self._scale = self.reduction.input_scale(self.num_averaged or self._num_ranks)
-        touches = self.expectations.touches() if backward.synchronizes else None
+        expected = self.expectations.touches if backward.synchronizes else lambda _: NEVER
+        self.expectations.begin()
         for bucket in self.buckets:
             first_touches = list(bucket.touched)  # of the hook that called us, when no output was watched
-            bucket.arm(NEVER if touches is None else sum(touches[index] for index in bucket.members))
+            bucket.arm(expected(bucket.members))
             bucket.touched.extend(first_touches)
             if bucket.expected == 0:
                 bucket.ready_s = backward.started_s
@@ -395,9 +393,9 @@ class Reducer:
             self.drop_gradients()
             raise PeerAbortedError(
                 f"rank {self._rank}: the backward of rank {aborted[0]} raised an exception in step "
-                "parameters are untouched. Look at that rank's output for the cause; training may go on with the next "
-                "batch."
-                "parameters are untouched. Look at that rank's output for the cause; training may go on with the next batch."
+                f"{self.num_steps + 1}. This step's gradients are undefined on every rank and were dropped; "
+                "parameters are untouched. Look at that rank's output for the cause; training may go on with "
+                "the next batch."
             )
 
     def _reduce_late(self) -> None:
