@@ -7,6 +7,7 @@ reducer (`scatter`, `gather`, `to_kwargs`, `train`).
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -247,10 +248,11 @@ class _Logger:
     """What `ddp.logger` is used for: reading the logging data."""
 
     def __init__(self, wrapped: TorchSurface) -> None:
-        self._wrapped = wrapped
+        self._wrapped = weakref.ref(wrapped)
 
     def _get_ddp_logging_data(self) -> Any:
-        data = self._wrapped._get_ddp_logging_data()
+        wrapped = self._wrapped()
+        data = {} if wrapped is None else wrapped._get_ddp_logging_data()
 
         return SimpleNamespace(
             strs_map={key: value for key, value in data.items() if isinstance(value, str)},

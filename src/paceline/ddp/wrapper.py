@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,7 @@ from paceline.ddp.replicas import Description, verify
 from paceline.ddp.torch_surface import TorchSurface
 from paceline.observe import StepTimings
 from paceline.reductions import NarrowMean
+from paceline.reductions.collectives import device_for_words
 
 _names = itertools.count()
 
@@ -192,7 +194,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         description = Description.of(
             managed, frozen, self._buffer_sync.named().items(), self.parameters_to_ignore, options
         )
-        verify(description, self.process_group, self._peers, self.device)
+        verify(
+            description, self.process_group, self._peers, device_for_words(self.process_group, self.device)
+        )
 
     def _broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
         if self.process_group.size() > 1:
@@ -203,7 +207,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def _build_reducer(self, managed: Any) -> None:
         options = ReducerOptions(self._caps, self.find_unused_parameters, self.static_graph)
         reducer = Reducer(managed, options, self._process_groups, self._peers, self._buffer_sync)
-        reducer.synchronizes = lambda: self.require_backward_grad_sync
+        # The parameters' hooks keep the reducer; it must not keep us, or wrapping a module again would find both.
+        itself = weakref.ref(self)
+        reducer.synchronizes = lambda: (wrapper := itself()) is None or wrapper.require_backward_grad_sync
+        weakref.finalize(self, reducer.remove_hooks)
         if self.mixed_precision is not None:
             narrow = self.mixed_precision.reduce_dtype or self.mixed_precision.param_dtype
             if narrow is not None:

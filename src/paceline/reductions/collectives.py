@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
@@ -40,3 +41,17 @@ def backend_of(group: ProcessGroup) -> str:
         return dist.get_backend(group)
     except (KeyError, ValueError, RuntimeError):
         return str(group.name()).lower()
+
+
+def device_for_words(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Where a few words to be gathered should lie: on the host, if the group can communicate from there.
+
+    Args:
+        group: Over whom; Gloo gathers host tensors only, NCCL device tensors only.
+        device: Of the module.
+    """
+    try:
+        on_host = torch.device("cpu") in group._device_types
+    except (AttributeError, RuntimeError):  # a process group written in Python
+        on_host = False
+    return torch.device("cpu") if on_host else device
