@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -44,7 +47,17 @@ class PendingWork:
             future = self._work.get_future()
         except (RuntimeError, NotImplementedError):  # a process group written in Python may have none
             return
+        _outlive_callbacks()
         future.add_done_callback(lambda _: callback())
+
+
+@functools.cache
+def _outlive_callbacks() -> None:
+    """Let the backend's threads drop their last callbacks before the interpreter ends.
+
+    A thread that wants Python's lock after that aborts the process (before Python 3.14).
+    """
+    atexit.register(time.sleep, 0.05)
 
 
 class PendingFuture:
