@@ -33,35 +33,30 @@ def train(script, out, *args):
     return [json.loads((out / f"losses{rank}.json").read_text()) for rank in range(2)]
 
 
+def load_example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
         ("nanogpt_style.py", "sgd"),
-        ("nanogpt_style.py", "adamw"),
-        pytest.param("transformers_gpt2.py", "sgd", marks=needs_transformers),
         pytest.param("transformers_gpt2.py", "adamw", marks=needs_transformers),
     ],
 )
 def test_client_has_the_same_loss_curve(name, optimizer, tmp_path):
     """Two ranks, both imports: the losses of every step on every rank are equal, bit by bit, and they fall."""
     script = EXAMPLES / name
-    args = ("--steps", "25", "--optimizer", optimizer)
+    args = ("--steps", "20", "--optimizer", optimizer)
     ours = train(script, tmp_path / "ours", *args)
     theirs = train(with_torchs_import(script, tmp_path), tmp_path / "torch", *args)
     assert ours == theirs
-    assert len(ours[0]) == 25
+    assert len(ours[0]) == 20
     assert sum(ours[0][-5:]) < sum(ours[0][:5])
-
-
-@pytest.mark.slow
-def test_checkpoint_of_a_client_loads_into_the_bare_model(tmp_path):
-    """What the script saved by `model.module.state_dict()` is a plain model's checkpoint."""
-    train(EXAMPLES / "nanogpt_style.py", tmp_path / "out", "--steps", "2")
-    spec = importlib.util.spec_from_file_location("nanogpt_style", EXAMPLES / "nanogpt_style.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    saved = torch.load(tmp_path / "out" / "checkpoint.pt")
-    model = example.Gpt(width=64, num_heads=4, num_layers=2, block_size=64)
-    model.load_state_dict(saved["model"])
-    assert model(torch.zeros(1, 5, dtype=torch.long))[0].shape == (1, 5, 256)
+    if name == "nanogpt_style.py":  # what it saved by `model.module.state_dict()` is a plain model's checkpoint
+        saved = torch.load(tmp_path / "ours" / "checkpoint.pt")
+        load_example("nanogpt_style").Gpt(64, 4, 2, 64).load_state_dict(saved["model"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import Mlp, generator, squares
 from paceline import DistributedDataParallel
-from ranks import pool, seeded
+from ranks import Ranks, pool, seeded
 
 LONGEST_DELAY_S = 0.004
 
@@ -73,3 +73,38 @@ def test_random_delays_give_the_reference_result(num_ranks, name, seed):
     """Each gradient late by a random time, differently on each rank, one bucket a parameter: still the mean."""
     options = {"bucket_cap_mb": 0.0001}
     assert max(pool(num_ranks).run(largest_error, name, seed, options, 6)) < 1e-12
+
+
+def launch_in_pairs(by_readiness):
+    """A `Reducer._launch_ready` that waits for two full buckets and launches them by readiness, or by index."""
+
+    def launch_ready(self):
+        last = len(self.buckets) - 1
+        while (place := self._flight.num_launched) + 1 < last:
+            pair = self.buckets[place : place + 2]
+            if not all(bucket.ready_s for bucket in pair):
+                return
+            for bucket in sorted(pair, key=lambda b: b.ready_s if by_readiness else b.index):
+                self._launch(bucket)
+
+    return launch_ready
+
+
+def error_of_mutant(rank, num_ranks, seed, by_readiness):
+    from paceline.ddp.reducer import Reducer
+
+    Reducer._launch_ready = launch_in_pairs(by_readiness)  # this process ends with the test
+    return largest_error(rank, num_ranks, "parallel", seed, {"bucket_cap_mb": 0.0001}, 6)
+
+
+def test_a_mutant_that_launches_by_readiness_is_caught():
+    """Launching pairs of buckets in the order in which they filled corrupts gradients or breaks communication."""
+    with Ranks(2, group_timeout_s=5.0) as ranks:
+        outcomes = ranks.outcomes(error_of_mutant, 0, True)
+        assert not all(outcome.clean for outcome in outcomes) or max(o.value for o in outcomes) > 1e-3
+
+
+def test_the_mutants_control_is_right():
+    """Launching the same pairs by index is right, so it is the order that the mutant was caught for."""
+    with Ranks(2, group_timeout_s=5.0) as ranks:
+        assert max(ranks.run(error_of_mutant, 0, False)) < 1e-12
