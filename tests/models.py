@@ -204,6 +204,7 @@ def _tokens(vocabulary: int) -> Callable[[torch.Generator], tuple[Any, ...]]:
 
 WORKLOADS: dict[str, Workload] = {
     "mlp": Workload(Mlp, _vectors(), squares),
+    "wide_mlp": Workload(lambda: Mlp(width=128), _vectors(), squares),  # gradients that are worth a copy of their own
     "conv_bn": Workload(conv_net, _images, squares),
     "channels_last": Workload(
         lambda: conv_net().to(memory_format=torch.channels_last),

@@ -17,12 +17,12 @@ TOLERANCE = 1e-12
 class Checkpointed(nn.Module):
     """Layers of which some are recomputed in backward, in one of the ways of `STYLES`."""
 
-    def __init__(self, style):
+    def __init__(self, style, width=6):
         super().__init__()
         self.style = style
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-        self.third = nn.Linear(6, 6)
+        self.first = nn.Linear(6, width)
+        self.second = nn.Linear(width, width)
+        self.third = nn.Linear(width, width)
         if style.endswith("tied"):
             self.third.weight = self.second.weight
 
@@ -50,12 +50,12 @@ STYLES = [
 ]
 
 
-def checkpoint_errors(rank, num_ranks, style, seed, options, accumulate):
+def checkpoint_errors(rank, num_ranks, style, seed, options, accumulate, width=6):
     """Largest error of any gradient in any of four steps, against one process."""
     torch.manual_seed(seed)
-    model = DistributedDataParallel(Checkpointed(style).double(), **options)
+    model = DistributedDataParallel(Checkpointed(style, width).double(), **options)
     torch.manual_seed(seed)
-    alone = Checkpointed(style).double()
+    alone = Checkpointed(style, width).double()
     worst = 0.0
     for step in range(4):
         model.zero_grad()
@@ -82,6 +82,14 @@ def checkpoint_errors(rank, num_ranks, style, seed, options, accumulate):
 def test_checkpointing(style, options):
     """Reentrant or not, once, twice or tied, whatever the option: gradients are the mean in every step."""
     assert max(pool(2).run(checkpoint_errors, style, 1, options, 1)) < TOLERANCE
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_checkpointing_of_large_gradients(style, accumulate):
+    """The same with weights above 32 KiB, each in a bucket of its own."""
+    options = {"bucket_cap_mb": 0.0001}
+    assert max(pool(2).run(checkpoint_errors, style, 11, options, accumulate, 72)) < TOLERANCE
 
 
 @pytest.mark.parametrize("style", ["reentrant twice", "nonreentrant once"])

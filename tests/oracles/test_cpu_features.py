@@ -158,7 +158,7 @@ def step_in_backward(rank, _num_ranks, seed, optimizer_class, options):
     digests = []
     for in_backward in (True, False):
         torch.manual_seed(seed)
-        module = Mlp()
+        module = Mlp(width=128)
         if in_backward:
             _apply_optimizer_in_backward(optimizer_class, module.parameters(), {"lr": 0.05})
         model = DistributedDataParallel(module, bucket_cap_mb=0.0005, **options)

@@ -20,18 +20,19 @@ from torch.utils.checkpoint import checkpoint
 
 NUM_ROUNDS = 3
 TOLERANCE = 1e-12
+WIDE = 1400  # weights of more than 32 KiB in float64: each is copied by itself, while backward runs
 
 
 class Branches(nn.Module):
     """A trunk and two heads, one of which can be left out; returns both heads' outputs."""
 
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.trunk = nn.Linear(4, 6)
-        self.left = nn.Linear(6, 3)
-        self.right = nn.Linear(6, 3)
+        self.trunk = nn.Linear(4, width)
+        self.left = nn.Linear(width, 3)
+        self.right = nn.Linear(width, 3)
         self.spare = nn.Parameter(torch.ones(3))
-        self.frozen = nn.Linear(4, 6)
+        self.frozen = nn.Linear(4, width)
         self.frozen.requires_grad_(requires_grad=False)
 
     def forward(self, x, *, left=True, right=True, spare=True):
@@ -385,11 +386,11 @@ CHANGES_THE_GRAPH = {
 }
 
 
-def drive(rank, num_ranks, name, seed, options):
+def drive(rank, num_ranks, name, seed, options, width=6):
     """What is wrong: round, parameter, and how its gradient differs from the mean of the bare copies'."""
     warnings.simplefilter("ignore")
     torch.manual_seed(seed)
-    origin = Branches().double()
+    origin = Branches(width).double()
     model = DistributedDataParallel(copy.deepcopy(origin), **options)
     copies = [copy.deepcopy(origin) for _ in range(num_ranks)]
     wrong = []
@@ -432,6 +433,13 @@ def test_gradients_are_the_mean_over_ranks(name, num_ranks):
 def test_options_do_not_change_the_mean(name, options):
     """The same for every option that says how to reduce."""
     assert pool(2).run(drive, name, 2, options) == [[], []]
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_large_gradients_are_the_mean(name, options):
+    """The same for gradients that are large, which take another way into their bucket."""
+    assert pool(2).run(drive, name, 5, options, WIDE) == [[], []]
 
 
 @pytest.mark.parametrize("name", sorted(set(SCENARIOS) - CHANGES_THE_GRAPH))

@@ -89,6 +89,29 @@ def test_a_gradient_kept_by_the_user_is_not_overwritten_before_the_next_backward
     assert pool(2).run(survives_the_next_step, 4) == [True, True]
 
 
+def post_accumulate_hooks(rank, num_ranks, seed, width):
+    """What a user's post-accumulate hook sees, registered before and after wrapping."""
+    torch.manual_seed(seed)
+    module = nn.Linear(4, width, bias=False)
+    seen = []
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    model = DistributedDataParallel(module)
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    xs = [torch.randn(3, 4, generator=generator(seed, r)) for r in range(num_ranks)]
+    for _ in range(3):
+        seen.clear()
+        model.zero_grad()
+        model(xs[rank]).sum().backward()
+    local = all(torch.allclose(gradient[0], xs[rank].sum(0)) for gradient in seen)
+    return len(seen), local, torch.allclose(module.weight.grad[0], sum(x.sum(0) for x in xs) / num_ranks)
+
+
+@pytest.mark.parametrize("width", [2, 4096])
+def test_post_accumulate_hooks_of_the_user(width):
+    """A user's post-accumulate hook, registered before or after wrapping, sees this rank's gradient in `.grad`."""
+    assert pool(2).run(post_accumulate_hooks, 6, width) == [(2, True, True)] * 2
+
+
 def user_hooks(rank, num_ranks, seed):
     """What tensor hooks and post-accumulate hooks of the user see: this rank's own gradient."""
     torch.manual_seed(seed)

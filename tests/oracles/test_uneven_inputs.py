@@ -19,9 +19,9 @@ class Net(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.a = nn.Linear(4, 6)
+        self.a = nn.Linear(4, 6 if kind != "wide" else 1400)
         self.norm = nn.BatchNorm1d(6) if kind == "buffers" else nn.Identity()
-        self.b = nn.Linear(6, 2)
+        self.b = nn.Linear(self.a.out_features, 2)
         if kind == "unused":
             self.never = nn.Linear(2, 2)
 
@@ -86,7 +86,7 @@ def train(rank, _num_ranks, kind, seed, by_initial, options, accumulate):
     [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}],
     ids=lambda options: "+".join(options) or "default",
 )
-@pytest.mark.parametrize("kind", ["plain", "unused"])
+@pytest.mark.parametrize("kind", ["plain", "unused", "wide"])
 def test_uneven_inputs_give_the_promised_gradients(kind, options, by_initial):
     """Three ranks with 2, 5 and 3 batches: the parameters of one process that divides as asked, on all ranks."""
     results = pool(3).run(train, kind, 1, by_initial, options, False)
