@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 examples/nanogpt_style.py
 
-Gradient accumulation sets `model.require_backward_grad_sync` instead of using `no_sync()`, as that script does. To train
-with torch's class instead, change the import of DDP; nothing else.
+Gradient accumulation sets `model.require_backward_grad_sync` instead of using `no_sync()`, as that script does.
+To train with torch's class instead, change the import of DDP; nothing else.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import argparse
 import json
 import math
 import os
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from paceline import DistributedDataParallel as DDP
 
@@ -35,7 +36,7 @@ class CausalSelfAttention(nn.Module):
         batch, length, width = x.shape
         split = (batch, length, self.num_heads, width // self.num_heads)
         q, k, v = (part.view(split).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -79,7 +80,7 @@ class Gpt(nn.Module):
         logits = self.head(self.norm(x))
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def learning_rate(step: int, num_steps: int, peak: float) -> float:
@@ -156,9 +157,11 @@ def main() -> None:
     if options.out:
         raw = model.module if is_parallel else model
         if rank == 0:
-            torch.save({"model": raw.state_dict(), "optimizer": optimizer.state_dict()}, f"{options.out}/checkpoint.pt")
-        with open(f"{options.out}/losses{rank}.json", "w") as file:
-            json.dump(losses, file)
+            torch.save(
+                {"model": raw.state_dict(), "optimizer": optimizer.state_dict()},
+                f"{options.out}/checkpoint.pt",
+            )
+        Path(options.out, f"losses{rank}.json").write_text(json.dumps(losses))
     if is_parallel:
         dist.destroy_process_group()
 

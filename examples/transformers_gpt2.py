@@ -1,4 +1,4 @@
-"""A Hugging Face `transformers` GPT-2, tiny and randomly initialised, trained from scratch on text that ships with Python.
+"""A Hugging Face `transformers` GPT-2, tiny, trained from scratch on text that ships with Python.
 
     torchrun --nproc-per-node=2 examples/transformers_gpt2.py
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from pathlib import Path
 from pydoc_data.topics import topics
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
@@ -75,8 +76,7 @@ def main() -> None:
     if options.out:
         if rank == 0:
             model.module.save_pretrained(f"{options.out}/model")
-        with open(f"{options.out}/losses{rank}.json", "w") as file:
-            json.dump(losses, file)
+        Path(options.out, f"losses{rank}.json").write_text(json.dumps(losses))
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ step, rank), so one process can rebuild what any rank saw.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,9 @@ def digest(tensors: Sequence[Tensor]) -> str:
         data = tensor.detach()
         data = data.coalesce().to_dense() if data.is_sparse else data
         data = torch.view_as_real(data.resolve_conj()) if data.is_complex() else data
-        state.update(data.contiguous().flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"-")
+        state.update(
+            data.contiguous().flatten().view(torch.uint8).numpy().tobytes() if data.numel() else b"-"
+        )
     return state.hexdigest()[:16]
 
 
@@ -65,9 +68,7 @@ class Mlp(nn.Module):
     def __init__(self, width: int = 16, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         sizes = [8, width, width, width, 4]
-        self.layers = nn.ModuleList(
-            nn.Linear(i, o, dtype=dtype) for i, o in zip(sizes[:-1], sizes[1:], strict=True)
-        )
+        self.layers = nn.ModuleList(nn.Linear(i, o, dtype=dtype) for i, o in itertools.pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
@@ -190,6 +191,26 @@ class IgnoresSome(nn.Module):
         return self.local(torch.tanh(self.body(x))) * self.w
 
 
+class Branches(nn.Module):
+    """A trunk and two heads, one of which can be left out; returns both heads' outputs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, width)
+        self.left = nn.Linear(width, 3)
+        self.right = nn.Linear(width, 3)
+        self.spare = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Linear(4, width)
+        self.frozen.requires_grad_(requires_grad=False)
+
+    def forward(
+        self, x: Tensor, *, left: bool = True, right: bool = True, spare: bool = True
+    ) -> tuple[Tensor | None, ...]:
+        hidden = torch.tanh(self.trunk(x) + self.frozen(x))
+        outputs = (self.left(hidden) if left else None, self.right(hidden) if right else None)
+        return tuple(o if o is None else o * self.spare if spare else o for o in outputs)
+
+
 def _vectors(batch_size: int = 6) -> Callable[[torch.Generator], tuple[Any, ...]]:
     return lambda source: (torch.randn(batch_size, 8, generator=source),)
 
@@ -204,7 +225,9 @@ def _tokens(vocabulary: int) -> Callable[[torch.Generator], tuple[Any, ...]]:
 
 WORKLOADS: dict[str, Workload] = {
     "mlp": Workload(Mlp, _vectors(), squares),
-    "wide_mlp": Workload(lambda: Mlp(width=128), _vectors(), squares),  # gradients that are worth a copy of their own
+    "wide_mlp": Workload(
+        lambda: Mlp(width=128), _vectors(), squares
+    ),  # gradients that are worth a copy of their own
     "conv_bn": Workload(conv_net, _images, squares),
     "channels_last": Workload(
         lambda: conv_net().to(memory_format=torch.channels_last),

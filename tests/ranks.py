@@ -43,6 +43,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Self
 
 GROUP_TIMEOUT_S = 30.0
 DEADLINE_S = 60.0
@@ -164,9 +165,7 @@ def _open_group(start: _Start, order: _Order) -> None:
     else:
         host, _, port = where.rpartition(":")
         store = dist.TCPStore(host, int(port), start.num_ranks, is_master=False, timeout=timeout)
-    dist.init_process_group(
-        "gloo", store=store, rank=start.rank, world_size=start.num_ranks, timeout=timeout
-    )
+    dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.num_ranks, timeout=timeout)
 
 
 def _die_with_parent() -> None:
@@ -243,7 +242,7 @@ class Ranks:
         self._serial = itertools.count()
         self._needs_group = True
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -402,7 +401,9 @@ class Job:
     def checked(self) -> Job:
         """This job, or RanksFailedError if it did not exit with 0."""
         if self.exit_code != 0:
-            raise RanksFailedError(f"exit code {self.exit_code}\n{self.stdout[-4000:]}\n{self.stderr[-8000:]}")
+            raise RanksFailedError(
+                f"exit code {self.exit_code}\n{self.stdout[-4000:]}\n{self.stderr[-8000:]}"
+            )
         return self
 
 
@@ -419,23 +420,38 @@ def torchrun(
         OrphanError: a process of the job outlived it.
         RanksFailedError: the deadline passed.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+    ]
     return run_job([*launcher, str(script), *args], env=env, deadline_s=deadline_s)
 
 
-def run_job(command: Sequence[str], *, env: Mapping[str, str] | None = None, deadline_s: float = 120.0) -> Job:
+def run_job(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, deadline_s: float = 120.0
+) -> Job:
     """Run `command` in a session of its own and make sure that nothing of it is left."""
     mark = uuid.uuid4().hex
     full = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark}
     process = subprocess.Popen(
-        list(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=full, start_new_session=True
+        list(command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=full,
+        start_new_session=True,
     )
     try:
         stdout, stderr = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired as error:
         _end(marked(mark))
         stdout, stderr = process.communicate()
-        raise RanksFailedError(f"{command} passed its deadline\n{stdout[-4000:]}\n{stderr[-8000:]}") from error
+        raise RanksFailedError(
+            f"{command} passed its deadline\n{stdout[-4000:]}\n{stderr[-8000:]}"
+        ) from error
     left = list(_after_grace(mark))
     if left:
         _end(left)

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+
 from models import Mlp, generator, squares
 from paceline import DistributedDataParallel
 from ranks import pool
@@ -13,7 +14,7 @@ NUM_STEPS = 5
 WIDTHS = [16, 72]  # 72: weights of more than 32 KiB, which are copied while backward runs
 
 
-class Stumble(Exception):
+class StumbleError(Exception):
     """What a user's code raises inside backward."""
 
 
@@ -32,7 +33,7 @@ def train(rank, num_ranks, seed, who, layer, options, width):
 
     def stumble(gradient):
         if armed[0]:
-            raise Stumble(f"on purpose, rank {rank}")
+            raise StumbleError(f"on purpose, rank {rank}")
         return gradient
 
     model.module.layers[layer].weight.register_hook(stumble)
@@ -43,7 +44,7 @@ def train(rank, num_ranks, seed, who, layer, options, width):
         alone.zero_grad()
         try:
             squares(model(batch(seed, step, rank))).backward()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             results.append((type(error).__name__, str(error)))
             continue
         for r in range(num_ranks):
@@ -64,7 +65,7 @@ def test_all_ranks_abort(layer, width, options):
     for rank, results in enumerate(pool(2).run(train, 1, (0, 1), layer, options, width)):
         for step, result in enumerate(results):
             if step == BAD_STEP:
-                assert result == ("Stumble", f"on purpose, rank {rank}")
+                assert result == ("StumbleError", f"on purpose, rank {rank}")
             else:
                 assert result < 1e-12, (step, result)
 
@@ -81,7 +82,7 @@ def test_one_rank_aborts(num_ranks, who, layer, width, options):
                 assert isinstance(result, float), (rank, step, result)
                 assert result < 1e-12, (rank, step, result)
             elif rank == who:
-                assert result == ("Stumble", f"on purpose, rank {rank}")
+                assert result == ("StumbleError", f"on purpose, rank {rank}")
             else:
                 assert result[0] == "PeerAbortedError"
                 assert f"rank {who}" in result[1]
@@ -96,7 +97,7 @@ def abort_under_no_sync(rank, num_ranks, seed):
     try:
         with model.no_sync():
             squares(model(batch(seed, 0, rank))).backward()
-    except Stumble:
+    except StumbleError:
         caught = True
     handle.remove()
     model.zero_grad()
@@ -108,7 +109,7 @@ def abort_under_no_sync(rank, num_ranks, seed):
 
 
 def _raise(_gradient):
-    raise Stumble
+    raise StumbleError
 
 
 def test_abort_under_no_sync():

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+
 from models import Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
 from ranks import Ranks

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
 from ranks import OrphanError, Ranks, RanksFailedError, pool, run_job
 
 
@@ -62,7 +63,7 @@ def test_an_exception_is_told_and_the_next_run_is_clean():
     assert bad.error.is_a("ValueError")
     assert bad.error.is_a("builtins.Exception")
     assert "no luck on 1" in bad.error.message
-    with pytest.raises(RanksFailedError, match="rank 0 raised builtins.ValueError: no luck on 0"):
+    with pytest.raises(RanksFailedError, match=r"rank 0 raised builtins\.ValueError: no luck on 0"):
         ranks.run(fail_on, 0)
     assert ranks.run(sum_of_ranks) == [1.0, 1.0]
 

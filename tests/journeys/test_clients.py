@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from ranks import torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -57,6 +58,8 @@ def test_client_has_the_same_loss_curve(name, optimizer, tmp_path):
     assert ours == theirs
     assert len(ours[0]) == 20
     assert sum(ours[0][-5:]) < sum(ours[0][:5])
-    if name == "nanogpt_style.py":  # what it saved by `model.module.state_dict()` is a plain model's checkpoint
+    if (
+        name == "nanogpt_style.py"
+    ):  # what it saved by `model.module.state_dict()` is a plain model's checkpoint
         saved = torch.load(tmp_path / "ours" / "checkpoint.pt")
         load_example("nanogpt_style").Gpt(64, 4, 2, 64).load_state_dict(saved["model"])

@@ -4,10 +4,11 @@ import contextlib
 
 import pytest
 import torch
+from torch import nn
+
 from models import WORKLOADS, IgnoresSome, Mlp, digest, generator, sgd, squares
 from paceline import DistributedDataParallel
 from ranks import pool
-from torch import nn
 
 NUM_STEPS = 20
 SIDES = {"ours": DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}
@@ -62,7 +63,7 @@ def test_twenty_steps_give_the_same_bits(name):
         {"forward_sync_buffers": False},
         {"skip_all_reduce_unused_params": True},
     ],
-    ids=lambda options: "+".join(options),
+    ids="+".join,
 )
 @pytest.mark.parametrize("name", ["conv_bn", "mixed_dtypes"])
 def test_options_give_the_same_bits(name, options):
@@ -131,8 +132,7 @@ def ignored_parameters(rank, _num_ranks, seed):
     start = {name: value.detach().clone() for name, value in model.module.named_parameters()}
     squares(model(torch.randn(6, 8, generator=generator(seed, rank)))).backward()
     return {
-        name: (digest([start[name]]), digest([value.grad]))
-        for name, value in model.module.named_parameters()
+        name: (digest([start[name]]), digest([value.grad])) for name, value in model.module.named_parameters()
     }
 
 

@@ -5,11 +5,12 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
 from models import digest, generator, squares
 from paceline import DistributedDataParallel
 from ranks import pool
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 TOLERANCE = 1e-12
 
@@ -130,7 +131,9 @@ def static_accumulation(rank, num_ranks, seed, window, with_unused):
                         squares(model(x)).backward()
                 (squares(alone(x)) / num_ranks).backward()
         named = dict(model.module.named_parameters())
-        worst = max([worst, *((named[n].grad - q.grad).abs().max().item() for n, q in alone.named_parameters())])
+        worst = max(
+            [worst, *((named[n].grad - q.grad).abs().max().item() for n, q in alone.named_parameters())]
+        )
     never_used = not with_unused or model.module.never.weight.grad is None
     return worst, never_used
 
@@ -289,7 +292,10 @@ def through_a_custom_function(rank, num_ranks, seed):
     squares(model(xs[rank])).backward()
     for x in xs:
         (squares(alone(x)) / num_ranks).backward()
-    return max((p.grad - q.grad).abs().max().item() for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+    return max(
+        (p.grad - q.grad).abs().max().item()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True)
+    )
 
 
 def test_a_backward_inside_backward():

@@ -6,10 +6,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from models import digest, generator, squares
 from paceline import DistributedDataParallel
 from ranks import pool
-from torch import nn
 
 
 class Normalised(nn.Module):
@@ -190,7 +191,7 @@ def under_torch_func(rank, _num_ranks, seed):
     model = build(seed)
     model.module.norm.eval()  # batch statistics cannot be taken under vmap
     x = batch(seed, rank)
-    _, tangent = torch.func.jvp(lambda v: model(v), (x,), (torch.ones_like(x),))
+    _, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
     return bool(tangent.isfinite().all())
 
 

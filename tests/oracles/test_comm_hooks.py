@@ -5,9 +5,6 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from models import MixedDtypes, Mlp, digest, generator, sgd, squares
-from paceline import DistributedDataParallel
-from ranks import pool
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     DDPCommHookType,
@@ -19,6 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     register_ddp_comm_hook,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+from models import MixedDtypes, Mlp, digest, generator, sgd, squares
+from paceline import DistributedDataParallel
+from ranks import pool
 
 TorchDdp = nn.parallel.DistributedDataParallel
 
@@ -47,7 +48,9 @@ def mean_error(rank, num_ranks, hook_name, seed, num_steps):
 
 
 def power_sgd(_model):
-    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=64, start_powerSGD_iter=2, random_seed=1)
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=64, start_powerSGD_iter=2, random_seed=1
+    )
 
 
 def own_hook(_state, bucket):
@@ -212,7 +215,8 @@ def what_a_hook_sees(rank, _num_ranks, seed, build, options):
                 "known": all(id(p) in known for p in parameters),
                 "flat": bucket.buffer().dim() == 1,
                 "views": all(
-                    g.untyped_storage().data_ptr() == bucket.buffer().untyped_storage().data_ptr() for g in gradients
+                    g.untyped_storage().data_ptr() == bucket.buffer().untyped_storage().data_ptr()
+                    for g in gradients
                 ),
                 "num": len(parameters),
             }

@@ -4,10 +4,11 @@ import shutil
 
 import pytest
 import torch
+from torch import nn
+
 from models import Mlp, generator, squares
 from paceline import DistributedDataParallel
 from ranks import Ranks, pool
-from torch import nn
 
 
 def gradients(model, rank, seed, num_steps=3):
@@ -45,7 +46,9 @@ def test_compiled_gradients_are_the_same(where, backend):
     assert max(pool(2).run(compiled, 1, where, backend, {})) < 1e-6
 
 
-@pytest.mark.parametrize("options", [{"bucket_cap_mb": 1}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"bucket_cap_mb": 1}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str
+)
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_with_options(options):
     """The options work under torch.compile too."""
@@ -86,7 +89,9 @@ def test_dynamo_cuts_graphs_at_buckets():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("gcc") is None and shutil.which("clang") is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(
+    shutil.which("gcc") is None and shutil.which("clang") is None, reason="needs a C++ compiler"
+)
 def test_inductor(tmp_path):
     """The default backend, where a compiler is installed."""
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}

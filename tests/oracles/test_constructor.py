@@ -7,10 +7,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from models import Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
 from ranks import pool
-from torch import nn
 
 TorchDdp = nn.parallel.DistributedDataParallel
 
@@ -70,19 +71,26 @@ REFUSALS = {
     ),
     "lazy": (
         "RuntimeError",
-        "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
-        "Run a dummy forward pass to correctly initialize the modules",
+        (
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules"
+        ),
     ),
     "two ids": ("ValueError", "device_ids can only be None or contain a single element."),
-    "ids on cpu": ("ValueError", "DistributedDataParallel device_ids and output_device arguments only work with"),
+    "ids on cpu": (
+        "ValueError",
+        "DistributedDataParallel device_ids and output_device arguments only work with",
+    ),
     "output device on cpu": (
         "ValueError",
         "DistributedDataParallel device_ids and output_device arguments only work with",
     ),
     "two kinds of device": (
         "ValueError",
-        "DistributedDataParallel's input module must be on the same type of devices, "
-        "but input module parameters locate in",
+        (
+            "DistributedDataParallel's input module must be on the same type of devices, "
+            "but input module parameters locate in"
+        ),
     ),
     "group and mesh": ("RuntimeError", "Cannot specify both process_group and device_mesh arguments."),
     "2d mesh": ("RuntimeError", "Only 1D device mesh is supported, but got"),
@@ -114,16 +122,26 @@ def warnings_of(rank, _num_ranks, options, seed):
         warnings.simplefilter("always")
         model = DistributedDataParallel(Mlp(), **options)
     squares(model(torch.randn(3, 8, generator=generator(seed, rank)))).backward()
-    return [(w.category.__name__, str(w.message)) for w in caught], digest([p.grad for p in model.parameters()])
+    return [(w.category.__name__, str(w.message)) for w in caught], digest(
+        [p.grad for p in model.parameters()]
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"check_reduction": True}, "FutureWarning", "The `check_reduction` argument in `DistributedDataParallel`"),
+        (
+            {"check_reduction": True},
+            "FutureWarning",
+            "The `check_reduction` argument in `DistributedDataParallel`",
+        ),
         ({"broadcast_buffers": True}, "FutureWarning", "`broadcast_buffers` is deprecated"),
         ({"broadcast_buffers": False}, "FutureWarning", "`broadcast_buffers` is deprecated"),
-        ({"skip_all_reduce_unused_params": True}, "UserWarning", "skip_all_reduce_unused_params=True is ignored"),
+        (
+            {"skip_all_reduce_unused_params": True},
+            "UserWarning",
+            "skip_all_reduce_unused_params=True is ignored",
+        ),
         (
             {"broadcast_buffers": True, "forward_sync_buffers": False},
             "FutureWarning",
@@ -153,7 +171,7 @@ def test_deprecated_and_ignored_arguments_warn(options, kind, words):
         {"static_graph": True, "find_unused_parameters": False},
         {"forward_sync_buffers": True},
     ],
-    ids=lambda options: "+".join(options),
+    ids="+".join,
 )
 def test_every_other_argument_is_taken_silently(options):
     """Legal values warn about nothing and train."""
@@ -166,20 +184,58 @@ def attributes(_rank, _num_ranks):
     model = DistributedDataParallel(Mlp(), bucket_cap_mb=2)
     before = model.broadcast_buffers
     model.broadcast_buffers = False
-    wanted = (
-        "_get_ddp_logging_data register_comm_hook _register_builtin_comm_hook _register_fused_optim "
-        "_register_buffer_comm_hook _default_broadcast_coalesced join no_sync _set_static_graph "
-        "_build_params_for_reducer _build_debug_param_to_name_mapping _sync_final_model "
-        "_check_reducer_finalized _remove_autograd_hooks _set_ddp_sink_clone "
-        "_set_ddp_runtime_logging_sample_rate _set_sparse_metadata _update_process_group _join_config "
-        "parameters_to_ignore process_group forward_sync_buffers broadcast_buffers reducer logger "
-        "_set_params_and_buffers_to_ignore_for_model _get_data_parallel_params _active_ddp_module "
-        "_get_active_ddp_module require_backward_grad_sync require_forward_param_sync device device_type "
-        "device_ids output_device dim module find_unused_parameters static_graph gradient_as_bucket_view "
-        "bucket_bytes_cap is_multi_device_module join_hook join_device join_process_group mixed_precision"
-    ).split()
+    wanted = [
+        "_get_ddp_logging_data",
+        "register_comm_hook",
+        "_register_builtin_comm_hook",
+        "_register_fused_optim",
+        "_register_buffer_comm_hook",
+        "_default_broadcast_coalesced",
+        "join",
+        "no_sync",
+        "_set_static_graph",
+        "_build_params_for_reducer",
+        "_build_debug_param_to_name_mapping",
+        "_sync_final_model",
+        "_check_reducer_finalized",
+        "_remove_autograd_hooks",
+        "_set_ddp_sink_clone",
+        "_set_ddp_runtime_logging_sample_rate",
+        "_set_sparse_metadata",
+        "_update_process_group",
+        "_join_config",
+        "parameters_to_ignore",
+        "process_group",
+        "forward_sync_buffers",
+        "broadcast_buffers",
+        "reducer",
+        "logger",
+        "_set_params_and_buffers_to_ignore_for_model",
+        "_get_data_parallel_params",
+        "_active_ddp_module",
+        "_get_active_ddp_module",
+        "require_backward_grad_sync",
+        "require_forward_param_sync",
+        "device",
+        "device_type",
+        "device_ids",
+        "output_device",
+        "dim",
+        "module",
+        "find_unused_parameters",
+        "static_graph",
+        "gradient_as_bucket_view",
+        "bucket_bytes_cap",
+        "is_multi_device_module",
+        "join_hook",
+        "join_device",
+        "join_process_group",
+        "mixed_precision",
+    ]
     missing = [name for name in wanted if not hasattr(model, name)]
-    missing += [f"reducer.{n}" for n in ("_get_local_used_map", "_ddp_graph_static") if not hasattr(model.reducer, n)]
+    missing += [
+        f"reducer.{n}" for n in ("_get_local_used_map", "_ddp_graph_static") if not hasattr(model.reducer, n)
+    ]
     return missing, before, model.forward_sync_buffers, model.bucket_bytes_cap, repr(model)
 
 

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
+
 from models import Mlp, digest, generator, sgd, squares
 from paceline import DistributedDataParallel
 from ranks import pool
-from torch import nn
-from torch.nn.parallel.distributed import _MixedPrecision
 
 TOLERANCE = 1e-10
 
@@ -19,7 +20,9 @@ def normalised(kind):
     if kind == "no affine":
         return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2)).double()
     if kind == "no running stats":
-        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 2)).double()
+        return nn.Sequential(
+            nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 2)
+        ).double()
     if kind == "cumulative":
         return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2)).double()
     layers = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 2), nn.BatchNorm2d(3)]
@@ -56,7 +59,7 @@ def synchronized_norm(rank, num_ranks, kind, seed, sizes):
         with torch.no_grad():
             for net in (model, alone):
                 for p in net.parameters():
-                    p -= 0.01 * p.grad
+                    p.sub_(p.grad, alpha=0.01)
     model.eval()
     alone.eval()
     if kind != "no running stats":
@@ -79,7 +82,11 @@ def own_conversion(rank, _num_ranks, seed):
     module = convert_sync_batchnorm(normalised("1d"))
     model = DistributedDataParallel(module)
     squares(model(batch("1d", seed, 0, rank, 4))).backward()
-    return isinstance(module[1], SyncBatchNorm), isinstance(module[1], nn.SyncBatchNorm), digest(list(model.buffers()))
+    return (
+        isinstance(module[1], SyncBatchNorm),
+        isinstance(module[1], nn.SyncBatchNorm),
+        digest(list(model.buffers())),
+    )
 
 
 def test_own_conversion():
@@ -120,7 +127,9 @@ def mixed(rank, _num_ranks, seed, dtypes):
             losses[name].append(loss.item())
         if name == "mixed":
             inside = model.module.dtypes
-            outside = {str(p.dtype) for p in model.parameters()} | {str(p.grad.dtype) for p in model.parameters()}
+            outside = {str(p.dtype) for p in model.parameters()} | {
+                str(p.grad.dtype) for p in model.parameters()
+            }
             bits = digest([*model.parameters(), *(p.grad for p in model.parameters())])
     worst = max(abs(a - b) for a, b in zip(losses["mixed"], losses["full"], strict=True))
     return inside, outside, bits, worst

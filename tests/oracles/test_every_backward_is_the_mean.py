@@ -12,33 +12,15 @@ import warnings
 
 import pytest
 import torch
-from models import generator
+from torch.utils.checkpoint import checkpoint
+
+from models import Branches, generator
 from paceline import DistributedDataParallel
 from ranks import pool
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 NUM_ROUNDS = 3
 TOLERANCE = 1e-12
 WIDE = 1400  # weights of more than 32 KiB in float64: each is copied by itself, while backward runs
-
-
-class Branches(nn.Module):
-    """A trunk and two heads, one of which can be left out; returns both heads' outputs."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.trunk = nn.Linear(4, width)
-        self.left = nn.Linear(width, 3)
-        self.right = nn.Linear(width, 3)
-        self.spare = nn.Parameter(torch.ones(3))
-        self.frozen = nn.Linear(4, width)
-        self.frozen.requires_grad_(requires_grad=False)
-
-    def forward(self, x, *, left=True, right=True, spare=True):
-        hidden = torch.tanh(self.trunk(x) + self.frozen(x))
-        outputs = (self.left(hidden) if left else None, self.right(hidden) if right else None)
-        return tuple(o if o is None else o * self.spare if spare else o for o in outputs)
 
 
 def data(seed, *parts):
@@ -286,7 +268,7 @@ def gradient_of_eval_mode(model, rank, seed):
 def autograd_grad_in_between(model, rank, seed):
     outputs = model(data(seed, rank))
     loss = loss_of(outputs)
-    torch.autograd.grad(loss, [p for p in bare(model).left.parameters()], retain_graph=True)
+    torch.autograd.grad(loss, list(bare(model).left.parameters()), retain_graph=True)
     loss.backward()
 
 
@@ -427,7 +409,7 @@ def test_gradients_are_the_mean_over_ranks(name, num_ranks):
         {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},
         {"batched_grad_copy": True},
     ],
-    ids=lambda options: "+".join(options),
+    ids="+".join,
 )
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_options_do_not_change_the_mean(name, options):
@@ -435,7 +417,9 @@ def test_options_do_not_change_the_mean(name, options):
     assert pool(2).run(drive, name, 2, options) == [[], []]
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}], ids=str
+)
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_large_gradients_are_the_mean(name, options):
     """The same for gradients that are large, which take another way into their bucket."""

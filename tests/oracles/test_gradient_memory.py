@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+
 from models import Mlp, conv_net, generator, squares
 from paceline import DistributedDataParallel
 from ranks import pool
-from torch import nn
 
 
 def storages(model):
@@ -26,7 +27,9 @@ def after_steps(rank, _num_ranks, seed, set_to_none, options):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str
+)
 def test_gradients_share_a_few_flat_buffers(set_to_none, options):
     """All gradients of a small model lie in one storage after every step, and in the same places."""
     for counts, stable in pool(2).run(after_steps, 1, set_to_none, options):
@@ -40,7 +43,9 @@ def layouts(rank, _num_ranks, seed):
     results = []
     for step in range(3):
         model.zero_grad()
-        x = torch.randn(4, 3, 8, 8, generator=generator(seed, step, rank)).to(memory_format=torch.channels_last)
+        x = torch.randn(4, 3, 8, 8, generator=generator(seed, step, rank)).to(
+            memory_format=torch.channels_last
+        )
         squares(model(x)).backward()
         results.append([p.grad.stride() == p.stride() for p in model.parameters()])
     return results

@@ -1,17 +1,21 @@
 """What goes into and comes out of forward: any nesting, any container, any size."""
 
-from collections import namedtuple
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import generator
-from paceline import DistributedDataParallel
-from ranks import pool
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-Pair = namedtuple("Pair", ["first", "second"])
+from models import generator
+from paceline import DistributedDataParallel
+from ranks import pool
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 @dataclass

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+
 from models import Mlp, OddShapes, TiedLanguageModel, generator, squares
 from paceline import DistributedDataParallel
 from ranks import pool
-from torch import nn
 
 BUILDERS = {
     "mlp": Mlp,
@@ -63,7 +64,7 @@ def test_ranks_equal_one_process(name, num_ranks):
         {"static_graph": True},
         {"gradient_as_bucket_view": True},
     ],
-    ids=lambda options: "+".join(options),
+    ids="+".join,
 )
 def test_options_equal_one_process(options):
     """Options change how, not what."""
@@ -73,7 +74,9 @@ def test_options_equal_one_process(options):
 def unequal_shares_differ(rank, num_ranks, seed):
     torch.manual_seed(seed)
     model = DistributedDataParallel(nn.Linear(8, 2).double())
-    batches = [torch.randn(1 + 4 * r, 8, generator=generator(seed, r), dtype=torch.float64) for r in range(num_ranks)]
+    batches = [
+        torch.randn(1 + 4 * r, 8, generator=generator(seed, r), dtype=torch.float64) for r in range(num_ranks)
+    ]
     squares(model(batches[rank])).backward()
     torch.manual_seed(seed)
     alone = nn.Linear(8, 2).double()

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+
 from models import Mlp, generator, squares
 from paceline import DistributedDataParallel
 from ranks import Ranks, pool, seeded
@@ -27,7 +28,9 @@ class Parallel(torch.nn.Module):
 
     def __init__(self, num_branches=8):
         super().__init__()
-        self.branches = torch.nn.ModuleList(torch.nn.Linear(8, 8, dtype=torch.float64) for _ in range(num_branches))
+        self.branches = torch.nn.ModuleList(
+            torch.nn.Linear(8, 8, dtype=torch.float64) for _ in range(num_branches)
+        )
         self.order = list(range(num_branches))
 
     def forward(self, x):

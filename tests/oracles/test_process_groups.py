@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from models import Mlp, conv_net, digest, generator, squares
 from paceline import DistributedDataParallel
 from ranks import Ranks, pool
-from torch import nn
 
 
 def gradients_and_error(model, alone, rank, members, seed, num_steps=4):
@@ -74,7 +75,7 @@ class Forwarding(dist.ProcessGroup):
         self.inner = inner
         self.calls = []
 
-    def getBackendName(self):
+    def getBackendName(self):  # noqa: N802
         return "forwarding"
 
     def _forward(self, name, *args):
@@ -109,7 +110,9 @@ def python_group(rank, num_ranks, seed, how):
         if "forwarding" not in dist.Backend.backend_list:
             dist.Backend.register_backend("forwarding", create, devices=["cpu"])
         else:
-            dist.Backend._plugins["FORWARDING"] = dist.Backend._plugins["FORWARDING"]._replace(creator_fn=create)
+            dist.Backend._plugins["FORWARDING"] = dist.Backend._plugins["FORWARDING"]._replace(
+                creator_fn=create
+            )
         group = dist.new_group(backend="forwarding")
     else:
         group = create(None, rank, num_ranks, None)

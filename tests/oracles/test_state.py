@@ -7,11 +7,12 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as checkpoint_state
+
 from models import Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
 from ranks import pool
-from torch import nn
-from torch.distributed.checkpoint import state_dict as checkpoint_state
 
 TorchDdp = nn.parallel.DistributedDataParallel
 
@@ -76,7 +77,9 @@ def keys_and_round_trips(_rank, _num_ranks, name, seed):
     checkpoint_state.set_model_state_dict(fresh, checkpoint_state.get_model_state_dict(theirs))
     results["torch's to ours by checkpoint utilities"] = equal(fresh, theirs)
     before = ours.state_dict()
-    results["input is not changed"] = list(theirs.state_dict()) == list(TorchDdp(BUILDERS[name]()).state_dict())
+    results["input is not changed"] = list(theirs.state_dict()) == list(
+        TorchDdp(BUILDERS[name]()).state_dict()
+    )
     results["metadata"] = before._metadata.keys() == plain._metadata.keys()
     return results
 
@@ -179,7 +182,9 @@ def distributed_checkpoint(rank, _num_ranks, seed, folder):
         model_state_dict=their_state["model"],
         optim_state_dict=their_state["optimizer"],
     )
-    return names == set(ours.module.state_dict()), digest(list(theirs.parameters())) == digest(list(ours.parameters()))
+    return names == set(ours.module.state_dict()), digest(list(theirs.parameters())) == digest(
+        list(ours.parameters())
+    )
 
 
 @pytest.mark.filterwarnings("ignore")

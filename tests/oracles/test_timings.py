@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+
 from models import Mlp, conv_net, generator, squares
 from paceline import DistributedDataParallel
 from ranks import pool
-from torch import nn
 
 TorchDdp = nn.parallel.DistributedDataParallel
 
@@ -107,7 +108,11 @@ def profiled(rank, _num_ranks, seed):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         run_steps(model, rank, seed, 1)
     names = [event.name for event in profiler.events()]
-    return names.count("DistributedDataParallel.forward"), names.count("gloo:all_reduce"), len(model.reducer.buckets)
+    return (
+        names.count("DistributedDataParallel.forward"),
+        names.count("gloo:all_reduce"),
+        len(model.reducer.buckets),
+    )
 
 
 def test_profiler_ranges():
@@ -118,7 +123,7 @@ def test_profiler_ranges():
 
 
 def rebuilt(rank, _num_ranks, seed):
-    """Launch orders of parameters before and after the first step, for a module registered in forward's reverse order."""
+    """Launch orders of parameters before and after the first step, for a module registered in reverse."""
 
     class Reversed(nn.Module):
         def __init__(self):
@@ -135,7 +140,9 @@ def rebuilt(rank, _num_ranks, seed):
     orders = []
     for _ in range(3):
         run_steps(model, rank, seed, 1)
-        orders.append([names[id(p)].split(".")[0] for bucket in model.reducer.buckets for p in bucket.parameters])
+        orders.append(
+            [names[id(p)].split(".")[0] for bucket in model.reducer.buckets for p in bucket.parameters]
+        )
     return orders, model._get_ddp_logging_data()["has_rebuilt_buckets"]
 
 

@@ -5,11 +5,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
 from models import digest, generator, squares
 from paceline import DistributedDataParallel
 from ranks import pool
-from torch import nn
-from torch.distributed.algorithms.join import Join
 
 NUM_BATCHES = [2, 5, 3]  # of ranks 0, 1, 2
 

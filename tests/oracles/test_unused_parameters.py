@@ -4,10 +4,11 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
+
 from models import generator
 from paceline import DistributedDataParallel
 from ranks import pool
-from torch import nn
 
 OPTIONS = [{}, {"find_unused_parameters": True}, {"find_unused_parameters": True, "bucket_cap_mb": 0.0001}]
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paceline.ddp.plan import plan_buckets
 
 MEBIBYTE = 1024 * 1024
