@@ -2,6 +2,7 @@
 
 BenchmarkError
     UnknownNameError     (also ValueError)   a side, a workload or a size that does not exist
+    NoWireError          (also RuntimeError) the wire that an option asks for cannot be made here
     RankFailedError      (also RuntimeError) one of the processes raised or died
     WrongAnswerError     (also RuntimeError) the sides do not compute the same thing: their times mean nothing
 """
@@ -13,6 +14,10 @@ class BenchmarkError(Exception):
 
 class UnknownNameError(BenchmarkError, ValueError):
     """An option names something that is not in the table."""
+
+
+class NoWireError(BenchmarkError, RuntimeError):
+    """The wire that an option asks for cannot be made here."""
 
 
 class RankFailedError(BenchmarkError, RuntimeError):

@@ -5,9 +5,11 @@
     realised    = (no overlap - measured) / (no overlap - ideal)
 
 Computation is a timed sleep in every layer's forward and backward, so that it does not compete with Gloo
-for two cores; gradients and their traffic are real. Forward, backward and optimizer are measured alone (the
-same module, unwrapped), communication alone by reducing buffers of the side's own bucket sizes, all
-launched at once. All of that alternates with the measured steps, round by round.
+for two cores; gradients and their traffic are real. On plain loopback, communication itself is cores
+copying, and competes with the copies of gradients; `--rate 1gbit` puts a slower wire between the ranks.
+Forward, backward and optimizer are measured alone (the same module, unwrapped), communication alone by
+reducing buffers of the side's own bucket sizes, all launched at once. All of that alternates with the
+measured steps, round by round.
 
 The ideal cannot be reached: what is reduced last becomes ready last. `bound` is the realised share of a
 perfect implementation with these very buckets on a network that serves them one after another: what is
@@ -37,6 +39,7 @@ from benchmarks.protocol.provenance import collect, load_average
 from benchmarks.protocol.ranks import TellProgress, gather, run_on_ranks
 from benchmarks.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
 from benchmarks.protocol.summary import Summary, slowest_rank
+from benchmarks.protocol.wire import restart_behind
 from benchmarks.sides import labels, parse_sides, wrap
 
 WARM_UP_STEPS = 4
@@ -54,6 +57,7 @@ class Config:
     num_layers: int
     floats_per_layer: int
     num_rounds: int
+    rate: str | None  # of the wire; None: as fast as loopback
 
 
 class _Sleep(torch.autograd.Function):
@@ -335,7 +339,8 @@ def report(
         verdicts=tuple(verdicts),
         notes=(
             "computation sleeps: it takes no core from Gloo, as a GPU would not; gradients and traffic are real",
-            "loopback: no latency and no loss; the wire's rate is that of two cores copying",
+            "loopback: no latency and no loss; both directions share "
+            + (f"a wire of {config.rate}" if config.rate else "what two cores can copy"),
         ),
         config=config,
         summaries={"cases": summaries},
@@ -345,7 +350,7 @@ def report(
 
 
 def _suffix(config: Config) -> str:
-    return "-caps" if len(config.caps) > 1 else ""
+    return (f"-{config.rate}" if config.rate else "") + ("-caps" if len(config.caps) > 1 else "")
 
 
 def _draw(result: Report, config: Config, path: Any) -> None:
@@ -380,8 +385,12 @@ def main(
     caps: Annotated[
         str, typer.Option(help="Bucket caps in MiB, comma-separated; 'default' leaves the argument out.")
     ] = DEFAULT_CAP,
-    layers: Annotated[int, typer.Option(min=2)] = 24,
-    floats_per_layer: Annotated[int, typer.Option(min=1)] = 2**20,
+    layers: Annotated[int, typer.Option(min=2)] = 96,
+    floats_per_layer: Annotated[int, typer.Option(min=1)] = 2**18,
+    rate: Annotated[
+        str | None,
+        typer.Option(help="Rate of the wire, such as 4gbit (needs root); else as fast as loopback."),
+    ] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
@@ -389,9 +398,11 @@ def main(
     """Compare how much communication the sides hide behind backward."""
     cap_names = tuple(cap.strip() for cap in caps.split(","))
     _floats(",".join(cap for cap in cap_names if cap != DEFAULT_CAP) or "0")
-    config = Config(parse_sides(sides), _floats(ratios), cap_names, layers, floats_per_layer, rounds)
+    config = Config(parse_sides(sides), _floats(ratios), cap_names, layers, floats_per_layer, rounds, rate)
+    if rate is not None:
+        restart_behind(rate, "benchmarks.overlap")
     if quick:
-        config = Config(config.side_names, (1.0,), (DEFAULT_CAP,), 4, 2**10, 2)
+        config = Config(config.side_names, (1.0,), (DEFAULT_CAP,), 4, 2**10, 2, rate)
     load_before = load_average()
     cases = run_on_ranks(measure, config, ranks, "overlap", ENVIRONMENTS[Allocator.KEEP])[0]
     result = report(config, cases, ranks, load_before, quick)

@@ -15,6 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEADLINE_S = 100.0
 _MARK = "PACELINE_TERMINAL"
+TORCHS_ABORT = "terminate called without an active exception"  # see docs/troubleshooting.md
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.ddp.plan import plan_buckets
+from paceline.ddp.plan import BucketCaps, plan_buckets
 
 MEBIBYTE = 1024 * 1024
 FIRST_BUCKET_BYTES = MEBIBYTE
@@ -107,3 +107,21 @@ def test_plan_is_torchs_for_one_dtype(num_elements, first_bytes, cap_bytes):
     tensors = [torch.empty(num) for num in num_elements]
     theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [first_bytes, cap_bytes])
     assert plan_buckets([4 * num for num in num_elements], [first_bytes, cap_bytes]) == theirs
+
+
+@pytest.mark.parametrize(
+    ("size_mb", "on_cpu", "later_cap_mb"),
+    [(102, False, 25), (1, True, 1), (48, True, 1), (96, True, 2), (240, True, 5), (1300, True, 5)],
+)
+def test_default_caps(size_mb, on_cpu, later_cap_mb):
+    """1 MiB first; then 25 MiB as the paper on an accelerator, a 48th of all gradients up to 5 MiB on the CPU."""
+    caps = BucketCaps.default(size_mb * MEBIBYTE, on_cpu=on_cpu)
+    assert caps.caps_bytes == (FIRST_BUCKET_BYTES, later_cap_mb * MEBIBYTE)
+    assert BucketCaps.from_arguments(None, None) is None
+
+
+def test_resnet50_on_the_cpu_is_cut_finely():
+    """48 buckets or fewer (a bucket may exceed its cap by one gradient), where the paper has 5."""
+    sizes = [4 * num for num in resnet50_num_elements()]
+    plan = plan_buckets(sizes[::-1], BucketCaps.default(sum(sizes), on_cpu=True).caps_bytes)
+    assert 20 <= len(plan) <= 48

@@ -97,12 +97,8 @@ class Bucket:
         )
 
         # State of one backward.
-        self.touched: list[
-            int
-        ] = []  # slots in the order autograd finished them; the hooks hold this very list
-        self.expected = (
-            1  # touches that make the bucket full; 1 while idle, so that the first touch wakes the reducer
-        )
+        self.touched: list[int] = []  # slots as autograd finished them; the hooks hold this very list
+        self.expected = 1  # touches that make it full; 1 while idle: the first touch wakes the reducer
         self.launched = False
         self.ready_s = 0.0
         self._touched_once = False  # known to have been touched at most once each
@@ -112,9 +108,7 @@ class Bucket:
         self._installed = False  # small gradients were None and now alias the zeroed buffer
         self._untouched: list[int] = []
         self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
-        self._with_graph: dict[
-            int, Tensor
-        ] = {}  # gradients made under create_graph: their graph outlives the step
+        self._with_graph: dict[int, Tensor] = {}  # made under create_graph: the graph outlives the step
 
     @property
     def size_bytes(self) -> int:

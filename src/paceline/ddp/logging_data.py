@@ -90,7 +90,7 @@ def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
         "rebuilt_per_bucket_param_indices": _join((_words(b.members) for b in buckets), ", ")
         if rebuilt
         else "",
-        "prev_iteration_grad_ready_order_indices": _words(dict.fromkeys(reducer.ready_order)),
+        "prev_iteration_grad_ready_order_indices": _words(dict.fromkeys(reducer.ready_order.observed)),
         "num_buckets_reduced": len(buckets) if reducer.num_steps else 0,
         "unused_parameter_size": sum(
             reducer.managed.parameters[index].numel() * reducer.managed.parameters[index].element_size()

@@ -8,7 +8,8 @@ Rules
 4. Only sizes, keys and the order go in: the same input gives the same plan on every rank.
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3. We differ from torch's rule in the last part
-of rule 3: torch appends the open buckets in registration order, or in the order of a hash map.
+of rule 3: torch appends the open buckets in registration order, or in the order of a hash map; and in the
+default cap on the CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 MEBIBYTE = 1024 * 1024
 DEFAULT_BUCKET_CAP_MB = 25
 DEFAULT_FIRST_BUCKET_BYTES = MEBIBYTE
+CPU_BUCKETS = 48
+CPU_BUCKET_CAP_MB = 5
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,27 @@ class BucketCaps:
     caps_bytes: tuple[int, ...]
 
     @classmethod
-    def from_arguments(cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps:
-        """Read torch's two arguments: a list wins; one cap holds for the first bucket too; default 1, then 25 MiB."""
+    def from_arguments(cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps | None:
+        """Read torch's two arguments: a list wins; one cap holds for the first bucket too. None: use a default."""
         if cap_mb_list:
             return cls(tuple(int(cap * MEBIBYTE) for cap in cap_mb_list))
         if cap_mb is not None:
             return cls((int(cap_mb * MEBIBYTE),))
-        return cls((DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE))
+        return None
+
+    @classmethod
+    def default(cls, size_bytes: int, on_cpu: bool) -> BucketCaps:
+        """1 MiB, then 25 MiB; on the CPU, then a 48th of all gradients, of 1 to 5 MiB.
+
+        Nothing hides the last bucket, and the wire idles until the first two are full. With n equal buckets that
+        costs an nth of the overlap, so n should be large; what bounds it is the size at which a reduction is
+        efficient. NCCL's keeps growing; Gloo is saturated at 2 MB (section 2.3, figure 2), and section 5.2
+        (figures 7 and 8) finds 5 MB best for Gloo and 25 MB for NCCL.
+        """
+        if not on_cpu:
+            return cls((DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE))
+        share = min(max(size_bytes // CPU_BUCKETS, MEBIBYTE), CPU_BUCKET_CAP_MB * MEBIBYTE)
+        return cls((DEFAULT_FIRST_BUCKET_BYTES, share))
 
     def of(self, bucket_number: int) -> int:
         return self.caps_bytes[min(bucket_number, len(self.caps_bytes) - 1)]

@@ -17,7 +17,6 @@ The stations of a gradient: autograd -> `Bucket.enter` or `collect` -> `Reductio
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from paceline.ddp import in_backward
 from paceline.ddp.bucket import Bucket
@@ -36,12 +33,14 @@ from paceline.ddp.control import ControlWords, Status
 from paceline.ddp.expectations import NEVER, Expectations
 from paceline.ddp.flight import Flight
 from paceline.ddp.layout import AnyBucket, GradientMemory, ManagedParameters
-from paceline.ddp.peers import Peers, describe
+from paceline.ddp.peers import Peers
 from paceline.ddp.plan import BucketCaps
+from paceline.ddp.ready_order import ReadyOrder, hook_gradient
+from paceline.ddp.remarks import Remarks
 from paceline.errors import PeerAbortedError, ProtocolError
 from paceline.observe import StepTiming, StepTimings
 from paceline.reductions import Mean, Reduction
-from paceline.reductions.collectives import launch_broadcast, launch_sum
+from paceline.reductions.collectives import launch_sum
 from paceline.reductions.sparse import launch_sparse_sum
 
 
@@ -91,16 +90,11 @@ class Reducer:
         self.timings = StepTimings()
         self.forward_s = 0.0
         self.num_steps = 0  # synchronized backwards that ended well
-        self.num_averaged: int | None = (
-            None  # divide by this, not by the number of ranks (`join` leaves ranks out)
-        )
+        self.num_averaged: int | None = None  # what to divide by, if not all ranks (`join` leaves some out)
         self.synchronizes: Callable[[], bool] = lambda: True
         self.synchronizes_buffers = False
-        self.steps_in_backward = (
-            False  # whether parameters have optimizers of their own, to run on reduced gradients
-        )
+        self.steps_in_backward = False  # parameters have optimizers of their own, to run when reduced
         self.has_rebuilt_buckets = False
-        self.ready_order: list[int] = []  # parameter indices as the first backward finished them
 
         self._peers = peers
         self._buffers = buffers
@@ -108,23 +102,16 @@ class Reducer:
         self._control = ControlWords(len(managed), self._num_ranks, self._rank)
         self._memory = GradientMemory(managed, options.caps, self._control)
         self.expectations = Expectations(managed, options.find_unused_parameters, options.static_graph)
-        self._hooks: list[RemovableHandle] = []
-        self._recorders: list[RemovableHandle] = []
+        self._remarks = Remarks(self._rank, managed.names)
+        self._hooks: list[Any] = []
 
         self._backward: weakref.ref[Backward] | None = None
         self._failure: Exception | None = None
-        self._used_before: set[int] = (
-            set()
-        )  # touched by backwards under no_sync since the last synchronization
-        self._learned_order: list[int] | None = None  # agreed on, not yet cut by
-        self._has_agreed = False
-        self._has_warned: set[str] = set()
+        self._used_before: set[int] = set()  # touched without synchronization since the last one
         self._futures: list[torch.futures.Future[Any]] = []  # of buffer hooks; awaited when backward ends
 
         self._cut(range(len(managed) - 1, -1, -1))
-        self._recorders = [
-            _hook(parameter, self._make_recorder(index)) for index, parameter in enumerate(managed.parameters)
-        ]
+        self.ready_order = ReadyOrder(managed.parameters)
 
     # ---- buckets and hooks
 
@@ -134,13 +121,10 @@ class Reducer:
             hook.remove()
         self.buckets = self._memory.cut(self._order)
         self._hooks = [
-            _hook(parameter, self._make_hook(bucket, slot))
+            hook_gradient(parameter, self._make_hook(bucket, slot))
             for bucket in self.buckets
             for slot, parameter in enumerate(bucket.parameters)
         ]
-
-    def _make_recorder(self, index: int) -> Callable[[Tensor], None]:
-        return lambda _: self.ready_order.append(index)
 
     def _make_hook(self, bucket: AnyBucket, slot: int) -> Callable[[Tensor], None]:
         touched = bucket.touched
@@ -155,7 +139,7 @@ class Reducer:
             touch(slot)
             backward = self._current() or self.begin()
             # Somebody else's hook would want to see the gradient in `.grad`.
-            if len(parameter._post_accumulate_grad_hooks) == 1 + bool(self._recorders):
+            if len(parameter._post_accumulate_grad_hooks) == 1 + self.ready_order.is_listening:
                 if backward.synchronizes:
                     bucket.enter(slot, self._scale)
                 else:
@@ -167,9 +151,10 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Leave the parameters alone from now on."""
-        for hook in self._hooks + self._recorders:
+        for hook in self._hooks:
             hook.remove()
-        self._hooks, self._recorders = [], []
+        self._hooks = []
+        self.ready_order.stop()
 
     # ---- before a backward
 
@@ -189,18 +174,13 @@ class Reducer:
             ) from self._failure
         if self._backward is not None and self._backward() is None:
             self._recover()
-        if self._learned_order is not None and self._backward is None:
-            order, self._learned_order = self._learned_order, None
-            self._recut(order)
+        if self._backward is None and (order := self.ready_order.take()) is not None:
+            self.has_rebuilt_buckets = True
+            if order != self._order:
+                self._recut(order)
 
     def _recut(self, order: list[int]) -> None:
         """Lay the buckets out in the order observed; gradients that are alive move along."""
-        for recorder in self._recorders:
-            recorder.remove()
-        self._recorders = []
-        self.has_rebuilt_buckets = True
-        if order == self._order:
-            return
         alive = [
             (p, p.grad.clone())
             for p in self.managed.parameters
@@ -332,7 +312,7 @@ class Reducer:
         if backward.by_autograd:
             self._remark_on(unused)
         self.expectations.learn(self.buckets)
-        self._agree_on_order()
+        self.ready_order.agree(self._order, self._control.words.device, self.process_groups[0], self._peers)
         self.num_steps += 1
         self._used_before.clear()
         buckets = self._flight.timings()
@@ -352,11 +332,7 @@ class Reducer:
         if not any(bucket.has_late_gradients() for bucket in self.buckets):
             return Status.GOOD
         self.expectations.surprise()
-        self._warn(
-            "gradients arrived after their bucket had been reduced (a parameter used twice under reentrant "
-            "checkpointing does that). They were reduced again and the result is right, but from now on nothing is "
-            "reduced before backward has ended. Pass static_graph=True, if the graph is static, to overlap again."
-        )
+        self._remarks.late_gradients()
         return Status.LATE_GRADIENTS
 
     def _complete(self, status: Status) -> list[int]:
@@ -419,34 +395,13 @@ class Reducer:
                 in_backward.step(parameter)
 
     def _remark_on(self, unused: list[int]) -> None:
+        looks = self.options.find_unused_parameters
         if unused:
             self.expectations.predicts = True
-            if not (self.options.find_unused_parameters or self.options.static_graph):
-                self._warn(
-                    f"this backward did not use {describe(unused, self.managed.names)}. They count as zero on this "
-                    "rank, so the mean is right; pass find_unused_parameters=True if that is intended."
-                )
-        elif (
-            self.options.find_unused_parameters
-            and self.num_steps == 0
-            and self._control.all_used_everywhere()
-        ):
-            self._warn(
-                "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters "
-                "in the forward pass. Looking costs a little in every step; leave it out if there never are any."
-            )
-
-    def _agree_on_order(self) -> None:
-        """After the first synchronized backward: everybody takes the order that rank 0 observed."""
-        if self._has_agreed:
-            return
-        self._has_agreed = True
-        order = list(dict.fromkeys(self.ready_order + self._order))
-        agreed = torch.tensor(order, device=self._control.words.device)
-        if self._num_ranks > 1:
-            pending = launch_broadcast(agreed, self.process_groups[0], source=0)
-            self._peers.wait(pending, "agreeing on the order of buckets")
-        self._learned_order = agreed.tolist()
+            if not (looks or self.options.static_graph):
+                self._remarks.unused(unused)
+        elif looks and self.num_steps == 0 and self._control.all_used_everywhere():
+            self._remarks.none_unused()
 
     # ---- backwards without autograd
 
@@ -514,18 +469,3 @@ class Reducer:
         for parameter in self.managed.parameters:
             parameter.grad = None
         self._used_before.clear()
-
-    def _warn(self, text: str) -> None:
-        kind = text[:40]
-        if kind not in self._has_warned:
-            self._has_warned.add(kind)
-            warnings.warn(f"rank {self._rank}: {text}", UserWarning, stacklevel=2)
-
-
-def _hook(parameter: Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call `hook` whenever autograd has finished the parameter's gradient; also if it is frozen just now."""
-    requires_grad = parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(requires_grad)
-    return handle

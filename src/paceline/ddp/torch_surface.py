@@ -22,7 +22,6 @@ from paceline.ddp import arguments
 from paceline.ddp.buffers import BROADCAST_BYTES, Broadcast
 from paceline.ddp.logging_data import logging_data
 from paceline.ddp.peers import Peers
-from paceline.ddp.plan import DEFAULT_FIRST_BUCKET_BYTES
 from paceline.reductions.collectives import backend_of
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ class TorchSurface:
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
         self.bucket_bytes_cap = max(self._caps.caps_bytes)
         self.bucket_bytes_cap_list = list(self._caps.caps_bytes)
-        self.bucket_bytes_cap_default = self._caps.caps_bytes[0] == DEFAULT_FIRST_BUCKET_BYTES
         self._comm_hook: tuple[Any, Any] | None = None
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._comm_hook_name = ""

@@ -126,7 +126,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self.device_ids, self.output_device = arguments.check_devices(
                 self._module_parameters, device_ids, output_device
             )
-            self._caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
+            given_caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
         except (RuntimeError, ValueError) as error:
             self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
             raise
@@ -137,6 +137,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.dim = dim
         self.device = self._module_parameters[0].device
         self.device_type = self.device.type
+        size_bytes = sum(p.numel() * p.element_size() for p in self._module_parameters)
+        self._caps = given_caps or BucketCaps.default(size_bytes, on_cpu=self.device_type == "cpu")
+        self.bucket_bytes_cap_default = given_caps is None
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
         self.forward_sync_buffers, init_sync_buffers = arguments.choose_buffer_policy(
             broadcast_buffers, forward_sync_buffers
@@ -188,7 +191,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             if name not in self.parameters_to_ignore and not p.requires_grad
         ]
         options = [
-            ("bucket caps", self._caps.caps_bytes),
+            ("bucket caps", () if self.bucket_bytes_cap_default else self._caps.caps_bytes),
             ("number of process groups", len(self._process_groups)),
         ]
         description = Description.of(
