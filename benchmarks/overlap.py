@@ -45,6 +45,7 @@ from benchmarks.sides import labels, parse_sides, wrap
 WARM_UP_STEPS = 4
 TARGET_SHARE = 0.95
 DEFAULT_CAP = "default"
+SEVERAL_HOSTS = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}  # what torchrun tells ranks that a wire joins
 
 
 @dataclass(frozen=True)
@@ -404,7 +405,8 @@ def main(
     if quick:
         config = Config(config.side_names, (1.0,), (DEFAULT_CAP,), 4, 2**10, 2, rate)
     load_before = load_average()
-    cases = run_on_ranks(measure, config, ranks, "overlap", ENVIRONMENTS[Allocator.KEEP])[0]
+    environment = {**ENVIRONMENTS[Allocator.KEEP], **(SEVERAL_HOSTS if rate else {})}
+    cases = run_on_ranks(measure, config, ranks, "overlap", environment)[0]
     result = report(config, cases, ranks, load_before, quick)
     publish(result, results_folder, as_json)
     _draw(result, config, figure_path(result, results_folder))

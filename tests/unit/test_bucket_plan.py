@@ -6,6 +6,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.ddp.arguments import is_on_one_host
 from paceline.ddp.plan import BucketCaps, plan_buckets
 
 MEBIBYTE = 1024 * 1024
@@ -110,18 +111,39 @@ def test_plan_is_torchs_for_one_dtype(num_elements, first_bytes, cap_bytes):
 
 
 @pytest.mark.parametrize(
-    ("size_mb", "on_cpu", "later_cap_mb"),
-    [(102, False, 25), (1, True, 1), (48, True, 1), (96, True, 2), (240, True, 5), (1300, True, 5)],
+    ("size_mb", "on_cpu", "on_one_host", "later_cap_mb"),
+    [
+        (102, False, True, 25),
+        (102, False, False, 25),
+        (102, True, True, 10),
+        (1, True, False, 1),
+        (48, True, False, 1),
+        (96, True, False, 2),
+        (240, True, False, 5),
+        (1300, True, False, 5),
+    ],
 )
-def test_default_caps(size_mb, on_cpu, later_cap_mb):
-    """1 MiB first; then 25 MiB as the paper on an accelerator, a 48th of all gradients up to 5 MiB on the CPU."""
-    caps = BucketCaps.default(size_mb * MEBIBYTE, on_cpu=on_cpu)
+def test_default_caps(size_mb, on_cpu, on_one_host, later_cap_mb):
+    """1 MiB first; then 25 MiB as in the paper on an accelerator; less on CPUs, least where a network is between."""
+    caps = BucketCaps.default(size_mb * MEBIBYTE, on_cpu=on_cpu, on_one_host=on_one_host)
     assert caps.caps_bytes == (FIRST_BUCKET_BYTES, later_cap_mb * MEBIBYTE)
     assert BucketCaps.from_arguments(None, None) is None
 
 
-def test_resnet50_on_the_cpu_is_cut_finely():
+def test_resnet50_on_cpus_of_several_hosts_is_cut_finely():
     """48 buckets or fewer (a bucket may exceed its cap by one gradient), where the paper has 5."""
     sizes = [4 * num for num in resnet50_num_elements()]
-    plan = plan_buckets(sizes[::-1], BucketCaps.default(sum(sizes), on_cpu=True).caps_bytes)
+    plan = plan_buckets(
+        sizes[::-1], BucketCaps.default(sum(sizes), on_cpu=True, on_one_host=False).caps_bytes
+    )
     assert 20 <= len(plan) <= 48
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "ranks", "expected"), [("2", "2", True), ("2", "4", False), (None, None, True)]
+)
+def test_the_launcher_says_how_many_hosts(monkeypatch, local_ranks, ranks, expected):
+    """By torchrun's variables; a script started otherwise is taken to run on one host."""
+    for name, value in (("LOCAL_WORLD_SIZE", local_ranks), ("WORLD_SIZE", ranks)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    assert is_on_one_host() is expected

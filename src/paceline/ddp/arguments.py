@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -83,6 +84,12 @@ def check_devices(
     indices = [torch._utils._get_device_index(device, True) for device in device_ids]
     output = device_ids[0] if output_device is None else output_device
     return indices, torch._utils._get_device_index(output, True)
+
+
+def is_on_one_host() -> bool:
+    """Whether all ranks of the job run on this host, by what the launcher says (torchrun's LOCAL_WORLD_SIZE)."""
+    local_ranks, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    return local_ranks is None or ranks is None or local_ranks == ranks
 
 
 def choose_buffer_policy(

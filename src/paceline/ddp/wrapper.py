@@ -138,7 +138,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.device = self._module_parameters[0].device
         self.device_type = self.device.type
         size_bytes = sum(p.numel() * p.element_size() for p in self._module_parameters)
-        self._caps = given_caps or BucketCaps.default(size_bytes, on_cpu=self.device_type == "cpu")
+        on_one_host = arguments.is_on_one_host()
+        self._caps = given_caps or BucketCaps.default(size_bytes, self.device_type == "cpu", on_one_host)
+        self._chosen_caps = given_caps or f"default on {'one host' if on_one_host else 'several hosts'}"
         self.bucket_bytes_cap_default = given_caps is None
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
         self.forward_sync_buffers, init_sync_buffers = arguments.choose_buffer_policy(
@@ -191,7 +193,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             if name not in self.parameters_to_ignore and not p.requires_grad
         ]
         options = [
-            ("bucket caps", () if self.bucket_bytes_cap_default else self._caps.caps_bytes),
+            ("bucket caps", self._chosen_caps),
             ("number of process groups", len(self._process_groups)),
         ]
         description = Description.of(
