@@ -12,7 +12,10 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +62,15 @@ def gradient_views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
+_GRAD = vars(torch._C.TensorBase)["grad"]  # the attribute itself: reached by `map` without the interpreter
+_gradient_of = _GRAD.__get__
+
+
+def _set_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    """`parameter.grad = gradient` for each pair, for many pairs; stops with the shorter."""
+    collections.deque(map(_GRAD.__set__, parameters, gradients), maxlen=0)
+
+
 @dataclass(frozen=True)
 class _Kept:
     """What an unused parameter had as `.grad`: the object and, where that aliases the buffer, its values."""
@@ -92,12 +104,12 @@ class Bucket:
         self.num_large = sum(is_large(parameter) for parameter in self.parameters)
         num_large_elements = sum(real_numel(parameter) for parameter in self.parameters[: self.num_large])
         self._small = body[num_large_elements:]
-        self._small_pairs = list(
-            zip(self.parameters[self.num_large :], self.views[self.num_large :], strict=True)
-        )
+        self._small_parameters = self.parameters[self.num_large :]
+        self._small_views = self.views[self.num_large :]
+        self._slots = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
 
         # State of one backward.
-        self.touched: list[int] = []  # slots as autograd finished them; the hooks hold this very list
+        self.touched: list[Tensor] = []  # as autograd finished them; the hooks hold this very list
         self.expected = 1  # touches that make it full; 1 while idle: the first touch wakes the reducer
         self.launched = False
         self.ready_s = 0.0
@@ -127,13 +139,11 @@ class Bucket:
 
     def _install(self) -> bool:
         """Let the small gradients alias the zeroed buffer, so that autograd adds into it; only if all are None."""
-        for place, (parameter, view) in enumerate(self._small_pairs):
-            if parameter.grad is not None:
-                for earlier, _ in self._small_pairs[:place]:
-                    earlier.grad = None
-                return False
-            parameter.grad = view
+        gradients = map(_gradient_of, self._small_parameters)
+        if any(map(operator.is_not, gradients, itertools.repeat(None))):
+            return False
         self._small.zero_()
+        _set_gradients(self._small_parameters, self._small_views)
         return True
 
     def disarm(self) -> None:
@@ -141,9 +151,12 @@ class Bucket:
         self.touched.clear()
         self.launched = False
 
+    def touched_slots(self) -> list[int]:
+        return [self._slots[id(parameter)] for parameter in self.touched]
+
     def is_complete(self) -> bool:
         """Whether the touches counted came from as many different parameters (no parameter twice, another never)."""
-        self._touched_once = len(set(self.touched)) == len(self.touched)
+        self._touched_once = len(set(map(id, self.touched))) == len(self.touched)
         return self._touched_once
 
     def enter(self, slot: int, scale: float) -> None:
@@ -183,7 +196,7 @@ class Bucket:
         """
         self._num_touched_at_collect = len(self.touched)
         if not (self._touched_once and len(self.touched) == len(self.members)):
-            touched = set(self.touched)
+            touched = set(self.touched_slots())
             self._untouched = [
                 slot
                 for slot, member in enumerate(self.members)
@@ -197,16 +210,15 @@ class Bucket:
                 if scale != 1.0:
                     self.views[slot].mul_(scale)
                 self.parameters[slot].grad = None
-        strays = []
-        for place, (parameter, view) in enumerate(self._small_pairs):
-            if parameter.grad is not view:
-                strays.append(self.num_large + place)
-            elif not has_ended:
-                parameter.grad = None
+        gradients = map(_gradient_of, self._small_parameters)
+        is_stray = list(map(operator.is_not, gradients, self._small_views))
+        strays = [slot for slot, stray in enumerate(is_stray, start=self.num_large) if stray]
         self._is_detached = not has_ended or bool(strays)
         if strays:
             self._gather_strays(strays)
-        if scale != 1.0 and self._small_pairs:
+        if not has_ended:
+            _set_gradients(self._small_parameters, itertools.repeat(None))
+        if scale != 1.0 and self._small_parameters:
             self._small.mul_(scale)
         self.launched = True
 
@@ -249,8 +261,7 @@ class Bucket:
             is_used: Whether any rank used a parameter, by index; asked only for those that this rank did not use.
         """
         attached = len(self.members) if self._is_detached else self.num_large
-        for parameter, view in zip(self.parameters[:attached], self.views, strict=False):
-            parameter.grad = view
+        _set_gradients(self.parameters[:attached], self.views)
         for slot in self._untouched:
             if not is_used(self.members[slot]):
                 self._restore(slot)
@@ -266,7 +277,7 @@ class Bucket:
 
     def untouched_members(self) -> list[int]:
         """Parameters that this rank's step has not used so far; valid after `collect`."""
-        late = set(self.touched[self._num_touched_at_collect :])
+        late = set(self.touched_slots()[self._num_touched_at_collect :]) if self._untouched else set()
         self._untouched = [slot for slot in self._untouched if slot not in late]
         return [self.members[slot] for slot in self._untouched]
 
@@ -291,9 +302,10 @@ class Bucket:
         """After a backward without synchronization: gradients that stayed untouched are None again."""
         if not self._installed:
             return
-        touched = set(self.touched)
-        for place, (parameter, view) in enumerate(self._small_pairs):
-            if self.num_large + place not in touched and parameter.grad is view:
+        touched = set(self.touched_slots())
+        small = zip(self._small_parameters, self._small_views, strict=True)
+        for slot, (parameter, view) in enumerate(small, start=self.num_large):
+            if slot not in touched and parameter.grad is view:
                 parameter.grad = None
 
 

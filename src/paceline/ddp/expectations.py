@@ -78,7 +78,7 @@ class Expectations:
             return
         counts = [0] * len(self._nodes)
         for bucket in buckets:
-            for slot in bucket.touched:
+            for slot in bucket.touched_slots():
                 counts[bucket.members[slot]] += 1
         self._counts = counts
 

@@ -33,6 +33,7 @@ from paceline.ddp.control import ControlWords, Status
 from paceline.ddp.expectations import NEVER, Expectations
 from paceline.ddp.flight import Flight
 from paceline.ddp.layout import AnyBucket, GradientMemory, ManagedParameters
+from paceline.ddp.listener import Listener
 from paceline.ddp.peers import Peers
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.ready_order import ReadyOrder, hook_gradient
@@ -120,6 +121,7 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self.buckets = self._memory.cut(self._order)
+        self._listeners = [Listener(bucket, self._on_full) for bucket in self.buckets]
         self._hooks = [
             hook_gradient(parameter, self._make_hook(bucket, slot))
             for bucket in self.buckets
@@ -127,16 +129,14 @@ class Reducer:
         ]
 
     def _make_hook(self, bucket: AnyBucket, slot: int) -> Callable[[Tensor], None]:
+        listener = self._listeners[bucket.index]
+        if slot >= bucket.num_large:
+            return listener.on_last_small if slot == len(bucket.members) - 1 else listener.on_small
         touched = bucket.touched
         touch = touched.append
 
-        def on_small_gradient(_: Tensor) -> None:
-            touch(slot)
-            if len(touched) == bucket.expected:
-                self._on_full(bucket)
-
         def on_large_gradient(parameter: Any) -> None:
-            touch(slot)
+            touch(parameter)
             backward = self._current() or self.begin()
             # Somebody else's hook would want to see the gradient in `.grad`.
             if len(parameter._post_accumulate_grad_hooks) == 1 + self.ready_order.is_listening:
@@ -147,7 +147,7 @@ class Reducer:
             if len(touched) == bucket.expected:
                 self._on_full(bucket)
 
-        return on_large_gradient if slot < bucket.num_large else on_small_gradient
+        return on_large_gradient
 
     def remove_hooks(self) -> None:
         """Leave the parameters alone from now on."""
@@ -228,12 +228,14 @@ class Reducer:
         self._scale = self.reduction.input_scale(self.num_averaged or self._num_ranks)
         expected = self.expectations.touches if backward.synchronizes else lambda _: NEVER
         self.expectations.begin()
-        for bucket in self.buckets:
+        for bucket, listener in zip(self.buckets, self._listeners, strict=True):
             first_touches = list(bucket.touched)  # of the hook that called us, when no output was watched
             bucket.arm(expected(bucket.members))
             bucket.touched.extend(first_touches)
             if bucket.expected == 0:
                 bucket.ready_s = backward.started_s
+            if bucket.expected in (NEVER, len(bucket.members)) and not self.ready_order.is_listening:
+                listener.listen_quickly()
 
     def _on_full(self, bucket: AnyBucket) -> None:
         backward = self._current()
@@ -281,12 +283,13 @@ class Reducer:
 
     def _rest(self) -> None:
         self._backward = None
-        for bucket in self.buckets:
+        for bucket, listener in zip(self.buckets, self._listeners, strict=True):
             bucket.disarm()
+            listener.listen_carefully()
 
     def _end_unsynchronized(self) -> None:
         for bucket in self.buckets:
-            self._used_before.update(bucket.members[slot] for slot in bucket.touched)
+            self._used_before.update(bucket.members[slot] for slot in bucket.touched_slots())
             bucket.drop_installed()
 
     def _finish(self, backward: Backward) -> None:

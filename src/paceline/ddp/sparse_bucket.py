@@ -24,7 +24,8 @@ class SparseBucket:
         self.parameters = [parameter]
         self.message = torch.empty(0)  # the reduced gradient, once it is there
         self.size_bytes = 0
-        self.touched: list[int] = []
+        self.touched: list[Tensor] = []
+        self.num_large = 0
         self.expected = 1
         self.launched = False
         self.ready_s = 0.0
@@ -40,6 +41,9 @@ class SparseBucket:
 
     def disarm(self) -> None:
         self.arm(expected=1)
+
+    def touched_slots(self) -> list[int]:
+        return [0] * len(self.touched)
 
     def is_complete(self) -> bool:
         return len(self.touched) == 1
