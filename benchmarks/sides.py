@@ -32,8 +32,7 @@ SIDES: dict[str, Side] = {
     "ours": Side("ours"),
     "ours-view": Side("ours", {"gradient_as_bucket_view": True}),
     "ours-static": Side("ours", {"static_graph": True}),
-    "ours-25": Side("ours", {"bucket_cap_mb_list": [1, 25]}),  # torch's buckets
-    "ours-10": Side("ours", {"bucket_cap_mb_list": [1, 10]}),
+    "ours-2": Side("ours", {"bucket_cap_mb_list": [1, 2]}),  # fine buckets, as for several hosts
     "torch-2": Side("torch", {"bucket_cap_mb_list": [1, 2]}),
     "ours-unused": Side("ours", {"find_unused_parameters": True}),
 }

@@ -83,7 +83,7 @@ def logging_data(rank, _num_ranks, seed, options):
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 def test_logging_data_has_torchs_keys(options):
     """`_get_ddp_logging_data()`: every key of torch's, with a value of the same type; facts are equal."""
-    for result in pool(2).run(logging_data, 2, {"bucket_cap_mb": 25, **options}):
+    for result in pool(2).run(logging_data, 2, options):
         assert sorted(set(result["torch"]) - set(result["ours"])) == []
         assert {key: result["ours"][key] for key in result["torch"]} == result["torch"]
         assert result["ours values"] == result["torch values"]

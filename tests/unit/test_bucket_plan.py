@@ -115,7 +115,7 @@ def test_plan_is_torchs_for_one_dtype(num_elements, first_bytes, cap_bytes):
     [
         (102, False, True, 25),
         (102, False, False, 25),
-        (102, True, True, 10),
+        (102, True, True, 25),
         (1, True, False, 1),
         (48, True, False, 1),
         (96, True, False, 2),
@@ -124,7 +124,7 @@ def test_plan_is_torchs_for_one_dtype(num_elements, first_bytes, cap_bytes):
     ],
 )
 def test_default_caps(size_mb, on_cpu, on_one_host, later_cap_mb):
-    """1 MiB first; then 25 MiB as in the paper on an accelerator; less on CPUs, least where a network is between."""
+    """1 MiB first; then 25 MiB as in the paper on an accelerator; less where CPUs have a network between them."""
     caps = BucketCaps.default(size_mb * MEBIBYTE, on_cpu=on_cpu, on_one_host=on_one_host)
     assert caps.caps_bytes == (FIRST_BUCKET_BYTES, later_cap_mb * MEBIBYTE)
     assert BucketCaps.from_arguments(None, None) is None

@@ -9,7 +9,7 @@ Rules
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3. We differ from torch's rule in the last part
 of rule 3: torch appends the open buckets in registration order, or in the order of a hash map; and in the
-default cap on the CPU.
+default cap for CPUs of several hosts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 MEBIBYTE = 1024 * 1024
 DEFAULT_BUCKET_CAP_MB = 25
 DEFAULT_FIRST_BUCKET_BYTES = MEBIBYTE
-ONE_HOST_CAP_MB = 10
 MANY_HOSTS_CAP_MB = 5
 MANY_HOSTS_BUCKETS = 48
 
@@ -51,26 +50,23 @@ class BucketCaps:
 
     @classmethod
     def default(cls, size_bytes: int, on_cpu: bool, on_one_host: bool) -> BucketCaps:
-        """1 MiB, then 25 MiB; less on the CPU: 10 MiB on one host, on several a 48th of all, 1 to 5 MiB.
+        """1 MiB, then 25 MiB; for CPUs of several hosts a 48th of all gradients, 1 to 5 MiB.
 
         Nothing hides the last bucket, and the wire idles until the first two are full. With n equal buckets that
         costs an nth of the overlap, so n should be large; what bounds it is the size at which a reduction is
         efficient. NCCL's keeps growing; Gloo is saturated at 2 MB (section 2.3, figure 2), and section 5.2
         (figures 7 and 8) finds 5 MB best for Gloo and 25 MB for NCCL. On one host there is no wire: Gloo takes
-        the cores that compute, overlap gains little, and every reduction costs some (benchmarks/LOG.md).
+        the cores that compute, overlap gains nothing, and many reductions cost some (benchmarks/LOG.md).
 
         Args:
             size_bytes: Of all gradients.
             on_cpu: Where they are.
             on_one_host: Whether all ranks are.
         """
-        if not on_cpu:
-            cap = DEFAULT_BUCKET_CAP_MB * MEBIBYTE
-        elif on_one_host:
-            cap = ONE_HOST_CAP_MB * MEBIBYTE
-        else:
-            cap = min(max(size_bytes // MANY_HOSTS_BUCKETS, MEBIBYTE), MANY_HOSTS_CAP_MB * MEBIBYTE)
-        return cls((DEFAULT_FIRST_BUCKET_BYTES, cap))
+        if on_one_host or not on_cpu:
+            return cls((DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE))
+        share = min(max(size_bytes // MANY_HOSTS_BUCKETS, MEBIBYTE), MANY_HOSTS_CAP_MB * MEBIBYTE)
+        return cls((DEFAULT_FIRST_BUCKET_BYTES, share))
 
     def of(self, bucket_number: int) -> int:
         return self.caps_bytes[min(bucket_number, len(self.caps_bytes) - 1)]
