@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from paceline.ddp.layout import ManagedParameters
+from paceline.errors import ConfigurationError
 
 
 def choose_process_groups(process_group: Any, device_mesh: Any) -> list[ProcessGroup]:
@@ -84,6 +86,17 @@ def check_devices(
     indices = [torch._utils._get_device_index(device, True) for device in device_ids]
     output = device_ids[0] if output_device is None else output_device
     return indices, torch._utils._get_device_index(output, True)
+
+
+def check_not_wrapped(module: Module) -> None:
+    """Refuse a module of which a part is synchronized already: its gradients would be moved away twice."""
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            where = f"its part {name!r}" if name else "it"
+            raise ConfigurationError(
+                f"cannot wrap this {type(module).__name__}: {where} is a {type(part).__name__} already. "
+                "Wrap the whole module once, or its parts one by one and not the whole."
+            )
 
 
 def is_on_one_host() -> bool:

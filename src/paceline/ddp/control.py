@@ -21,6 +21,11 @@ class Status(IntEnum):
     ABORTED = 2  # an exception ended it: nobody may use this step's gradients
 
 
+_OPEN_FORWARD = 4  # a status word is a status plus this many times the number of open forwards
+_MANY = 14
+NOT_COUNTED = 15  # small enough to be exact in every float type
+
+
 class ControlWords:
     """This rank's words, and after the reduction everybody's."""
 
@@ -29,26 +34,43 @@ class ControlWords:
         self._rank = rank
         self.num_words = num_parameters + num_ranks
         self.words = torch.zeros(self.num_words)
+        self._status_words: list[int] = []
 
     def place(self, words: Tensor) -> None:
         """Use `words`, shape (num_words,), from now on: the end of the last bucket's buffer, or a tensor of its own."""
         self.words = words
 
-    def write(self, unused: Sequence[int], status: Status) -> None:
-        """Say which parameters this rank did not use, and how its backward ended."""
+    def write(self, unused: Sequence[int], status: Status, num_open_forwards: int) -> None:
+        """Say which parameters this rank did not use, how its backward ended, and what it has left undone.
+
+        Args:
+            unused: Parameter indices.
+            status: Of this rank's backward.
+            num_open_forwards: Forwards in training mode without a backward so far; or NOT_COUNTED.
+        """
         self.words.fill_(1.0)
         self.words[self._num_parameters :] = 0.0
-        if status is not Status.GOOD:
-            self.words[self._num_parameters + self._rank] = float(status)
+        open_forwards = (
+            num_open_forwards if num_open_forwards == NOT_COUNTED else min(num_open_forwards, _MANY)
+        )
+        if status is not Status.GOOD or open_forwards:
+            self.words[self._num_parameters + self._rank] = float(status + _OPEN_FORWARD * open_forwards)
         for index in unused:
             self.words[index] = 0.0
 
-    def statuses(self) -> dict[int, Status]:
-        """Ranks whose backward did not end well. On an accelerator this waits for the device."""
-        statuses = self.words[self._num_parameters :]
-        if not bool(statuses.any()):
-            return {}
-        return {rank: Status(round(word)) for rank, word in enumerate(statuses.tolist()) if word != 0.0}
+    def read(self) -> None:
+        """Take in the ranks' status words. On an accelerator this waits for the device."""
+        words = self.words[self._num_parameters :]
+        self._status_words = [round(word) for word in words.tolist()] if bool(words.any()) else []
+
+    def ranks_with(self, status: Status) -> list[int]:
+        """Ranks whose backward ended so; after `read`."""
+        return [rank for rank, word in enumerate(self._status_words) if word % _OPEN_FORWARD == status]
+
+    def open_forwards(self) -> dict[int, int]:
+        """How many forwards each rank has left without a backward, of those that count; after `read`."""
+        counts = {rank: word // _OPEN_FORWARD for rank, word in enumerate(self._status_words)}
+        return {rank: count for rank, count in counts.items() if count != NOT_COUNTED}
 
     def is_used(self) -> list[bool]:
         """Whether any rank used each parameter. On an accelerator this waits for the device."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
+from torch.nn import Parameter
 
 from paceline.ddp.layout import AnyBucket, ManagedParameters
 
@@ -32,7 +34,11 @@ class Expectations:
         self.predicts = find_unused
         self.defers = False  # gradients came late once: no bucket leaves before backward has ended
         # The engine can only be asked about nodes, and forgets a node that nobody keeps.
-        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in managed.parameters]
+        self._nodes = [_node_of(parameter) for parameter in managed.parameters]
+
+    def expect_static_graph(self) -> None:
+        """As the argument, before the first backward."""
+        self._static_graph = True
 
     @property
     def counted(self) -> bool:
@@ -87,3 +93,12 @@ class Expectations:
         self.defers = True
         self._counts = None
         self._static_graph = False
+
+
+def _node_of(parameter: Parameter) -> Any:
+    """The graph's node that accumulates into the parameter; also if it is frozen just now."""
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    parameter.requires_grad_(requires_grad)
+    return node

@@ -58,6 +58,8 @@ class Flight:
         try:
             pending = self._start(bucket, is_last)
         except RuntimeError as error:
+            if not self._reduction.is_ours:
+                raise  # a user's hook said so
             raise self._peers.lost(error, f"launching {_describe(bucket)}") from error
         pending.on_done(record.note_done)
         self._launched.append((record, pending))

@@ -27,7 +27,7 @@ class Shadow(JoinHook):
         wrapped = self._wrapped
         if not announce(wrapped, will_synchronize=False, is_active=False):
             return
-        if wrapped._has_synchronized_buffers():
+        if wrapped.training and wrapped._has_synchronized_buffers():
             wrapped._buffer_sync.synchronize(agree_on_source(wrapped, is_candidate=False))
         wrapped.reducer.prepare()
         wrapped.reducer.synchronizes_buffers = False

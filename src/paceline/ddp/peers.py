@@ -7,6 +7,7 @@ leave, too. Whoever has not answered is looked up by process id when it lives on
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import time
@@ -24,6 +25,25 @@ SLICE_S = 0.5
 GRACE_S = 2.0
 
 
+_num_named: dict[str, int] = {}
+
+
+def next_name(process_group: ProcessGroup, is_collective: bool) -> str:
+    """A name for a module that is being wrapped: the same on every rank of the group, not used before.
+
+    Args:
+        process_group: Who wraps it.
+        is_collective: Whether all of them do so now; copies are counted apart, as a rank may make some by itself.
+    """
+    try:
+        members = dist.get_process_group_ranks(process_group)
+    except (KeyError, ValueError, RuntimeError):  # a group that is not registered
+        members = list(range(process_group.size()))
+    kind = f"{'wrapped' if is_collective else 'copied'}/{hashlib.sha256(repr(members).encode()).hexdigest()[:16]}"
+    _num_named[kind] = _num_named.get(kind, 0) + 1
+    return f"{kind}/{_num_named[kind]}"
+
+
 class Peers:
     """The other ranks of one wrapped module.
 
@@ -37,11 +57,13 @@ class Peers:
         self._rank = process_group.rank()
         self._num_ranks = process_group.size()
         self._in_slices = in_slices and self._num_ranks > 1
-        self._store: dist.Store = dist.PrefixStore(
-            f"paceline/{name}", dist.distributed_c10d._get_default_store()
-        )
-        if self._num_ranks > 1:
-            self._store.set(f"who/{self._rank}", f"{os.getpid()} {socket.gethostname()}")
+        self._store: dist.Store | None = None
+        try:
+            self._store = dist.PrefixStore(f"paceline/{name}", dist.distributed_c10d._get_default_store())
+            if self._num_ranks > 1:
+                self._store.set(f"who/{self._rank}", f"{os.getpid()} {socket.gethostname()}")
+        except (RuntimeError, TypeError):  # MPI launches without a store: then no roll can be called
+            self._store = None
 
     def wait(self, pending: Pending, doing: str) -> None:
         """Wait for a collective.
@@ -62,16 +84,18 @@ class Peers:
             raise self.lost(error, doing) from error
 
     def _raise_if_called(self) -> None:
-        if self._store.check(["roll_call"]):
+        if self._store is not None and self._store.check(["roll_call"]):
             raise RuntimeError("another rank has called the roll")
 
     def lost(self, error: Exception, doing: str) -> PeerLostError:
         """Call the roll, or answer it, and put the result into words."""
-        silent = self._call_roll(doing)
-        if silent is None:
+        silent = None if self._store is None else self._call_roll(self._store, doing)
+        if self._store is None:
+            who = "this job has no store in which to ask who still answers"
+        elif silent is None:
             who = "the job's store does not answer, so the rank that hosts it (usually 0) is gone"
         else:
-            states = {rank: self._state_of(rank) for rank in silent}
+            states = {rank: self._state_of(self._store, rank) for rank in silent}
             gone = {rank: state for rank, state in states.items() if state.is_gone} or states
             who = "; ".join(f"rank {rank} {state.words}" for rank, state in gone.items())
             who = (
@@ -84,39 +108,41 @@ class Peers:
             f"The backend said: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         )
 
-    def _call_roll(self, doing: str) -> list[int] | None:
+    def _call_roll(self, store: dist.Store, doing: str) -> list[int] | None:
         """Ranks that do not answer; None when the store does not."""
         deadline_s = time.monotonic() + GRACE_S
         try:
-            self._store.set(f"here/{self._rank}", doing)
-            self._store.set("roll_call", "1")
+            store.set(f"here/{self._rank}", doing)
+            store.set("roll_call", "1")
             others = (rank for rank in range(self._num_ranks) if rank != self._rank)
-            return [rank for rank in others if not self._answers(rank, deadline_s)]
+            return [rank for rank in others if not _answers(store, rank, deadline_s)]
         except RuntimeError:
             return None
 
-    def _answers(self, rank: int, deadline_s: float) -> bool:
-        key = f"here/{rank}"
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            return self._store.check([key])
+    @staticmethod
+    def _state_of(store: dist.Store, rank: int) -> _State:
         try:
-            self._store.wait([key], timedelta(seconds=left_s))
-        except RuntimeError:
-            return self._store.check([key])
-        return True
-
-    def _state_of(self, rank: int) -> _State:
-        try:
-            if not self._store.check([f"who/{rank}"]):
+            if not store.check([f"who/{rank}"]):
                 return _State("has not got as far as wrapping its model", is_gone=False)
-            pid, host = self._store.get(f"who/{rank}").decode().split(" ", 1)
+            pid, host = store.get(f"who/{rank}").decode().split(" ", 1)
         except RuntimeError:
             return _State("does not answer", is_gone=False)
         where = f"(process {pid} on {host})"
         if host != socket.gethostname():
             return _State(f"{where} does not answer", is_gone=False)
         return _look_up(int(pid), where)
+
+
+def _answers(store: dist.Store, rank: int, deadline_s: float) -> bool:
+    key = f"here/{rank}"
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        return store.check([key])
+    try:
+        store.wait([key], timedelta(seconds=left_s))
+    except RuntimeError:
+        return store.check([key])
+    return True
 
 
 class _State:

@@ -24,7 +24,7 @@ def hook_gradient(parameter: Parameter, hook: Callable[[Tensor], None]) -> Remov
 
 
 class ReadyOrder:
-    """Listens to every parameter until the order is taken.
+    """Listens to every parameter until the order is agreed on.
 
     Attributes:
         observed: Parameter indices as backwards finished them; a parameter may occur more than once.
@@ -32,8 +32,6 @@ class ReadyOrder:
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.observed: list[int] = []
-        self._agreed: list[int] | None = None
-        self._has_agreed = False
         self._recorders = [hook_gradient(p, self._recorder(index)) for index, p in enumerate(parameters)]
 
     def _recorder(self, index: int) -> Callable[[Tensor], None]:
@@ -45,8 +43,8 @@ class ReadyOrder:
 
     def agree(
         self, otherwise: Sequence[int], device: torch.device, group: ProcessGroup, peers: Peers
-    ) -> None:
-        """Everybody learns the order that rank 0 has observed; the first time only.
+    ) -> list[int]:
+        """The order that rank 0 has observed; stops listening.
 
         Contract:
             Collective: every rank, at the end of its first synchronized backward.
@@ -57,20 +55,12 @@ class ReadyOrder:
             group: Over whom.
             peers: Watches.
         """
-        if self._has_agreed:
-            return
-        self._has_agreed = True
+        self.stop()
         order = torch.tensor(list(dict.fromkeys([*self.observed, *otherwise])), device=device)
         if group.size() > 1:
             peers.wait(launch_broadcast(order, group, source=0), "agreeing on the order of buckets")
-        self._agreed = order.tolist()
-
-    def take(self) -> list[int] | None:
-        """The agreed order, once, and stop listening; None before and after."""
-        order, self._agreed = self._agreed, None
-        if order is not None:
-            self.stop()
-        return order
+        agreed: list[int] = order.tolist()
+        return agreed
 
     def stop(self) -> None:
         """Leave the parameters alone."""

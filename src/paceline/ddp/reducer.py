@@ -9,7 +9,10 @@ Rules
 4. By linearity a second backward before `zero_grad` is right too: the mean of (old + new) is old + mean(new), because
    old is the same on every rank.
 5. A gradient that arrives after its bucket has left is kept apart and reduced once more, on all ranks.
-6. No collective outside a synchronized backward, except in the constructor and for buffers before a forward.
+6. Where one backward runs through several modules on one process group, only the one that began first launches before
+   the end: how their buckets would interleave depends on what a rank used.
+7. No collective outside a synchronized backward, except in the constructor, for buffers before a forward, under
+   `join`, after a parameter was unfrozen, and to complete a backward that raised.
 
 The stations of a gradient: autograd -> `Bucket.enter` or `collect` -> `Reduction.launch` -> `attach` -> `.grad`.
 """
@@ -29,7 +32,7 @@ from torch.distributed import ProcessGroup
 from paceline.ddp import in_backward
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.buffers import Buffers
-from paceline.ddp.control import ControlWords, Status
+from paceline.ddp.control import NOT_COUNTED, ControlWords, Status
 from paceline.ddp.expectations import NEVER, Expectations
 from paceline.ddp.flight import Flight
 from paceline.ddp.layout import AnyBucket, GradientMemory, ManagedParameters
@@ -73,6 +76,17 @@ class Backward:
         self._end(self)
 
 
+class _Forward:
+    """A forward whose backward is still to come."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+
+_under_way: list[Reducer] = []
+"""Reducers in a synchronized backward, in the order in which they began; the engine may run through several."""
+
+
 class Reducer:
     """Reduces the gradients of one module on one rank."""
 
@@ -108,6 +122,9 @@ class Reducer:
 
         self._backward: weakref.ref[Backward] | None = None
         self._failure: Exception | None = None
+        self._forward: _Forward | None = None  # the last one, until its outputs are known
+        self._num_open_forwards = 0
+        self._counts_forwards = True
         self._used_before: set[int] = set()  # touched without synchronization since the last one
         self._futures: list[torch.futures.Future[Any]] = []  # of buffer hooks; awaited when backward ends
 
@@ -138,8 +155,7 @@ class Reducer:
         def on_large_gradient(parameter: Any) -> None:
             touch(parameter)
             backward = self._current() or self.begin()
-            # Somebody else's hook would want to see the gradient in `.grad`.
-            if len(parameter._post_accumulate_grad_hooks) == 1 + self.ready_order.is_listening:
+            if not self._has_foreign_hooks(parameter):
                 if backward.synchronizes:
                     bucket.enter(slot, self._scale)
                 else:
@@ -158,8 +174,11 @@ class Reducer:
 
     # ---- before a backward
 
-    def prepare(self) -> None:
+    def prepare(self, opens_step: bool = False) -> None:
         """Before a forward that will be differentiated.
+
+        Args:
+            opens_step: Whether a backward should follow, on every rank.
 
         Contract:
             Local, unless this rank's last backward raised: then it completes that backward's collectives, for which
@@ -174,10 +193,9 @@ class Reducer:
             ) from self._failure
         if self._backward is not None and self._backward() is None:
             self._recover()
-        if self._backward is None and (order := self.ready_order.take()) is not None:
-            self.has_rebuilt_buckets = True
-            if order != self._order:
-                self._recut(order)
+        if opens_step:
+            self._forward = _Forward()
+            self._num_open_forwards += 1
 
     def _recut(self, order: list[int]) -> None:
         """Lay the buckets out in the order observed; gradients that are alive move along."""
@@ -199,13 +217,24 @@ class Reducer:
             view = views.get(id(parameter))
             parameter.grad = gradient if view is None else view.copy_(gradient)
 
-    def watch(self, output_node: Any) -> None:
-        """Begin as soon as a backward reaches this node, the `grad_fn` of an output."""
-        output_node.register_prehook(self._on_output)
+    def watch(self, output_nodes: Sequence[Any]) -> None:
+        """Begin as soon as a backward reaches one of these, the `grad_fn`s of the outputs of the last forward."""
+        forward, self._forward = self._forward, None
 
-    def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
-        if self._current() is None and self.expectations.is_backward():
-            self.begin()
+        def on_output(_: tuple[Tensor, ...]) -> None:
+            self._close(forward)
+            if self._current() is None and self.expectations.is_backward():
+                self.begin()
+
+        for node in output_nodes:
+            node.register_prehook(on_output)
+        if forward is not None and not output_nodes:
+            self._counts_forwards = False  # its backward will come unseen
+
+    def _close(self, forward: _Forward | None) -> None:
+        if forward is not None and forward.is_open:
+            forward.is_open = False
+            self._num_open_forwards -= 1
 
     # ---- during a backward
 
@@ -223,9 +252,14 @@ class Reducer:
 
     def _arm(self, backward: Backward) -> None:
         self._backward = weakref.ref(backward)
-        self._was_synchronizing = backward.synchronizes
+        self._was_synchronizing, self._by_autograd = backward.synchronizes, backward.by_autograd
         self._flight = Flight(self.reduction, self.process_groups, self._peers)
-        self._scale = self.reduction.input_scale(self.num_averaged or self._num_ranks)
+        self._launches_early = not any(map(self._shares_group_with, _under_way))
+        if backward.synchronizes:
+            _under_way.append(self)
+        num_averaged = self.num_averaged or self._num_ranks
+        self._scale = self.reduction.input_scale(num_averaged)
+        self._mean_scale = 1.0 / num_averaged  # of what bypasses the reduction: sparse and late gradients
         expected = self.expectations.touches if backward.synchronizes else lambda _: NEVER
         self.expectations.begin()
         for bucket, listener in zip(self.buckets, self._listeners, strict=True):
@@ -236,6 +270,10 @@ class Reducer:
                 bucket.ready_s = backward.started_s
             if bucket.expected in (NEVER, len(bucket.members)) and not self.ready_order.is_listening:
                 listener.listen_quickly()
+
+    def _shares_group_with(self, other: Reducer) -> bool:
+        is_active = other is not self and other._current() is not None
+        return is_active and any(a is b for a in self.process_groups for b in other.process_groups)
 
     def _on_full(self, bucket: AnyBucket) -> None:
         backward = self._current()
@@ -248,16 +286,23 @@ class Reducer:
         if not self.expectations.counted and not bucket.is_complete():
             return  # one parameter twice, another not yet: this bucket leaves when backward has ended
         bucket.ready_s = time.perf_counter()
-        self._launch_ready()
+        if not self._has_foreign_hooks(bucket.touched[-1]):
+            self._launch_ready()  # otherwise with the next full bucket: those hooks want to see `.grad`
+
+    def _has_foreign_hooks(self, parameter: Any) -> bool:
+        return len(parameter._post_accumulate_grad_hooks) > 1 + self.ready_order.is_listening
 
     def _launch_ready(self) -> None:
-        last = len(self.buckets) - 1
+        last = len(self.buckets) - 1 if self._launches_early else 0
         while (place := self._flight.num_launched) < last and self.buckets[place].ready_s:
             self._launch(self.buckets[place])
 
+    def _scale_of(self, bucket: AnyBucket) -> float:
+        return self._mean_scale if bucket.is_sparse else self._scale
+
     def _launch(self, bucket: AnyBucket) -> None:
         if not bucket.launched:
-            bucket.collect(self._scale, self._used_before, has_ended=False)
+            bucket.collect(self._scale_of(bucket), self._used_before, has_ended=False)
         try:
             self._flight.launch(bucket, is_last=bucket is self.buckets[-1])
         except Exception as error:
@@ -272,6 +317,7 @@ class Reducer:
         try:
             if backward.synchronizes:
                 self._finish(backward)
+                self._rebuild_once()
             else:
                 self._end_unsynchronized()
         except Exception as error:
@@ -281,8 +327,21 @@ class Reducer:
         finally:
             self._rest()
 
+    def _rebuild_once(self) -> None:
+        """After the first synchronized backward: lay the buckets out in the order that rank 0 observed."""
+        if self.has_rebuilt_buckets:
+            return
+        order = self.ready_order.agree(
+            self._order, self._control.words.device, self.process_groups[0], self._peers
+        )
+        self.has_rebuilt_buckets = True
+        if order != self._order:
+            self._recut(order)
+
     def _rest(self) -> None:
         self._backward = None
+        if self in _under_way:
+            _under_way.remove(self)
         for bucket, listener in zip(self.buckets, self._listeners, strict=True):
             bucket.disarm()
             listener.listen_carefully()
@@ -307,15 +366,15 @@ class Reducer:
         status = self._note_late()
         unused = self._complete(status)
         waited_s = time.perf_counter() - ended_s
-        statuses = self._control.statuses()
-        self._raise_if_aborted(statuses)
-        if Status.LATE_GRADIENTS in statuses.values():
+        self._control.read()
+        self._raise_if_aborted()
+        self._raise_if_out_of_step()
+        if self._control.ranks_with(Status.LATE_GRADIENTS):
             self._reduce_late()
         self._attach(unused)
         if backward.by_autograd:
             self._remark_on(unused)
         self.expectations.learn(self.buckets)
-        self.ready_order.agree(self._order, self._control.words.device, self.process_groups[0], self._peers)
         self.num_steps += 1
         self._used_before.clear()
         buckets = self._flight.timings()
@@ -343,9 +402,10 @@ class Reducer:
         remaining = self.buckets[self._flight.num_launched :]
         for bucket in remaining:
             bucket.ready_s = bucket.ready_s or time.perf_counter()
-            bucket.collect(self._scale, self._used_before, has_ended=True)
+            bucket.collect(self._scale_of(bucket), self._used_before, has_ended=True)
         unused = [index for bucket in self.buckets for index in bucket.untouched_members()]
-        self._control.write(unused, status)
+        counts = self._counts_forwards and self._by_autograd
+        self._control.write(unused, status, self._num_open_forwards if counts else NOT_COUNTED)
         for bucket in remaining[:-1]:
             self._launch(bucket)
         self._launch(remaining[-1])
@@ -366,8 +426,8 @@ class Reducer:
             words = launch_sum(self._control.words, self.process_groups[0])
             self._peers.wait(words, "waiting for the ranks' statuses")
 
-    def _raise_if_aborted(self, statuses: dict[int, Status]) -> None:
-        aborted = [rank for rank, status in statuses.items() if status is Status.ABORTED]
+    def _raise_if_aborted(self) -> None:
+        aborted = self._control.ranks_with(Status.ABORTED)
         if aborted:
             self.drop_gradients()
             raise PeerAbortedError(
@@ -377,10 +437,26 @@ class Reducer:
                 "the next batch."
             )
 
+    def _raise_if_out_of_step(self) -> None:
+        counts = self._control.open_forwards()
+        if len(set(counts.values())) <= 1:
+            return
+        self.drop_gradients()
+        self._num_open_forwards = 0
+        most = max(counts, key=counts.__getitem__)
+        least = min(counts, key=counts.__getitem__)
+        raise PeerAbortedError(
+            f"rank {self._rank}: the ranks are not in the same step: rank {most} has run {counts[most]} forward(s) in "
+            f"training mode without a backward, rank {least} {counts[least]}. Either rank {most} skipped a backward or "
+            "caught an exception before its backward reached the module, so that its batches are one ahead of the "
+            "others'; or it ran a forward by itself, which belongs under torch.no_grad() or in evaluation mode. The "
+            f"gradients of step {self.num_steps + 1} were dropped on every rank; parameters are untouched."
+        )
+
     def _reduce_late(self) -> None:
         """Sum what arrived after its bucket had left, on all ranks (rule 5)."""
         for bucket in self.buckets:
-            late, group = bucket.take_late(self._scale), self._flight.group_of(bucket)
+            late, group = bucket.take_late(self._mean_scale), self._flight.group_of(bucket)
             if bucket.is_sparse:
                 pending = launch_sparse_sum(late, group, keep=bucket.add_late)
                 self._peers.wait(pending, "reducing late sparse gradients")
@@ -444,7 +520,7 @@ class Reducer:
                 "one that counts a static graph, so call it before, or pass static_graph=True to the constructor."
             )
         self.options = replace(self.options, static_graph=True)
-        self.expectations = Expectations(self.managed, self.options.find_unused_parameters, static_graph=True)
+        self.expectations.expect_static_graph()
 
     def check_finished(self) -> None:
         """Raise if a backward began and was not completed."""

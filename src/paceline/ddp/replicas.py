@@ -44,6 +44,11 @@ class Description:
         lines += [(f"argument {name}", str(value)) for name, value in options]
         return cls(tuple(lines))
 
+    @classmethod
+    def of_refusal(cls, error: Exception) -> Description:
+        """What a rank says that cannot wrap its module at all."""
+        return cls(((REFUSAL, str(error)),))
+
     def encode(self) -> bytes:
         return json.dumps(self.lines).encode()
 
@@ -89,6 +94,9 @@ def _gather(row: Tensor, process_group: ProcessGroup, peers: Peers) -> list[list
 
 def _difference(described: Sequence[Description]) -> str:
     """The first difference from rank 0, in words."""
+    for rank, description in enumerate(described):
+        if description.lines[0][0] == REFUSAL:
+            return f"rank {rank} could not wrap its model: {description.lines[0][1]} {REMEDY}"
     ours = dict(described[0].lines)
     for rank, description in enumerate(described[1:], start=1):
         theirs = dict(description.lines)
@@ -108,6 +116,7 @@ def _difference(described: Sequence[Description]) -> str:
     return f"the ranks describe their models in different orders. {REMEDY}"
 
 
+REFUSAL = "refusal"
 REMEDY = (
     "Build the same model, with the same arguments, on every rank before wrapping it; no value was changed."
 )

@@ -46,6 +46,19 @@ def restore(
     if is_bare:
         for name in names:
             state[prefix + PREFIX + name.removeprefix(prefix)] = state.pop(name)
+        _restore_versions(state, prefix)
+
+
+def _restore_versions(state: MutableMapping[str, Any], prefix: str) -> None:
+    """The same for the versions of the modules: names are added, because `load_state_dict` holds this very mapping."""
+    modules = getattr(state, "_metadata", None)
+    if modules is None:
+        return
+    inner = (prefix + PREFIX).removesuffix(".")
+    for name, facts in list(modules.items()):
+        if (name + ".").startswith(prefix) or not prefix:
+            rest = (name + ".").removeprefix(prefix).removesuffix(".") if name else ""
+            modules.setdefault(f"{inner}.{rest}" if rest else inner, facts)
 
 
 def _is_asked_by(caller: str) -> bool:

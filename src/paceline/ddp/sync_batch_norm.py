@@ -98,6 +98,10 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         self._track(mean, variance, count)
         return cast("Tensor", y)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and files hold no process group; a copy talks over the default one until it is wrapped."""
+        return {**self.__dict__, "process_group": None}
+
     def _forward_alone(self, input: Tensor) -> Tensor:  # noqa: A002
         factor = self._count_batch()
         return functional.batch_norm(

@@ -5,11 +5,10 @@ The gradient's way from here: `forward` arms (`Reducer.prepare`, `watch`), backw
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -27,16 +26,15 @@ from paceline.ddp.buffers import Broadcast, Buffers
 from paceline.ddp.dynamo import may_compile
 from paceline.ddp.joining import Shadow, agree_on_source, notify
 from paceline.ddp.outputs import find_tensors
-from paceline.ddp.peers import Peers
+from paceline.ddp.peers import Peers, next_name
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer, ReducerOptions
 from paceline.ddp.replicas import Description, verify
 from paceline.ddp.torch_surface import TorchSurface
+from paceline.errors import ReplicaMismatchError
 from paceline.observe import StepTimings
 from paceline.reductions import NarrowMean
 from paceline.reductions.collectives import device_for_words
-
-_names = itertools.count()
 
 
 class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, override]
@@ -62,7 +60,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         broadcast_buffers: Deprecated; use `forward_sync_buffers`.
         init_sync: Compare the ranks' modules and copy rank 0's values. False: no collective in the constructor.
         process_group: Over whom; a list of groups with the same ranks takes turns, bucket by bucket.
-        bucket_cap_mb: MiB that make a bucket full; default 25, and 1 for the first.
+        bucket_cap_mb: MiB that make a bucket full; default 25 (for CPUs of several hosts 1 to 5), and 1 for the first.
         find_unused_parameters: Look for unused parameters from the first step on.
         check_reduction: Deprecated and ignored.
         gradient_as_bucket_view: Always so; the argument is accepted.
@@ -122,6 +120,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._module_parameters = [
                 p for name, p in module.named_parameters() if name not in self.parameters_to_ignore
             ]
+            arguments.check_not_wrapped(module)
             arguments.check_module(self._module_parameters)
             self.device_ids, self.output_device = arguments.check_devices(
                 self._module_parameters, device_ids, output_device
@@ -129,6 +128,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             given_caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
         except (RuntimeError, ValueError) as error:
             self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
+            if init_sync:
+                self._tell_of_refusal(error)
             raise
         self.process_group = self._process_groups[0]
         if device_mesh is not None:
@@ -137,7 +138,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.dim = dim
         self.device = self._module_parameters[0].device
         self.device_type = self.device.type
-        size_bytes = sum(p.numel() * p.element_size() for p in self._module_parameters)
+        trainable = [p for p in self._module_parameters if p.requires_grad]
+        size_bytes = sum(p.numel() * p.element_size() for p in trainable)
         on_one_host = arguments.is_on_one_host()
         self._caps = given_caps or BucketCaps.default(size_bytes, self.device_type == "cpu", on_one_host)
         self._chosen_caps = given_caps or f"default on {'one host' if on_one_host else 'several hosts'}"
@@ -163,8 +165,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def _set_up(self, init_sync: bool, init_sync_buffers: bool) -> None:
         """Everything that depends on the process group and cannot be pickled; collective if `init_sync`."""
         self._init_torch_surface()
+        self._let_go: Any = None  # called when we are gone
         in_slices = self.device_type == "cpu"
-        self._peers = Peers(self.process_group, name=str(next(_names)), in_slices=in_slices)
+        self._peers = Peers(
+            self.process_group, name=next_name(self.process_group, init_sync), in_slices=in_slices
+        )
         self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         if self._has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
@@ -203,6 +208,17 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             description, self.process_group, self._peers, device_for_words(self.process_group, self.device)
         )
 
+    def _tell_of_refusal(self, error: Exception) -> None:
+        """Let the ranks that do wrap their module hear of it, instead of waiting for us. Collective, as wrapping is."""
+        groups = getattr(self, "_process_groups", None)
+        if groups is None or groups[0].size() == 1:
+            return
+        parameters = getattr(self, "_module_parameters", None)
+        device = device_for_words(groups[0], parameters[0].device if parameters else torch.device("cpu"))
+        peers = Peers(groups[0], next_name(groups[0], is_collective=True), in_slices=device.type == "cpu")
+        with suppress(ReplicaMismatchError):  # what the others raise
+            verify(Description.of_refusal(error), groups[0], peers, device)
+
     def _broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
         if self.process_group.size() > 1:
             Broadcast(tensors, self.process_group, source).finish(
@@ -215,7 +231,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         # The parameters' hooks keep the reducer; it must not keep us, or wrapping a module again would find both.
         itself = weakref.ref(self)
         reducer.synchronizes = lambda: (wrapper := itself()) is None or wrapper.require_backward_grad_sync
-        weakref.finalize(self, reducer.remove_hooks)
+        if self._let_go is not None:
+            self._let_go.detach()
+        self._let_go = weakref.finalize(self, reducer.remove_hooks)
         if self.mixed_precision is not None:
             narrow = self.mixed_precision.reduce_dtype or self.mixed_precision.param_dtype
             if narrow is not None:
@@ -252,10 +270,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
     def _prepare_to_train(self) -> None:
-        self.reducer.steps_in_backward = in_backward.take_over(self._module_parameters)
-        self.reducer.prepare()
+        self.reducer.prepare(opens_step=self.training)
         if any(parameter.requires_grad for parameter in self._frozen):
             self._manage_unfrozen()
+        self.reducer.steps_in_backward = in_backward.take_over(self._module_parameters)
         will_synchronize = self.require_backward_grad_sync
         notify(self, will_synchronize)
         synchronizes_buffers = will_synchronize and self.training and self._has_synchronized_buffers()
@@ -264,9 +282,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         elif synchronizes_buffers and self.buffer_hook is None:
             joins = self._join_config.enable
             self._buffer_sync.synchronize(agree_on_source(self, is_candidate=True) if joins else 0)
-        self.reducer.synchronizes_buffers = (
-            synchronizes_buffers and self.buffer_hook is None and not self._join_config.enable
-        )
+        if self.training:  # an evaluation on one rank must not change what this rank's backward does
+            self.reducer.synchronizes_buffers = (
+                synchronizes_buffers and self.buffer_hook is None and not self._join_config.enable
+            )
 
     def _manage_unfrozen(self) -> None:
         """Parameters were unfrozen after wrapping: compare again, then synchronize them too. Collective."""
@@ -292,9 +311,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _post_forward(self, output: Any) -> Any:
         if self._trains():
-            for tensor in find_tensors(output):
-                if tensor.grad_fn is not None:
-                    self.reducer.watch(tensor.grad_fn)
+            self.reducer.watch([t.grad_fn for t in find_tensors(output) if t.grad_fn is not None])
             if self._has_synchronized_buffers() and self._buffer_hook_goes("POST_FORWARD"):
                 self._run_buffer_hook()
         return output
@@ -379,6 +396,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             "_peers",
             "_buffer_sync",
             "device_mesh",
+            "_let_go",
         }
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["_state_dict_hooks"] = type(self._state_dict_hooks)()

@@ -66,6 +66,7 @@ class HookReduction:
             start their collectives in different orders.
     """
 
+    is_ours = False
     carries_words = False
 
     def __init__(self, state: Any, hook: Hook, overlaps: bool) -> None:

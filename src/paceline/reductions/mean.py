@@ -17,6 +17,7 @@ class Mean:
         Li et al., VLDB 2020, Algorithm 1.
     """
 
+    is_ours = True
     carries_words = True
 
     def input_scale(self, num_ranks: int) -> float:

@@ -33,6 +33,7 @@ class _PendingCast:
 class NarrowMean:
     """The mean over ranks, summed in a narrower type: half the bytes, with its precision and range."""
 
+    is_ours = True
     carries_words = False
 
     def __init__(self, dtype: torch.dtype) -> None:

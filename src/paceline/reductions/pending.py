@@ -37,9 +37,9 @@ class PendingWork:
         try:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError:
-            if self._work.is_completed():
-                raise
-            return False
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # it ended just after the time limit: this says how
         return True
 
     def on_done(self, callback: Callable[[], None]) -> None:

@@ -44,6 +44,10 @@ class Reduction(Protocol):
     """How the ranks' buckets become one. Final classes implement it."""
 
     @property
+    def is_ours(self) -> bool:
+        """Whether an exception at launch means that communication failed, not that a user's code raised."""
+
+    @property
     def carries_words(self) -> bool:
         """Whether the words behind the gradients come back as exact sums; otherwise they are sent by themselves."""
 

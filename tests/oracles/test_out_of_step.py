@@ -1,0 +1,259 @@
+"""Ranks that lose step, and things one rank does by itself: the right mean, or an error on every rank."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.checkpoint import checkpoint
+
+from models import Mlp, conv_net, generator, squares
+from paceline import DistributedDataParallel, convert_sync_batchnorm
+from paceline.errors import HookError, PeerAbortedError
+from ranks import pool
+
+FINE = 0.0001  # MiB: a bucket for almost every gradient
+
+
+def batch(rank, step, width=8):
+    return torch.randn(4, width, generator=generator(rank, step), dtype=torch.float64)
+
+
+def mean_of(module, losses):
+    """Gradients of the mean of the ranks' losses, computed alone."""
+    alone = copy.deepcopy(module)
+    (sum(loss(alone) for loss in losses) / len(losses)).backward()
+    return [p.grad for p in alone.parameters()]
+
+
+def distance(model, expected):
+    return max(
+        (p.grad.to_dense() - q.to_dense()).abs().max().item()
+        for p, q in zip(model.parameters(), expected, strict=True)
+    )
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise ValueError("out of memory, say")
+        return gradient, None
+
+
+def raise_between_loss_and_module(rank, num_ranks):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Mlp(dtype=torch.float64))
+    messages, distances = [], []
+    for step in range(3 + rank):  # from the exception on, rank 1 is one batch ahead
+        model.zero_grad()
+        try:
+            _Fails.apply(squares(model(batch(rank, step))), step == 0 and rank == 1).backward()
+        except (ValueError, PeerAbortedError) as error:
+            messages.append(f"{type(error).__name__} {error}")
+            continue
+        x = [batch(r, step - rank + r) for r in range(num_ranks)]
+        losses = [lambda m, r=r, x=x: squares(m(x[r])) for r in range(num_ranks)]
+        distances.append(distance(model, mean_of(model.module, losses)))
+    return messages, distances
+
+
+def test_an_exception_before_backward_reaches_the_module():
+    """Rank 1 raises in step 0 outside the module and goes on: nobody averages different steps in silence."""
+    (told, distances), (raised, others) = pool(2).run(raise_between_loss_and_module)
+    start = "PeerAbortedError rank {}: the ranks are not in the same step: rank 1 has run 1 forward(s)"
+    assert len(told) == 1
+    assert told[0].startswith(start.format(0))
+    assert raised[0] == "ValueError out of memory, say"
+    assert raised[1].startswith(start.format(1))
+    assert len(distances) == len(others) == 2
+    assert max(distances + others) < 1e-12
+
+
+def different_numbers_of_forwards(rank, num_ranks):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Mlp(dtype=torch.float64))
+    worst = 0.0
+    for _ in range(3):
+        model.zero_grad()
+        sum(squares(model(batch(rank, i))) for i in range(rank + 1)).backward()
+        losses = [lambda m, r=r: sum(squares(m(batch(r, i))) for i in range(r + 1)) for r in range(num_ranks)]
+        worst = max(worst, distance(model, mean_of(model.module, losses)))
+    return worst
+
+
+def test_ranks_may_run_different_numbers_of_forwards():
+    """One backward through one forward on rank 0 and through two on rank 1 is no loss of step."""
+    assert max(pool(2).run(different_numbers_of_forwards)) < 1e-12
+
+
+def evaluate_between(rank, num_ranks, with_norm):
+    torch.manual_seed(0)
+    module = conv_net().double() if with_norm else Mlp(dtype=torch.float64)
+    model = DistributedDataParallel(module, bucket_cap_mb=FINE)
+    x = (
+        torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=generator(rank))
+        if with_norm
+        else batch(rank, 0)
+    )
+    for _ in range(3):
+        model.zero_grad()
+        loss = squares(model(x))
+        loss.backward(retain_graph=True)
+        if rank == 0:
+            model.eval()
+            model(x)  # with gradients enabled
+            model.train()
+        loss.backward()
+    return float(sum(p.grad.sum() for p in model.parameters()))
+
+
+@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "buffers"])
+def test_one_rank_evaluates_between_two_backwards(with_norm):
+    """Neither the layout of buckets nor the synchronization of buffers depends on a forward of one rank."""
+    sums = pool(2).run(evaluate_between, with_norm)
+    assert sums[0] == sums[1]
+
+
+class _SharedTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8, dtype=torch.float64)
+        self.head = nn.Linear(8, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return self.head(x)
+
+
+def hook_and(rank, num_ranks, kind):
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    sparse = kind == "sparse"
+    module = nn.Embedding(6, 3, sparse=True, dtype=torch.float64) if sparse else _SharedTwice()
+    model = DistributedDataParallel(module, bucket_cap_mb=FINE)
+    model.register_comm_hook(None, allreduce_hook)
+
+    def loss(net, r):
+        return squares(net(torch.tensor([r, 5]))) if sparse else squares(net(batch(r, 0).requires_grad_()))
+
+    worst = 0.0
+    for _ in range(3):
+        model.zero_grad()
+        loss(model, rank).backward()
+        expected = mean_of(model.module, [lambda m, r=r: loss(m, r) for r in range(num_ranks)])
+        worst = max(worst, distance(model, expected))
+    return worst
+
+
+@pytest.mark.parametrize("kind", ["late", "sparse"])
+def test_hooks_with_gradients_that_bypass_them(kind):
+    """Late and sparse gradients do not pass through a communication hook; they are averaged all the same."""
+    assert max(pool(2).run(hook_and, kind)) < 1e-12
+
+
+def wrong_hook(rank, _num_ranks, kind):
+    model = DistributedDataParallel(Mlp())
+
+    def hook(state, bucket):
+        if kind == "raises":
+            raise RuntimeError("bug in my hook")
+        return 5
+
+    model.register_comm_hook(None, hook)
+    try:
+        squares(model(torch.ones(2, 8))).backward()
+    except RuntimeError as error:
+        return type(error) is (RuntimeError if kind == "raises" else HookError), str(error)
+    return False, ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("raises", "bug in my hook"), ("returns 5", "must return a torch.futures")]
+)
+def test_a_hooks_mistake_is_not_a_lost_peer(kind, words):
+    """What the hook raised, as it raised it; what it returned, as a HookError."""
+    for is_right, message in pool(2).run(wrong_hook, kind):
+        assert is_right
+        assert words in message
+
+
+def others_hooks(_rank, _num_ranks):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Mlp(), bucket_cap_mb=FINE)
+    saw_none = []
+    for name, p in model.module.named_parameters():
+        p.register_post_accumulate_grad_hook(
+            lambda q, name=name: saw_none.append(name) if q.grad is None else None
+        )
+    for step in range(3):
+        model.zero_grad()
+        squares(model(batch(0, step).float())).backward()
+    return saw_none
+
+
+def test_a_users_hook_sees_its_gradient():
+    """A post-accumulate hook that was registered after wrapping finds `.grad`, also on a bucket's last gradient."""
+    assert pool(2).run(others_hooks) == [[], []]
+
+
+def copies_of_sync_bn(rank, _num_ranks):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(convert_sync_batchnorm(conv_net()))
+    twin = copy.deepcopy(model.module)
+    torch.save(model.module, io.BytesIO())
+    copy.deepcopy(model)
+    x = torch.randn(4, 3, 8, 8, generator=generator(rank))
+    return float(model(x).detach().sum() - twin(x).detach().sum())
+
+
+def test_a_module_with_synchronized_norms_can_be_copied():
+    """Copying and saving leave the process group out; the copy computes the same."""
+    assert pool(2).run(copies_of_sync_bn) == [0.0, 0.0]
+
+
+def wrap_twice(_rank, _num_ranks):
+    with pytest.raises(
+        ValueError, match="cannot wrap this DistributedDataParallel: it is a DistributedDataParallel"
+    ):
+        DistributedDataParallel(DistributedDataParallel(Mlp()))
+    with pytest.raises(ValueError, match="its part 'module' is a DistributedDataParallel already"):
+        DistributedDataParallel(nn.ModuleDict({"module": DistributedDataParallel(Mlp())}))
+
+
+def test_wrapping_twice_is_refused():
+    """Torch averages twice; we say what to do."""
+    pool(2).run(wrap_twice)
+
+
+class _Versioned(nn.Linear):
+    _version = 2
+    loaded: list
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        type(self).loaded.append(local_metadata.get("version"))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def versions(_rank, _num_ranks):
+    _Versioned.loaded = []
+    ours = DistributedDataParallel(nn.Sequential(_Versioned(2, 2)))
+    theirs = nn.parallel.DistributedDataParallel(nn.Sequential(_Versioned(2, 2)))
+    ours.load_state_dict(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    nn.Sequential(_Versioned(2, 2)).load_state_dict(ours.state_dict())
+    return _Versioned.loaded
+
+
+def test_versions_of_modules_survive():
+    """`_load_from_state_dict` is told the version that was saved, in both forms."""
+    assert pool(1).run(versions) == [[2, 2, 2]]
