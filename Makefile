@@ -42,9 +42,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.overhead $(ARGS)
-	$(BIN)/python -m benchmarks.memory $(ARGS)
-	$(BIN)/python -m benchmarks.step_time $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 # The docs are plain markdown; "building" them means running every block in them. There is no site yet.
 docs: $(STAMP)

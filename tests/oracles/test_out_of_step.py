@@ -1,8 +1,10 @@
 """Ranks that lose step, and things one rank does by itself: the right mean, or an error on every rank."""
 
 import copy
+import gc
 import io
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -257,3 +259,74 @@ def versions(_rank, _num_ranks):
 def test_versions_of_modules_survive():
     """`_load_from_state_dict` is told the version that was saved, in both forms."""
     assert pool(1).run(versions) == [[2, 2, 2]]
+
+
+def two_modules(rank, num_ranks):
+    """Rank 0 leaves a layer of the inner module out: its buckets are full at other times than rank 1's."""
+    torch.manual_seed(0)
+    inner = DistributedDataParallel(
+        nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]).double(), bucket_cap_mb=FINE
+    )
+    outer = DistributedDataParallel(Mlp(dtype=torch.float64), bucket_cap_mb=FINE)
+    inner.module.forward = lambda x, r: chain(inner.module, x, r)
+    distances = []
+    for step in range(3):
+        inner.zero_grad()
+        outer.zero_grad()
+        squares(outer(inner(batch(rank, step), rank))).backward()
+        both = nn.ModuleList([inner.module, outer.module])
+        x = [batch(r, step) for r in range(num_ranks)]
+        losses = [lambda m, r=r, x=x: squares(m[1](chain(m[0], x[r], r))) for r in range(num_ranks)]
+        expected = mean_of(both, losses)
+        grads = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(both.parameters(), expected, strict=True)
+        ]
+        distances.append(distance(both, grads))
+    return distances
+
+
+def chain(layers, x, rank):
+    for index, layer in enumerate(layers):
+        x = x if (rank, index) == (0, 2) else torch.tanh(layer(x))
+    return x
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_backward_through_two_modules():
+    """Both modules communicate over one process group; what a rank leaves out does not change the order there."""
+    assert max(map(max, pool(2).run(two_modules))) < 1e-12
+
+
+def refused_on_one(rank, _num_ranks):
+    model = Mlp().requires_grad_(rank == 0)
+    try:
+        DistributedDataParallel(model)
+    except RuntimeError as error:
+        return f"{type(error).__name__} {error}"
+    return "wrapped"
+
+
+def test_one_rank_cannot_wrap_its_model():
+    """It says why, and the others are told at once."""
+    other, refused = pool(2).run(refused_on_one)
+    assert other.startswith(
+        "ReplicaMismatchError rank 1 could not wrap its model: DistributedDataParallel is not needed"
+    )
+    assert refused.startswith("RuntimeError DistributedDataParallel is not needed")
+
+
+def freeze_and_unfreeze(rank, _num_ranks):
+    module = Mlp()
+    module.layers[0].requires_grad_(requires_grad=False)
+    model = DistributedDataParallel(module)
+    first = weakref.ref(model.reducer)
+    squares(model(batch(rank, 0).float())).backward()
+    module.layers[0].requires_grad_(requires_grad=True)
+    squares(model(batch(rank, 1).float())).backward()
+    gc.collect()
+    return first() is None
+
+
+def test_unfreezing_leaves_no_old_buckets():
+    """The reducer of the fewer parameters goes, with its memory."""
+    assert pool(2).run(freeze_and_unfreeze) == [True, True]

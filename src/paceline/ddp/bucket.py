@@ -90,10 +90,10 @@ class Bucket:
         """Take `body` as the buffer of the members' gradients.
 
         Args:
-        index: Place in the launch order.
-        members: Parameter indices in layout order: all large ones, then all small ones.
-        parameters: The members' parameters.
-        body: Real, contiguous; holds the members' gradients and nothing else.
+            index: Place in the launch order.
+            members: Parameter indices in layout order: all large ones, then all small ones.
+            parameters: The members' parameters.
+            body: Real, contiguous; holds the members' gradients and nothing else.
         """
         self.index = index
         self.members = list(members)

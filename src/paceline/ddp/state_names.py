@@ -46,19 +46,27 @@ def restore(
     if is_bare:
         for name in names:
             state[prefix + PREFIX + name.removeprefix(prefix)] = state.pop(name)
-        _restore_versions(state, prefix)
+        _restore_versions(wrapper, state, prefix)
 
 
-def _restore_versions(state: MutableMapping[str, Any], prefix: str) -> None:
-    """The same for the versions of the modules: names are added, because `load_state_dict` holds this very mapping."""
-    modules = getattr(state, "_metadata", None)
-    if modules is None:
-        return
-    inner = (prefix + PREFIX).removesuffix(".")
-    for name, facts in list(modules.items()):
+def _restore_versions(wrapper: Module, state: MutableMapping[str, Any], prefix: str) -> None:
+    """The same for the modules' versions: `load_state_dict` reads the caller's mapping, so lend it our names."""
+    modules = getattr(state, "_metadata", None) or {}
+    lent = {}
+    for name, facts in modules.items():
         if (name + ".").startswith(prefix) or not prefix:
             rest = (name + ".").removeprefix(prefix).removesuffix(".") if name else ""
-            modules.setdefault(f"{inner}.{rest}" if rest else inner, facts)
+            lent[(prefix + PREFIX + rest).removesuffix(".")] = facts
+    lent = {name: facts for name, facts in lent.items() if name not in modules}
+    modules.update(lent)
+    wrapper._lent_versions = (modules, lent)  # type: ignore[assignment]
+
+
+def take_back(wrapper: Module, incompatible: Any) -> None:
+    """After loading: the caller's mapping is as it was."""
+    modules, lent = wrapper.__dict__.pop("_lent_versions", ({}, {}))
+    for name in lent:
+        modules.pop(name, None)
 
 
 def _is_asked_by(caller: str) -> bool:

@@ -190,6 +190,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
         self._register_state_dict_hook(state_names.strip)  # type: ignore[no-untyped-call]
         self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(state_names.take_back)  # type: ignore[no-untyped-call]
 
     def _verify(self, managed: Any) -> None:
         frozen = [
@@ -401,6 +402,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["_state_dict_hooks"] = type(self._state_dict_hooks)()
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
+        state["_load_state_dict_post_hooks"] = type(self._load_state_dict_post_hooks)()
         state["_comm_hook"] = None
         return state
 
