@@ -126,6 +126,7 @@ class Reducer:
         self._num_open_forwards = 0
         self._counts_forwards = True
         self._used_before: set[int] = set()  # touched without synchronization since the last one
+        self._unused_last: set[int] = set()  # by the last synchronized backward, on this rank
         self._futures: list[torch.futures.Future[Any]] = []  # of buffer hooks; awaited when backward ends
 
         self._cut(range(len(managed) - 1, -1, -1))
@@ -365,6 +366,7 @@ class Reducer:
         ended_s = time.perf_counter()
         status = self._note_late()
         unused = self._complete(status)
+        self._unused_last = set(unused)
         waited_s = time.perf_counter() - ended_s
         self._control.read()
         self._raise_if_aborted()
@@ -532,7 +534,7 @@ class Reducer:
 
     def _get_local_used_map(self) -> Tensor:
         """Torch's name: 1 for every parameter that the last step used on this rank."""
-        unused = {index for bucket in self.buckets for index in bucket.untouched_members()}
+        unused = self._unused_last
         if self._used_before:
             unused = set(range(len(self.managed))) - self._used_before
         return torch.tensor(
