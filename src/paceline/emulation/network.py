@@ -184,7 +184,7 @@ class Network:
             self._set_offload(name)
             self._shape(ip, name, spec.rate_bits_per_s[host], HOST_QUEUE_BYTES)
             index = _find(ip, name)
-            ip.link("set", index=index, state="up", txqlen=1000)
+            ip.link("set", index=index, mtu=spec.mtu, state="up", txqlen=1000)
             own = link_address(host, link)
             ip.addr("add", index=index, address=own, prefixlen=24, flags=_NO_PREFIX_ROUTE)
             ip.route(

@@ -19,6 +19,7 @@ MAX_HOSTS = 200
 MAX_LINKS = 8
 DEFAULT_QUEUE_BYTES = 256 * 1024
 _SLOWEST, _FASTEST = 64e3, 100e9
+_CHEAP = 200e6
 _SMALLEST_MTU, _LARGEST_MTU = 576, 9000
 _SUPER_PACKET = 65536 + 128  # what segmentation offload hands to a queue at once
 ETHERNET_HEADER = 14
@@ -39,8 +40,9 @@ class ClusterSpec:
         delay_s: One-way delay in seconds that every packet between two hosts meets.
         jitter_s: Largest deviation from `delay`, uniformly distributed; packets keep their order.
         mtu: Largest IP packet in bytes.
-        offload: Whether segmentation offload crosses the links: one "packet" is then up to 64 KiB. Off, every
-            packet on a link is at most `mtu` bytes, as on a wire.
+        offload: Whether segmentation offload crosses the links: one "packet" is then up to 64 KiB, and costs the
+            processor a fraction. Off, every packet on a link is at most `mtu` bytes, as on a wire. None, off where
+            single packets matter (loss, marks, priority) or cost little (up to 200 Mbit/s), becomes one of the two.
         congestion_control: TCP's, of every connection between hosts.
         min_rto_s: TCP's smallest retransmission timeout in seconds; None leaves the kernel's 200 ms.
         priority: Whether switch ports serve packets by DSCP class selector, strictly.
@@ -61,7 +63,7 @@ class ClusterSpec:
     delay_s: float = 0.0
     jitter_s: float = 0.0
     mtu: int = 1500
-    offload: bool = False
+    offload: bool | None = None
     congestion_control: str = "cubic"
     min_rto_s: float | None = None
     priority: bool = False
@@ -86,6 +88,8 @@ class ClusterSpec:
                 object.__setattr__(self, name, same_as_rate or (default,) * self.hosts)
         self._check_lengths()
         self._check_values()
+        if self.offload is None:
+            object.__setattr__(self, "offload", not self._packets_matter())
         self._check_together()
 
     @classmethod
@@ -102,7 +106,7 @@ class ClusterSpec:
         delay: str | None = None,
         jitter: str | None = None,
         mtu: int = 1500,
-        offload: bool = False,
+        offload: bool | None = None,
         congestion_control: str = "cubic",
         min_rto: str | None = None,
         priority: bool = False,
@@ -194,6 +198,11 @@ class ClusterSpec:
         if self.links > 1:
             rows.append(("links a host", str(self.links)))
         return rows
+
+    def _packets_matter(self) -> bool:
+        thresholds = self.mark_bytes is not None or self.drop_bytes is not None
+        slow = all(rate is not None and rate <= _CHEAP for rate in self.rate_bits_per_s)
+        return any(self.loss_ratio) or thresholds or self.priority or slow
 
     def _check_lengths(self) -> None:
         for option, values in self._per_host().items():
