@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,7 +86,7 @@ def emulate(
 
     if clean:
         removed = remove_orphans()
-        print(f"removed what {len(removed)} killed emulation(s) had left")
+        print("\n".join(["removed:", *removed]) if removed else "nothing was left behind")
         return 0
     spec = ClusterSpec.parse(
         hosts=hosts,
@@ -109,7 +110,19 @@ def emulate(
         links=links,
     )
     check_script(script or [])
+    _end_on_signals()
     with EmulatedCluster(spec) as cluster:
         outcome = cluster.run(script or [])
     print(outcome)
     return outcome.exit_code
+
+
+def _end_on_signals() -> None:
+    """Have signals raise, so that everything is taken down; SIGKILL needs no help."""
+    from paceline.errors import InterruptedEmulationError
+
+    def interrupt(number: int, _: object) -> None:
+        raise InterruptedEmulationError(signal.Signals(number))
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)

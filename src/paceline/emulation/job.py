@@ -110,7 +110,7 @@ class Job:
         self._spec = cluster.spec
         self._on_line = on_line
         self._printing = threading.Lock()
-        self._logs = Path(tempfile.mkdtemp(prefix="paceline-emulate-"))
+        self._logs = Path(tempfile.mkdtemp(prefix="logs-", dir=cluster.folder))
         self._readers: list[threading.Thread] = []
         self._agents: list[subprocess.Popen[str]] = []
         self._started_s = time.monotonic()
