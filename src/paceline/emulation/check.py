@@ -116,7 +116,7 @@ def _rate(cluster: EmulatedCluster, source: int, target: int) -> Iterator[Findin
 def _datagrams(
     cluster: EmulatedCluster, source: int, target: int, *, seconds: float = _SECONDS, **changes: Any
 ) -> Any:
-    segments = _SEGMENTS if cluster.spec.offload else 1
+    segments = _SEGMENTS if cluster.spec.offload else 8
     sending = {
         "seconds": seconds,
         "packets": 0,

@@ -45,6 +45,7 @@ class Counters:
         lost_packets: Of those sent, lost at random.
         port_drops: Packets for the host that did not fit into its switch port's queue.
         host_drops: Packets that did not fit into the host's own queue.
+        wire_drops: Packets that the emulation itself lost, because this machine was too slow for a user-space delay.
         marked_packets: Packets for the host that got an ECN mark.
         not_ecn_drops: Packets for the host that were dropped instead of marked.
         retransmits: TCP segments that the host sent more than once.
@@ -57,6 +58,7 @@ class Counters:
     lost_packets: int
     port_drops: int
     host_drops: int
+    wire_drops: int
     marked_packets: int
     not_ecn_drops: int
     retransmits: int

@@ -21,11 +21,14 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.emulation import counters, cpu, kernel, owner
 from paceline.emulation.hosts import start_host
 from paceline.emulation.spec import ClusterSpec
+
+if TYPE_CHECKING:
+    from paceline.emulation.network import Network
 
 _REFUSED = (errno.EPERM, errno.EACCES)
 
@@ -46,6 +49,7 @@ class Laboratory:
         self._spec = spec
         self._owner = owner_id
         self._pids: list[int] = []
+        self._network: Network | None = None
         self._folder = owner.make_folder(self._owner)
 
     def build(self) -> dict[str, Any]:
@@ -72,6 +76,8 @@ class Laboratory:
 
     def answer(self, request: dict[str, Any]) -> Any:
         """Do what a request says."""
+        if self._network is None:
+            raise _Refusal("nothing has been built.")
         if request["do"] == "counters":
             return counters.read(self._network, self._pids)
         if request["do"] == "set_link":
@@ -81,7 +87,8 @@ class Laboratory:
 
     def close(self) -> None:
         """End every host and wait until its processes are gone; then the groups can be removed."""
-        for pid in self._pids:
+        wires = [] if self._network is None else self._network.wires
+        for pid in (*self._pids, *wires):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):

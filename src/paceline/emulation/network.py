@@ -23,7 +23,7 @@ from pyroute2 import IPRoute
 from pyroute2.ethtool import Ethtool
 from pyroute2.netlink.rtnl.tcmsg import plugins, sched_pfifo
 
-from paceline.emulation import filters, marking
+from paceline.emulation import delay, filters, marking
 from paceline.emulation.hosts import inside
 from paceline.emulation.spec import ClusterSpec
 
@@ -65,6 +65,10 @@ class Network:
     Args:
         spec: What to build.
         pids: The hosts' first processes.
+
+    Attributes:
+        ip: Talks to the kernel about the switch's network.
+        wires: The processes of links with a user-space delay.
     """
 
     def __init__(self, spec: ClusterSpec, pids: list[int]) -> None:
@@ -73,6 +77,7 @@ class Network:
         self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
         self.ip = IPRoute()
         self._ip_of: list[IPRoute] = []
+        self.wires: list[int] = []
         self._marks: dict[tuple[int, int], int] = {}
 
     def build(self) -> None:
@@ -82,6 +87,7 @@ class Network:
             OSError: The kernel refused something. pyroute2's NetlinkError is raised as it is.
         """
         self._up("lo")
+        self._netem = bool(self._spec.delay_s) and delay.has_netem(self.ip, self._index("lo"))
         for link in range(self._spec.links):
             self._add_switches(link)
             for host, pid in enumerate(self._pids):
@@ -123,15 +129,10 @@ class Network:
         self._add_bridge(spine)
         for rack in range(spec.racks):
             up, down = f"up{link}r{rack}", f"down{link}r{rack}"
-            self.ip.link(
-                "add",
-                ifname=up,
-                kind="veth",
-                mtu=spec.mtu,
-                peer={"ifname": down, "attrs": [("IFLA_MTU", spec.mtu)]},
-            )
+            self._add_veth(up, {"ifname": down})
             for port, bridge in ((up, switch_name(link, rack)), (down, spine)):
-                self.ip.link("set", index=self._index(port), master=self._index(bridge))
+                self.ip.link("set", index=self._index(port), mtu=spec.mtu, master=self._index(bridge))
+                _quiet(port)
                 self._set_offload(port)
                 self._shape(self.ip, port, spec.uplink_bits_per_s, spec.queue_bytes)
                 self._up(port)
@@ -145,15 +146,9 @@ class Network:
 
     def _add_link(self, host: int, pid: int, link: int) -> None:
         spec, port = self._spec, port_name(host, link)
-        self.ip.link(
-            "add",
-            ifname=port,
-            kind="veth",
-            mtu=spec.mtu,
-            peer={"ifname": f"eth{link}", "net_ns_pid": pid, "attrs": [("IFLA_MTU", spec.mtu)]},
-        )
+        self._add_pair(host, pid, link)
         index = self._index(port)
-        self.ip.link("set", index=index, master=self._index(switch_name(link, spec.rack_of(host))))
+        self.ip.link("set", index=index, mtu=spec.mtu, master=self._index(switch_name(link, spec.rack_of(host))))
         _quiet(port)
         self._set_offload(port)
         self._shape(
@@ -161,6 +156,28 @@ class Network:
         )
         self._add_filters(host, link, index)
         self._up(port)
+
+    def _add_pair(self, host: int, pid: int, link: int) -> None:
+        """The two ends of a link and what lies between them: nothing, or a delay."""
+        spec, port, at_host = self._spec, port_name(host, link), f"eth{link}"
+        if not spec.delay_s:
+            self._add_veth(port, {"ifname": at_host, "net_ns_pid": pid})
+        elif not self._netem:
+            self.wires.append(delay.add_wire(pid, at_host, port, self._home, spec))
+        else:  # host - near [bridge] far - port, where far delays what it sends towards the port
+            near, far, wire = f"n{host}.{link}", f"f{host}.{link}", f"w{host}.{link}"
+            self._add_veth(near, {"ifname": at_host, "net_ns_pid": pid})
+            self._add_veth(port, {"ifname": far})
+            self._add_bridge(wire)
+            for end in (near, far):
+                index = self._index(end)
+                self.ip.link("set", index=index, mtu=spec.mtu, master=self._index(wire), state="up")
+                _quiet(end)
+                self._set_offload(end)
+            delay.add_netem(self.ip, self._index(far), spec)
+
+    def _add_veth(self, name: str, peer: dict[str, object]) -> None:
+        self.ip.link("add", ifname=name, kind="veth", mtu=self._spec.mtu, peer=peer)
 
     def _add_filters(self, host: int, link: int, index: int) -> None:
         spec, rate = self._spec, self._spec.port_rate_bits_per_s[host]
@@ -184,7 +201,7 @@ class Network:
             self._set_offload(name)
             self._shape(ip, name, spec.rate_bits_per_s[host], HOST_QUEUE_BYTES)
             index = _find(ip, name)
-            ip.link("set", index=index, mtu=spec.mtu, state="up", txqlen=1000)
+            ip.link("set", index=index, mtu=spec.mtu, state="up", txqlen=delay.TAP_QUEUE_PACKETS)
             own = link_address(host, link)
             ip.addr("add", index=index, address=own, prefixlen=24, flags=_NO_PREFIX_ROUTE)
             ip.route(

@@ -270,6 +270,10 @@ class ClusterSpec:
             raise ConfigurationError(
                 "--loss and --offload do not go together: one loss would be a burst of up to 44 packets. Drop one."
             )
+        if self.delay_s and any(rate is None for rate in self.rate_bits_per_s):
+            raise ConfigurationError(
+                "--delay needs a rate: without one there is no end to what is under way. Pass --rate."
+            )
         if self.jitter_s > self.delay_s:
             raise ConfigurationError(
                 f"--jitter {q.show_seconds(self.jitter_s)} is larger than the delay of {q.show_seconds(self.delay_s)}: a "
