@@ -207,7 +207,7 @@ class EmulatedCluster:
             )
         answer: dict[str, Any] = json.loads(said)
         if "refused" in answer:
-            raise UnsupportedError(f"{answer['refused']} Nothing was created.")
+            raise UnsupportedError(answer["refused"])
         if "failed" in answer:
             raise EmulationError(
                 f"the emulated cluster failed: {answer['failed']}. Nothing of it is left. "

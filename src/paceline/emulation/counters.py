@@ -43,7 +43,7 @@ def _of_link(network: Network, host: int, link: int) -> dict[str, int]:
         "lost_packets": drops.get(_CLSACT, 0) - not_ecn,
         "port_drops": drops.get(_ROOT, 0),
         "host_drops": at_host.get(_ROOT, 0),
-        "wire_drops": stats["tx_dropped"] + hosts_stats["tx_dropped"],
+        "wire_drops": stats["tx_dropped"] + hosts_stats["tx_dropped"] if network.wires else 0,
         "marked_packets": marked,
         "not_ecn_drops": not_ecn,
     }

@@ -26,6 +26,7 @@ from pyroute2 import IPRoute, NetlinkError
 from paceline.emulation import kernel
 from paceline.emulation.hosts import forget_the_lab, inside
 from paceline.emulation.spec import ClusterSpec
+from paceline.errors import UnsupportedError
 
 TAP_QUEUE_PACKETS = 5000
 _NETEM_LIMIT = 1_000_000  # packets; never reached, because the rate bounds what is under way
@@ -88,7 +89,13 @@ def add_wire(
 
 def _tap(name: str, *, offload: bool) -> int:
     """A TAP device whose frames carry a header that lets checksums, and with `offload` segments, stay undone."""
-    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    try:
+        device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    except OSError as error:
+        raise UnsupportedError(
+            f"--delay needs netem, which this kernel lacks, or /dev/net/tun, which cannot be opened ({error.strerror}). "
+            "Load sch_netem, run as root, or leave --delay out. Nothing was created."
+        ) from error
     fcntl.ioctl(device, _SET_INTERFACE, struct.pack("16sH22x", name.encode(), _TAP | _NO_INFO | _WITH_HEADER))
     segments = _SEGMENTS_V4 | _SEGMENTS_V6 | _ECN
     for features in (_CHECKSUM | segments | _UDP_SEGMENTS, _CHECKSUM | segments) if offload else (_CHECKSUM,):

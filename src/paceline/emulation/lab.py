@@ -26,15 +26,12 @@ from typing import TYPE_CHECKING, Any
 from paceline.emulation import counters, cpu, kernel, owner
 from paceline.emulation.hosts import start_host
 from paceline.emulation.spec import ClusterSpec
+from paceline.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from paceline.emulation.network import Network
 
 _REFUSED = (errno.EPERM, errno.EACCES)
-
-
-class _Refusal(Exception):  # noqa: N818
-    """The kernel lacks something, or does not allow it; the text is for the user."""
 
 
 class Laboratory:
@@ -77,13 +74,13 @@ class Laboratory:
     def answer(self, request: dict[str, Any]) -> Any:
         """Do what a request says."""
         if self._network is None:
-            raise _Refusal("nothing has been built.")
+            raise ValueError("nothing has been built")
         if request["do"] == "counters":
             return counters.read(self._network, self._pids)
         if request["do"] == "set_link":
             self._network.set_link(request["host"], request["link"], up=request["up"])
             return None
-        raise _Refusal(f"no request {request['do']!r}")
+        raise ValueError(f"no request {request['do']!r}")
 
     def close(self) -> None:
         """End every host and wait until its processes are gone; then the groups can be removed."""
@@ -103,9 +100,9 @@ class Laboratory:
             return [None] * len(cores)
         groups = cpu.find_groups()
         if groups is None:
-            raise _Refusal(
+            raise UnsupportedError(
                 "--cpu needs a cgroup with the cpu controller that this user may write to, and there is none. Run as "
-                "root, or leave --cpu out."
+                "root, or leave --cpu out. Nothing was created."
             )
         return [
             None if limit is None else groups.limit(self._owner, host_name(host), limit)
@@ -132,10 +129,11 @@ def _isolate() -> None:
             Path("/proc/self/uid_map").write_text(f"0 {user} 1")
             Path("/proc/self/gid_map").write_text(f"0 {group} 1")
     except OSError as error:
-        raise _Refusal(
+        raise UnsupportedError(
             "emulating hosts needs root, or a kernel that lets users make namespaces, and here it does not "
             f"({error.strerror}): run as root (in a container: with --privileged), or set "
-            "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where those exist."
+            "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where those exist. Nothing "
+            "was created."
         ) from error
 
 
@@ -161,7 +159,7 @@ def serve(owner_id: str, connection: socket.socket) -> None:
                 say({"built": laboratory.build()})
                 for line in lines:
                     say({"answer": laboratory.answer(json.loads(line))})
-            except _Refusal as error:
+            except UnsupportedError as error:
                 say({"refused": str(error)})
             except Exception as error:  # noqa: BLE001 - whatever it is, the owner has to hear of it
                 say({"failed": f"{type(error).__name__}: {error}"})

@@ -15,17 +15,19 @@ Rules
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyroute2 import IPRoute
+from pyroute2 import IPRoute, NetlinkError
 from pyroute2.ethtool import Ethtool
 from pyroute2.netlink.rtnl.tcmsg import plugins, sched_pfifo
 
 from paceline.emulation import delay, filters, marking
 from paceline.emulation.hosts import inside
 from paceline.emulation.spec import ClusterSpec
+from paceline.errors import UnsupportedError
 
 HOST_QUEUE_BYTES = 1 << 20
 plugins.setdefault("bfifo", sched_pfifo)  # pyroute2 knows the packet-limited sister, whose message is the same
@@ -138,9 +140,10 @@ class Network:
                 self._up(port)
 
     def _add_bridge(self, name: str) -> None:
-        self.ip.link(
-            "add", ifname=name, kind="bridge", mtu=self._spec.mtu, br_stp_state=0, br_mcast_snooping=0
-        )
+        with _needs("bridges"):
+            self.ip.link(
+                "add", ifname=name, kind="bridge", mtu=self._spec.mtu, br_stp_state=0, br_mcast_snooping=0
+            )
         _quiet(name)
         self._up(name)
 
@@ -177,18 +180,26 @@ class Network:
             delay.add_netem(self.ip, self._index(far), spec)
 
     def _add_veth(self, name: str, peer: dict[str, object]) -> None:
-        self.ip.link("add", ifname=name, kind="veth", mtu=self._spec.mtu, peer=peer)
+        with _needs("veth links"):
+            self.ip.link("add", ifname=name, kind="veth", mtu=self._spec.mtu, peer=peer)
 
     def _add_filters(self, host: int, link: int, index: int) -> None:
         spec, rate = self._spec, self._spec.port_rate_bits_per_s[host]
         marks = rate is not None and (spec.mark_bytes is not None or spec.drop_bytes is not None)
         if not marks and not spec.loss_ratio[host]:
             return
-        self.ip.tc("add", "clsact", index)
+        with _needs("the clsact queue and BPF filters (sch_ingress, cls_bpf)"):
+            self.ip.tc("add", "clsact", index)
         if spec.loss_ratio[host]:
             filters.attach(filters.loss(spec.loss_ratio[host]), index, filters.INGRESS)
         if marks and rate is not None:
-            program, self._marks[host, link] = marking.load(rate, spec.mark_bytes, spec.drop_bytes)
+            try:
+                program, self._marks[host, link] = marking.load(rate, spec.mark_bytes, spec.drop_bytes)
+            except PermissionError as error:
+                raise UnsupportedError(
+                    "--mark and --drop load a program into the kernel, which only root may do. Run as root, or leave "
+                    "them out. Nothing was created."
+                ) from error
             filters.attach(program, index, filters.EGRESS)
             os.close(program.program)
 
@@ -256,7 +267,8 @@ class Network:
         burst = max(10 * self._spec.mtu, round(rate * 0.0005))
         quantum = self._spec.mtu + 100
         limits = {"ceil": rate, "cburst": burst, "quantum": quantum}
-        ip.tc("add", "htb", index, _ROOT, default=(_ONLY_CLASS + 7 if priority else _ONLY_CLASS) & 0xFFFF)
+        with _needs("the HTB queueing discipline (sch_htb)"):
+            ip.tc("add", "htb", index, _ROOT, default=(_ONLY_CLASS + 7 if priority else _ONLY_CLASS) & 0xFFFF)
         if not priority:
             ip.tc("add-class", "htb", index, _ONLY_CLASS, parent=_ROOT, rate=rate, burst=burst, **limits)
             ip.tc("add", "bfifo", index, 0x100000, parent=_ONLY_CLASS, limit=queue_bytes)
@@ -314,6 +326,18 @@ def port_name(host: int, link: int) -> str:
 def switch_name(link: int, rack: int) -> str:
     """The bridge of a rack."""
     return f"sw{link}r{rack}"
+
+
+@contextmanager
+def _needs(what: str) -> Iterator[None]:
+    """Say what the kernel lacks if it refuses what follows."""
+    try:
+        yield
+    except NetlinkError as error:
+        raise UnsupportedError(
+            f"this kernel lacks {what}, or does not allow them here ({error.args[1]}). Load the module, or try another "
+            "machine. Nothing was created."
+        ) from error
 
 
 def _find(ip: IPRoute, name: str) -> int:
