@@ -18,11 +18,13 @@ arrived = []
 while True:
     data, ancillary, _, peer = udp.recvmsg(65536, 64)
     number = int(data.split(b" ")[0])
-    if number < 0:
-        break
-    arrived.append([number, ancillary[0][2][0]])
-udp.sendto(b"heard", peer)
-print(json.dumps(arrived))
+    if number >= 0:
+        arrived.append([number, ancillary[0][2][0]])
+        continue
+    if arrived is not None:
+        print(json.dumps(arrived), flush=True)
+        arrived = None
+    udp.sendto(b"heard", peer)
 """
 SEND = """
 import json, socket, sys

@@ -248,11 +248,15 @@ def test_nothing_of_a_closed_cluster_is_left(possible, tmp_path, monkeypatch):
     with EmulatedCluster(spec) as made:
         pids = [host.command([])[4] for host in made.hosts]
         group = Path(made.hosts[0].command([])[5])
-        sleeper = subprocess.Popen(made.hosts[0].command(["sleep", "1000"]))
+        sleeps = "import time; print(1, flush=True); time.sleep(1000)"
+        command = made.hosts[0].command([sys.executable, "-c", sleeps])
+        sleeper = subprocess.Popen(command, stdout=subprocess.PIPE)
+        sleeper.stdout.readline()
         assert group.exists()
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert sleeper.wait(20) == 128 + 9
+    sleeper.stdout.close()
     assert not group.parent.parent.exists()
     assert list(tmp_path.iterdir()) == []
     assert made.hosts == []
@@ -274,16 +278,19 @@ def test_a_killed_laboratory_is_noticed_and_cleaned_up_after(possible):
 
 
 WITHOUT_RIGHTS = """
-import ctypes, os, sys
+import ctypes, os, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
-PR_SET_SECUREBITS, NOROOT = 28, 3
-assert libc.prctl(PR_SET_SECUREBITS, NOROOT, 0, 0, 0) == 0  # from the next exec on, root is a user like any other
+SECUREBITS, NOROOT, AMBIENT, RAISE, SETFCAP = 28, 3, 47, 2, 31
+assert libc.prctl(SECUREBITS, NOROOT, 0, 0, 0) == 0  # from here on, root is a user like any other
+rights = 1 << SETFCAP  # but for this, without which nobody may be root's equal in a user namespace of root's
+assert libc.capset(struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", rights, rights, rights, 0, 0, 0)) == 0
+assert libc.prctl(AMBIENT, RAISE, SETFCAP, 0, 0) == 0
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 USES_A_CLUSTER = """
 import subprocess, sys
 from paceline.emulation import ClusterSpec, EmulatedCluster
-print("CapEff:\\t0000000000000000" in open("/proc/self/status").read())
+print("CapEff:\\t0000000080000000" in open("/proc/self/status").read())
 with EmulatedCluster(ClusterSpec.parse(hosts=2, rate="50Mbit", loss="50%", priority=True)) as made:
     host = made.hosts[0]
     ping = "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\\nfor _ in range(200): s.sendto(b'x', ('host1', 9))"

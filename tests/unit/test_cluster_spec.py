@@ -31,7 +31,7 @@ def test_times(text, duration_s):
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(1e9, "1 Gbit/s"), (123.4e6, "123.4 Mbit/s"), (64e3, "64 kbit/s"), (0, "0 bit/s"), (999.9e6, "1 Gbit/s")],
+    [(1e9, "1 Gbit/s"), (123.4e6, "123.4 Mbit/s"), (64e3, "64 kbit/s"), (0, "0 bit/s"), (999.96e6, "1 Gbit/s")],
 )
 def test_rates_are_shown_in_the_largest_unit(value, shown):
     assert q.show_rate(value) == shown

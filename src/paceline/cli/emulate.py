@@ -90,11 +90,13 @@ def emulate(
     from paceline.emulation import ClusterSpec, EmulatedCluster, check_script
     from paceline.emulation import clean as remove_orphans
     from paceline.emulation import quantities, show
+    from paceline.errors import ConfigurationError
 
     if clean:
         removed = remove_orphans()
         print("\n".join(["removed:", *removed]) if removed else "nothing was left behind")
         return 0
+    timeout_s = None if timeout is None else quantities.seconds(timeout, "--timeout")
     spec = ClusterSpec.parse(
         hosts=hosts,
         ranks_per_host=ranks_per_host,
@@ -116,7 +118,8 @@ def emulate(
         uplink=uplink,
         links=links,
     )
-    timeout_s = None if timeout is None else quantities.seconds(timeout, "--timeout")
+    if check and hosts < 2:
+        raise ConfigurationError("--check measures between hosts. Pass --hosts 2 or more.")
     if not check:
         check_script(script or [])
     console = Console(stderr=as_json)

@@ -277,7 +277,7 @@ def check_script(argv: Sequence[str]) -> None:
     Raises:
         ConfigurationError: Names what was looked for and where.
     """
-    if not argv or argv == ["-m"]:
+    if not argv or list(argv) == ["-m"]:
         raise ConfigurationError(
             "no script to run. Name it after the options: paceline emulate --hosts 2 -- train.py --epochs 3"
         )

@@ -94,6 +94,7 @@ class Network:
             self._add_switches(link)
             for host, pid in enumerate(self._pids):
                 self._add_link(host, pid, link)
+            self._teach_switches(link)
         for host, pid in enumerate(self._pids):
             with inside(pid, self._home):
                 self._ip_of.append(IPRoute())
@@ -183,6 +184,20 @@ class Network:
         with _needs("veth links"):
             self.ip.link("add", ifname=name, kind="veth", mtu=self._spec.mtu, peer=peer)
 
+    def _teach_switches(self, link: int) -> None:
+        """Tell every bridge behind which port each host lies: without ARP nobody would ever say."""
+        spec = self._spec
+        for host in range(spec.hosts):
+            home_rack = spec.rack_of(host)
+            ports = {switch_name(link, home_rack): port_name(host, link)}
+            if spec.racks > 1:
+                ports |= {
+                    switch_name(link, rack): f"up{link}r{rack}" for rack in range(spec.racks) if rack != home_rack
+                }
+                ports |= {f"spine{link}": f"down{link}r{home_rack}"}
+            for port in ports.values():
+                self.ip.fdb("add", ifindex=self._index(port), lladdr=_hardware_address(host, link))
+
     def _add_filters(self, host: int, link: int, index: int) -> None:
         spec, rate = self._spec, self._spec.port_rate_bits_per_s[host]
         marks = rate is not None and (spec.mark_bytes is not None or spec.drop_bytes is not None)
@@ -212,7 +227,8 @@ class Network:
             self._set_offload(name)
             self._shape(ip, name, spec.rate_bits_per_s[host], HOST_QUEUE_BYTES)
             index = _find(ip, name)
-            ip.link("set", index=index, mtu=spec.mtu, state="up", txqlen=delay.TAP_QUEUE_PACKETS)
+            ip.link("set", index=index, mtu=spec.mtu, address=_hardware_address(host, link))
+            ip.link("set", index=index, state="up", txqlen=delay.TAP_QUEUE_PACKETS)
             own = link_address(host, link)
             ip.addr("add", index=index, address=own, prefixlen=24, flags=_NO_PREFIX_ROUTE)
             ip.route(
@@ -224,6 +240,15 @@ class Network:
                 proto=_KERNEL_PROTOCOL,
                 metrics=self._metrics(),
             )
+            for peer in range(spec.hosts):
+                if peer != host:  # no ARP: it would drop packets until it is answered, and be counted as traffic
+                    ip.neigh(
+                        "add",
+                        dst=link_address(peer, link),
+                        lladdr=_hardware_address(peer, link),
+                        ifindex=index,
+                        state="permanent",
+                    )
         if spec.mark_bytes is not None:
             _set("net/ipv4/tcp_ecn", "1")
         if spec.links > 1:
@@ -316,6 +341,10 @@ def address(spec: ClusterSpec, host: int) -> str:
 def link_address(host: int, link: int) -> str:
     """The address of one of a host's links."""
     return f"10.77.{link}.{host + 1}"
+
+
+def _hardware_address(host: int, link: int) -> str:
+    return f"02:00:00:00:{link:02x}:{host:02x}"
 
 
 def port_name(host: int, link: int) -> str:
