@@ -52,6 +52,7 @@ def python(host, code, *words):
     """Run `code` to its end inside a host and return what it printed."""
     done = subprocess.run(
         host.command([sys.executable, "-I", "-S", "-c", code, *words]),
+        check=False,
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

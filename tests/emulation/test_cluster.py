@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
+from talk import python, send
 
 from paceline.emulation import ClusterSpec, EmulatedCluster
-from paceline.errors import ConfigurationError, EmulationError, UnsupportedError
-from talk import python, send
+from paceline.errors import ConfigurationError, EmulationError
 
 CS7, ECT = 7 << 5, 2
 WHO = "import json, os, socket; print(json.dumps([socket.gethostname(), os.getpid(), os.getcwd()]))"
@@ -29,8 +29,8 @@ def _conserved(cluster, source, target):
     while True:
         counters = cluster.counters()
         sent, received = counters[source], counters[target]
-        dropped = sent.host_drops + received.port_drops + received.not_ecn_drops
-        if sent.sent_packets == received.received_packets + sent.lost_packets + dropped - sent.host_drops:
+        dropped = received.port_drops + received.not_ecn_drops
+        if sent.sent_packets == received.received_packets + sent.lost_packets + dropped:
             return True
         if time.monotonic() > deadline_s:
             return False
@@ -42,15 +42,21 @@ def test_a_host_has_its_own_name_processes_and_address(cluster, tmp_path, monkey
     name, pid, folder = json.loads(python(made.hosts[1], WHO))
     assert (name, folder) == ("host1", str(tmp_path))
     assert pid < 20
-    assert python(made.hosts[0], "import socket; print(socket.gethostbyname('host1'))") == made.hosts[1].address
-    assert sorted(os.listdir("/sys/class/net")) == sorted(os.listdir("/sys/class/net"))
-    devices = python(made.hosts[0], "print([line.split(':')[0].strip() for line in open('/proc/net/dev')][2:])")
-    assert sorted(eval(devices)) == ["eth0", "lo"]
+    assert (
+        python(made.hosts[0], "import socket; print(socket.gethostbyname('host1'))") == made.hosts[1].address
+    )
+    devices = python(
+        made.hosts[0], "import socket; print(*sorted(name for _, name in socket.if_nameindex()))"
+    )
+    assert devices == "eth0 lo"
 
 
 def test_exit_codes_and_signals_pass_through_the_command(cluster):
     host = cluster(hosts=1).hosts[0]
-    assert subprocess.run(host.command([sys.executable, "-c", "raise SystemExit(7)"]), check=False).returncode == 7
+    assert (
+        subprocess.run(host.command([sys.executable, "-c", "raise SystemExit(7)"]), check=False).returncode
+        == 7
+    )
     waits = "import signal, time; print(1, flush=True); signal.pause()"
     with subprocess.Popen(host.command([sys.executable, "-c", waits]), stdout=subprocess.PIPE) as process:
         process.stdout.readline()
@@ -227,9 +233,7 @@ def test_a_pulled_plug_stops_everything_and_can_be_put_back(cluster):
 def test_cores_are_limited(cluster):
     """A process that computes for 0.4 s of its own time needs at least 1 s of ours at 40 % of a core."""
     made = cluster(hosts=2, cpu="40%,100%")
-    spin = (
-        "import time; a = time.monotonic()\nwhile time.process_time() < 0.4: pass\nprint(time.monotonic() - a)"
-    )
+    spin = "import time; a = time.monotonic()\nwhile time.process_time() < 0.4: pass\nprint(time.monotonic() - a)"
     assert float(python(made.hosts[0], spin)) > 0.8
 
 
@@ -293,7 +297,7 @@ from paceline.emulation import ClusterSpec, EmulatedCluster
 print("CapEff:\\t0000000080000000" in open("/proc/self/status").read())
 with EmulatedCluster(ClusterSpec.parse(hosts=2, rate="50Mbit", loss="50%", priority=True)) as made:
     host = made.hosts[0]
-    ping = "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\\nfor _ in range(200): s.sendto(b'x', ('host1', 9))"
+    ping = "import socket; s = socket.socket(2, 2)\\nfor _ in range(200): s.sendto(b'x', ('host1', 9))"
     subprocess.run(host.command([sys.executable, "-c", ping]), check=True)
     counted = made.counters()
     print(50 < counted[0].lost_packets < 150)
@@ -314,4 +318,6 @@ def test_without_root_a_user_namespace_serves(possible):
     assert done.returncode == 0, done.stderr
     without_rights, lost_half, refusal = done.stdout.splitlines()
     assert (without_rights, lost_half) == ("True", "True")
-    assert refusal.startswith("UnsupportedError --mark and --drop load a program into the kernel, which only root")
+    assert refusal.startswith(
+        "UnsupportedError --mark and --drop load a program into the kernel, which only root"
+    )

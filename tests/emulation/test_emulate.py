@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def _networks():
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            found.add(os.readlink(folder / "ns" / "net"))
+            found.add((folder / "ns" / "net").readlink().name)
         except OSError:
             continue
     return found
@@ -85,10 +86,12 @@ def _eventually(condition):
 @pytest.mark.slow
 def test_a_job_on_two_hosts_is_what_it_would_be_on_two_machines(possible, scripts):
     """Ranks, local ranks and host names are honest, the gradient is the mean, the summary counts."""
-    words = "emulate --hosts 2 --ranks-per-host 2 --rate 500Mbit --loss 0.1% --json -- train.py 5 60".split()
-    done = paceline(*words, cwd=scripts)
+    hosts, links = ["--hosts", "2", "--ranks-per-host", "2"], ["--rate", "500Mbit", "--loss", "0.1%"]
+    done = paceline("emulate", *hosts, *links, "--json", "--", "train.py", "5", "60", cwd=scripts)
     assert done.code == 0, done.err
-    said = sorted(line for line in done.err.splitlines() if "rank" in line and "host" in line and "2.5" in line)
+    said = sorted(
+        line for line in done.err.splitlines() if "rank" in line and "host" in line and "2.5" in line
+    )
     assert said == [
         "[host0 rank 0] 0 4 0 2 0 host0 2.5",
         "[host0 rank 1] 1 4 1 2 0 host0 2.5",
@@ -120,7 +123,9 @@ def test_a_link_that_goes_down_ends_the_job_with_both_ranks_words(possible, scri
         outcome = cluster.run(["train.py", "1000000", "5"], on_line=pull_the_plug, timeout_s=100)
         errors = [line for line in lines if "PeerLostError: rank" in line]
         assert len(errors) == 2, lines
-        assert any("rank 0 was waiting" in line and "(process" in line and "on host1" in line for line in errors)
+        assert any(
+            "rank 0 was waiting" in line and "(process" in line and "on host1" in line for line in errors
+        )
         assert outcome.exit_codes == (1, 1)
         assert not outcome.timed_out
         assert f"host{outcome.failed_host} failed first (exit code 1)" in outcome.failure()
@@ -131,8 +136,20 @@ def test_a_link_that_goes_down_ends_the_job_with_both_ranks_words(possible, scri
 def test_nothing_survives_sigkill(possible, scripts, also_the_laboratory):
     """Processes and namespaces go at once; where the laboratory died as well, the next start removes the rest."""
     before = _networks()
-    words = ["-m", "paceline", "emulate", "--hosts", "2", "--cpu", "200%", "--rate", "1Gbit", "--", "sleeps.py"]
-    with started([os.sys.executable, *words], scripts) as process:
+    words = [
+        "-m",
+        "paceline",
+        "emulate",
+        "--hosts",
+        "2",
+        "--cpu",
+        "200%",
+        "--rate",
+        "1Gbit",
+        "--",
+        "sleeps.py",
+    ]
+    with started([sys.executable, *words], scripts) as process:
         while "ready" not in process.stdout.readline():
             assert process.poll() is None
         ours = _networks() - before
@@ -153,7 +170,7 @@ def test_nothing_survives_sigkill(possible, scripts, also_the_laboratory):
 @pytest.mark.slow
 def test_an_interrupt_ends_everything_in_order(possible, scripts):
     words = ["-m", "paceline", "emulate", "--hosts", "2", "--cpu", "200%", "--", "sleeps.py"]
-    with started([os.sys.executable, *words], scripts) as process:
+    with started([sys.executable, *words], scripts) as process:
         while "ready" not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)

@@ -11,7 +11,14 @@ from paceline.errors import ConfigurationError
 
 @pytest.mark.parametrize(
     ("text", "bits_per_s"),
-    [("1Gbit", 1e9), ("100 Mbit/s", 1e8), ("2.5gbps", 2.5e9), ("64kbit", 64e3), ("1e2Mbit", 1e8), ("10mbits", 1e7)],
+    [
+        ("1Gbit", 1e9),
+        ("100 Mbit/s", 1e8),
+        ("2.5gbps", 2.5e9),
+        ("64kbit", 64e3),
+        ("1e2Mbit", 1e8),
+        ("10mbits", 1e7),
+    ],
 )
 def test_rates(text, bits_per_s):
     assert q.rate(text, "--rate") == bits_per_s
@@ -24,14 +31,22 @@ def test_sizes(text, num_bytes):
     assert q.size(text, "--queue") == num_bytes
 
 
-@pytest.mark.parametrize(("text", "duration_s"), [("1ms", 1e-3), ("250us", 2.5e-4), ("250 µs", 2.5e-4), ("2s", 2)])
+@pytest.mark.parametrize(
+    ("text", "duration_s"), [("1ms", 1e-3), ("250us", 2.5e-4), ("250 µs", 2.5e-4), ("2s", 2)]
+)
 def test_times(text, duration_s):
     assert q.seconds(text, "--delay") == pytest.approx(duration_s)
 
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(1e9, "1 Gbit/s"), (123.4e6, "123.4 Mbit/s"), (64e3, "64 kbit/s"), (0, "0 bit/s"), (999.96e6, "1 Gbit/s")],
+    [
+        (1e9, "1 Gbit/s"),
+        (123.4e6, "123.4 Mbit/s"),
+        (64e3, "64 kbit/s"),
+        (0, "0 bit/s"),
+        (999.96e6, "1 Gbit/s"),
+    ],
 )
 def test_rates_are_shown_in_the_largest_unit(value, shown):
     assert q.show_rate(value) == shown
@@ -46,7 +61,10 @@ def test_one_value_serves_all_hosts_and_a_list_each():
 
 def test_ports_follow_unequal_rates_unless_they_are_given():
     assert ClusterSpec.parse(hosts=2, rate="1Gbit,10Mbit").port_rate_bits_per_s == (1e9, 1e7)
-    assert ClusterSpec.parse(hosts=2, rate="1Gbit,10Mbit", port_rate="1Mbit").port_rate_bits_per_s == (1e6, 1e6)
+    assert ClusterSpec.parse(hosts=2, rate="1Gbit,10Mbit", port_rate="1Mbit").port_rate_bits_per_s == (
+        1e6,
+        1e6,
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,15 @@ def emulate(
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
     ranks_per_host: Annotated[int, typer.Option(help="Ranks on each.")] = 1,
     rate: Annotated[
-        str | None, typer.Option(help="Of a host's link, for example 1Gbit; one, or one a host: 1Gbit,100Mbit.")
+        str | None,
+        typer.Option(help="Of a host's link, for example 1Gbit; one, or one a host: 1Gbit,100Mbit."),
     ] = None,
     port_rate: Annotated[
         str | None, typer.Option(help="Of the switch's port towards a host, where it differs from --rate.")
     ] = None,
     loss: Annotated[
-        str | None, typer.Option(help="Packets of a host that the switch loses, for example 0.1%; or one a host.")
+        str | None,
+        typer.Option(help="Packets of a host that the switch loses, for example 0.1%; or one a host."),
     ] = None,
     queue: Annotated[
         str | None, typer.Option(help="What a switch port holds.", show_default="256KiB")
@@ -87,9 +89,8 @@ def emulate(
     """Run a script on several emulated hosts of this machine, over links of a given rate, loss and delay."""
     from rich.console import Console
 
-    from paceline.emulation import ClusterSpec, EmulatedCluster, check_script
+    from paceline.emulation import ClusterSpec, EmulatedCluster, check_script, quantities, show
     from paceline.emulation import clean as remove_orphans
-    from paceline.emulation import quantities, show
     from paceline.errors import ConfigurationError
 
     if clean:

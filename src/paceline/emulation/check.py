@@ -19,13 +19,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.emulation import quantities as q
 from paceline.emulation.cluster import EmulatedCluster
 from paceline.emulation.probe import PAYLOAD_BYTES
 from paceline.emulation.spec import ETHERNET_HEADER, ClusterSpec
 from paceline.errors import EmulationError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 TOLERANCE = 0.05
 _UDP_HEADERS = ETHERNET_HEADER + 28
@@ -255,7 +258,7 @@ class _Probe:
             start_new_session=True,
         )
 
-    def __enter__(self) -> _Probe:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -254,9 +254,7 @@ def _check_machine(spec: ClusterSpec) -> None:
 
 def _environment() -> dict[str, str]:
     """The laboratory has to find this package, from wherever it was imported."""
-    import paceline
-
-    source = str(Path(paceline.__file__).parents[1])
+    source = str(Path(__file__).parents[2])
     path = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 

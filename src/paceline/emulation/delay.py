@@ -63,9 +63,7 @@ def add_netem(ip: IPRoute, interface: int, spec: ClusterSpec) -> None:
     )
 
 
-def add_wire(
-    host: int, at_host: str, at_switch: str, home: int, spec: ClusterSpec
-) -> int:
+def add_wire(host: int, at_host: str, at_switch: str, home: int, spec: ClusterSpec) -> int:
     """Make a device in the host, whose first process is `host`, and one here; returns the process that joins them."""
     offload = bool(spec.offload)
     with inside(host, home):
@@ -93,7 +91,8 @@ def _tap(name: str, *, offload: bool) -> int:
         device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     except OSError as error:
         raise UnsupportedError(
-            f"--delay needs netem, which this kernel lacks, or /dev/net/tun, which cannot be opened ({error.strerror}). "
+            f"--delay needs netem, which this kernel lacks, or /dev/net/tun, which cannot be opened "
+            f"({error.strerror}). "
             "Load sch_netem, run as root, or leave --delay out. Nothing was created."
         ) from error
     fcntl.ioctl(device, _SET_INTERFACE, struct.pack("16sH22x", name.encode(), _TAP | _NO_INFO | _WITH_HEADER))

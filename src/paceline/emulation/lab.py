@@ -132,8 +132,8 @@ def _isolate() -> None:
         raise UnsupportedError(
             "emulating hosts needs root, or a kernel that lets users make namespaces, and here it does not "
             f"({error.strerror}): run as root (in a container: with --privileged), or set "
-            "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where those exist. Nothing "
-            "was created."
+            "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where those exist. "
+            "Nothing was created."
         ) from error
 
 

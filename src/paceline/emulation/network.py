@@ -30,7 +30,9 @@ from paceline.emulation.spec import ClusterSpec
 from paceline.errors import UnsupportedError
 
 HOST_QUEUE_BYTES = 1 << 20
-plugins.setdefault("bfifo", sched_pfifo)  # pyroute2 knows the packet-limited sister, whose message is the same
+plugins.setdefault(
+    "bfifo", sched_pfifo
+)  # pyroute2 knows the packet-limited sister, whose message is the same
 
 _ROOT, _WHOLE_LINK, _ONLY_CLASS = 0x10000, 0x10001, 0x10010
 _FLOOR_BYTES_PER_S = 1000  # what strict priority guarantees a band: as good as nothing
@@ -152,12 +154,12 @@ class Network:
         spec, port = self._spec, port_name(host, link)
         self._add_pair(host, pid, link)
         index = self._index(port)
-        self.ip.link("set", index=index, mtu=spec.mtu, master=self._index(switch_name(link, spec.rack_of(host))))
+        self.ip.link(
+            "set", index=index, mtu=spec.mtu, master=self._index(switch_name(link, spec.rack_of(host)))
+        )
         _quiet(port)
         self._set_offload(port)
-        self._shape(
-            self.ip, port, spec.port_rate_bits_per_s[host], spec.queue_bytes, priority=spec.priority
-        )
+        self._shape(self.ip, port, spec.port_rate_bits_per_s[host], spec.queue_bytes, priority=spec.priority)
         self._add_filters(host, link, index)
         self._up(port)
 
@@ -192,7 +194,9 @@ class Network:
             ports = {switch_name(link, home_rack): port_name(host, link)}
             if spec.racks > 1:
                 ports |= {
-                    switch_name(link, rack): f"up{link}r{rack}" for rack in range(spec.racks) if rack != home_rack
+                    switch_name(link, rack): f"up{link}r{rack}"
+                    for rack in range(spec.racks)
+                    if rack != home_rack
                 }
                 ports |= {f"spine{link}": f"down{link}r{home_rack}"}
             for port in ports.values():
@@ -241,7 +245,9 @@ class Network:
                 metrics=self._metrics(),
             )
             for peer in range(spec.hosts):
-                if peer != host:  # no ARP: it would drop packets until it is answered, and be counted as traffic
+                if (
+                    peer != host
+                ):  # no ARP: it would drop packets until it is answered, and be counted as traffic
                     ip.neigh(
                         "add",
                         dst=link_address(peer, link),
@@ -283,7 +289,13 @@ class Network:
         return metrics
 
     def _shape(
-        self, ip: IPRoute, name: str, rate_bits_per_s: float | None, queue_bytes: int, *, priority: bool = False
+        self,
+        ip: IPRoute,
+        name: str,
+        rate_bits_per_s: float | None,
+        queue_bytes: int,
+        *,
+        priority: bool = False,
     ) -> None:
         if rate_bits_per_s is None:
             return
