@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -130,7 +130,9 @@ def emulate(
         if check:
             return _check(cluster, console, as_json=as_json)
         console.print(f"{hosts} host(s) are up; starting {spec.num_ranks} rank(s)...")
-        outcome = cluster.run(script or [], on_line=_print_to(console), timeout_s=timeout_s)
+        outcome = cluster.run(
+            script or [], on_line=partial(print_line, stream=console.file), timeout_s=timeout_s
+        )
     console.print(show.traffic(outcome))
     for remark in show.remarks(outcome):
         console.print(remark, markup=False)
@@ -162,16 +164,6 @@ def _check(cluster: EmulatedCluster, console: Console, *, as_json: bool) -> int:
             file=sys.stderr,
         )
     return 1 if wrong else 0
-
-
-def _print_to(console: Console) -> Callable[[int, int | None, str], None]:
-    stream = console.file
-
-    def print_line(host: int, rank: int | None, text: str) -> None:
-        who = f"host{host}" if rank is None else f"host{host} rank {rank}"
-        print(f"[{who}] {text}", file=stream, flush=True)
-
-    return print_line
 
 
 def _end_on_signals() -> None:

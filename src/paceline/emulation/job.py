@@ -194,7 +194,7 @@ class Job:
         return next((i for i, agent in enumerate(self._agents) if agent.poll() not in (None, 0)), None)
 
     def _stop(self, agents: Sequence[subprocess.Popen[str]]) -> None:
-        """SIGTERM, so that an agent ends its ranks; then SIGKILL, which the kernel extends to its ranks."""
+        """SIGTERM, so that an agent ends its ranks; then SIGKILL, after which its keeper does."""
         for agent in agents:
             agent.terminate()
         deadline_s = time.monotonic() + _STOP_S

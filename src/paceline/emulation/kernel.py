@@ -29,7 +29,7 @@ def enter(namespace: int, kind: int) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
-    """Mount without options, as mount(2) does."""
+    """Attach a file system or a bound path; without options."""
     result = _libc.mount(source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), None)
     _checked(result, f"mount {target}")
 

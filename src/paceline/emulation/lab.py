@@ -17,6 +17,7 @@ import contextlib
 import errno
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -146,6 +147,7 @@ def _hosts_text(names: list[str], addresses: list[str]) -> str:
 
 def serve(owner_id: str, connection: socket.socket) -> None:
     """Build what the first line says, answer the others, and take everything away at their end."""
+    owner = _watch(os.getppid())
     with connection, connection.makefile("rw") as lines:
 
         def say(what: dict[str, Any]) -> None:
@@ -157,7 +159,7 @@ def serve(owner_id: str, connection: socket.socket) -> None:
         try:
             try:
                 say({"built": laboratory.build()})
-                for line in lines:
+                while _owner_lives(connection, owner) and (line := lines.readline()):
                     say({"answer": laboratory.answer(json.loads(line))})
             except UnsupportedError as error:
                 say({"refused": str(error)})
@@ -165,6 +167,20 @@ def serve(owner_id: str, connection: socket.socket) -> None:
                 say({"failed": f"{type(error).__name__}: {error}"})
         finally:
             laboratory.close()
+
+
+def _watch(pid: int) -> int | None:
+    """An open file that says when a process has ended; None where the kernel has none."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.pidfd_open(pid)
+    return None
+
+
+def _owner_lives(connection: socket.socket, owner: int | None) -> bool:
+    """Wait until the owner speaks or ends; its socket alone may be kept open by a child it forked."""
+    files: list[socket.socket | int] = [connection] if owner is None else [connection, owner]
+    ready, _, _ = select.select(files, [], [])
+    return owner not in ready
 
 
 if __name__ == "__main__":

@@ -30,9 +30,8 @@ from paceline.emulation.spec import ClusterSpec
 from paceline.errors import UnsupportedError
 
 HOST_QUEUE_BYTES = 1 << 20
-plugins.setdefault(
-    "bfifo", sched_pfifo
-)  # pyroute2 knows the packet-limited sister, whose message is the same
+# pyroute2 knows the sister that counts packets, whose message is the same.
+plugins.setdefault("bfifo", sched_pfifo)
 
 _ROOT, _WHOLE_LINK, _ONLY_CLASS = 0x10000, 0x10001, 0x10010
 _FLOOR_BYTES_PER_S = 1000  # what strict priority guarantees a band: as good as nothing
@@ -244,21 +243,23 @@ class Network:
                 proto=_KERNEL_PROTOCOL,
                 metrics=self._metrics(),
             )
-            for peer in range(spec.hosts):
-                if (
-                    peer != host
-                ):  # no ARP: it would drop packets until it is answered, and be counted as traffic
-                    ip.neigh(
-                        "add",
-                        dst=link_address(peer, link),
-                        lladdr=_hardware_address(peer, link),
-                        ifindex=index,
-                        state="permanent",
-                    )
+            self._introduce_peers(ip, host, link, index)
         if spec.mark_bytes is not None:
             _set("net/ipv4/tcp_ecn", "1")
         if spec.links > 1:
             self._join_links(ip, host)
+
+    def _introduce_peers(self, ip: IPRoute, host: int, link: int, index: int) -> None:
+        """Instead of ARP, which would drop packets until it is answered, and be counted as traffic."""
+        for peer in range(self._spec.hosts):
+            if peer != host:
+                ip.neigh(
+                    "add",
+                    dst=link_address(peer, link),
+                    lladdr=_hardware_address(peer, link),
+                    ifindex=index,
+                    state="permanent",
+                )
 
     def _join_links(self, ip: IPRoute, host: int) -> None:
         """Give the host an address that others reach over any of its links; a flow stays on one."""
