@@ -89,7 +89,14 @@ def emulate(
     """Run a script on several emulated hosts of this machine, over links of a given rate, loss and delay."""
     from rich.console import Console
 
-    from paceline.emulation import ClusterSpec, EmulatedCluster, check_script, quantities, show
+    from paceline.emulation import (
+        ClusterSpec,
+        EmulatedCluster,
+        check_script,
+        print_line,
+        quantities,
+        show,
+    )
     from paceline.emulation import clean as remove_orphans
     from paceline.errors import ConfigurationError
 

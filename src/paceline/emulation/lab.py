@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,10 @@ class Laboratory:
         names = [host_name(host) for host in range(self._spec.hosts)]
         addresses = [address(self._spec, host) for host in range(self._spec.hosts)]
         for name in names:
-            self._pids.append(start_host(name, _hosts_text(names, addresses)))
+            with _allowed(
+                "hosts with namespaces and a /proc of their own, which in a container takes --privileged"
+            ):
+                self._pids.append(start_host(name, _hosts_text(names, addresses)))
         for group, pid in zip(groups, self._pids, strict=True):
             if group is not None:
                 group.write_text(str(pid))
@@ -105,15 +109,27 @@ class Laboratory:
                 "--cpu needs a cgroup with the cpu controller that this user may write to, and there is none. Run as "
                 "root, or leave --cpu out. Nothing was created."
             )
-        return [
-            None if limit is None else groups.limit(self._owner, host_name(host), limit)
-            for host, limit in enumerate(cores)
-        ]
+        with _allowed("--cpu, which takes a cgroup with a quota"):
+            return [
+                None if limit is None else groups.limit(self._owner, host_name(host), limit)
+                for host, limit in enumerate(cores)
+            ]
 
 
 def host_name(host: int) -> str:
     """What a host is called, in messages and as its own host name."""
     return f"host{host}"
+
+
+@contextlib.contextmanager
+def _allowed(what: str) -> Iterator[None]:
+    """Say what it was about if the kernel refuses what follows."""
+    try:
+        yield
+    except OSError as error:
+        raise UnsupportedError(
+            f"this machine does not allow {what} ({error.strerror}). Nothing was created."
+        ) from error
 
 
 def _isolate() -> None:

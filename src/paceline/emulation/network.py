@@ -89,7 +89,8 @@ class Network:
         Raises:
             OSError: The kernel refused something. pyroute2's NetlinkError is raised as it is.
         """
-        self._up("lo")
+        with _needs("rights over a network namespace"):
+            self._up("lo")
         self._netem = bool(self._spec.delay_s) and delay.has_netem(self.ip, self._index("lo"))
         for link in range(self._spec.links):
             self._add_switches(link)
@@ -377,8 +378,8 @@ def _needs(what: str) -> Iterator[None]:
         yield
     except NetlinkError as error:
         raise UnsupportedError(
-            f"this kernel lacks {what}, or does not allow them here ({error.args[1]}). Load the module, or try another "
-            "machine. Nothing was created."
+            f"this kernel lacks {what}, or does not allow them here ({error.args[1]}). Load the module, run as root, "
+            "or try another machine. Nothing was created."
         ) from error
 
 
