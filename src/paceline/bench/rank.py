@@ -19,6 +19,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a bucket on a slow link takes minu
 
 def main(folder: Path) -> None:
     """Run the job that lies in `folder`."""
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is the command's: it may carry JSON
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     rank = dist.get_rank()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import sys
 import threading
 import uuid
 from abc import ABC, abstractmethod
@@ -123,7 +124,8 @@ class ClusterRanks(Ranks):
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
         self.num_ranks = spec.num_ranks
-        self.rate_bytes_per_s = spec.slowest_rate_bytes_per_s
+        self.rate_bytes_per_s = slowest_rate_bytes_per_s(spec)
+        self.label = _label(spec)
         self.cluster: EmulatedCluster | None = None
 
     def __enter__(self) -> Self:
@@ -142,12 +144,28 @@ class ClusterRanks(Ranks):
 
     def _start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         assert self.cluster is not None
-        outcome = self.cluster.run(list(words), environment=dict(environment))
+        outcome = self.cluster.run(list(words), environment=environment, on_line=_to_stderr)
         if outcome.exit_code != 0:
             raise RanksFailedError(
                 f"the ranks on host {outcome.failed_host} of the emulated cluster ended with exit code "
                 f"{outcome.exit_code}. Their own message is above; try --hosts less, or --ranks 2 on loopback."
             )
+
+
+def slowest_rate_bytes_per_s(spec: ClusterSpec) -> float | None:
+    """Return what the slowest host can send or receive, all its links together; None where none is limited."""
+    rates = [rate for rate in (*spec.rate_bits_per_s, *spec.port_rate_bits_per_s) if rate is not None]
+    return min(rates) / 8 * spec.links if rates else None
+
+
+def _label(spec: ClusterSpec) -> str:
+    rates = sorted({rate for rate in spec.rate_bits_per_s if rate is not None})
+    words = [f"{spec.hosts}x{spec.ranks_per_host}", *[f"{rate / 1e6:g}mbit" for rate in rates[:1]]]
+    return "-".join(words)
+
+
+def _to_stderr(host: int, rank: int | None, text: str) -> None:
+    print(f"[host {host}{'' if rank is None else f', rank {rank}'}] {text}", file=sys.stderr)
 
 
 def gather(value: Result) -> list[Result]:
