@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-PACKAGES = ("accelerate", "deepspeed", "torchft", "mpi4py")
 POWER_SGD_RANK = 1
 
 

@@ -6,7 +6,6 @@ Peers that are not installed are refused before anything starts; benchmarks/peer
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.bench import peers
+from paceline.bench.packages import require
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.errors import ConfigurationError
 
@@ -109,15 +109,6 @@ def parse_sides(text: str, option: str = "--sides") -> tuple[str, ...]:
     for family in {SIDES[name].family for name in names}:
         require(family)
     return names
-
-
-def require(package: str) -> None:
-    """Refuse a peer that is not there."""
-    if package in peers.PACKAGES and importlib.util.find_spec(package) is None:
-        raise ConfigurationError(
-            f"{package} is not installed; pip install -r benchmarks/peers-requirements.txt (in the source "
-            f"repository), or pip install {package}."
-        )
 
 
 def labels(side_names: Sequence[str]) -> tuple[str, ...]:

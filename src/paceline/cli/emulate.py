@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from paceline.emulation import ClusterSpec, Outcome
 
 SETTINGS: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": False, "allow_interspersed_args": False},
@@ -25,13 +20,15 @@ def emulate(
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
     ranks_per_host: Annotated[int, typer.Option(help="Ranks on each.")] = 1,
     rate: Annotated[
-        str | None, typer.Option(help="Of a host's link, for example 1Gbit; one, or one a host: 1Gbit,100Mbit.")
+        str | None,
+        typer.Option(help="Of a host's link, for example 1Gbit; one, or one a host: 1Gbit,100Mbit."),
     ] = None,
     port_rate: Annotated[
         str | None, typer.Option(help="Of the switch's port towards a host, where it differs from --rate.")
     ] = None,
     loss: Annotated[
-        str | None, typer.Option(help="Packets of a host that the switch loses, for example 0.1%; or one a host.")
+        str | None,
+        typer.Option(help="Packets of a host that the switch loses, for example 0.1%; or one a host."),
     ] = None,
     queue: Annotated[
         str | None, typer.Option(help="What a switch port holds.", show_default="256KiB")

@@ -146,7 +146,8 @@ class Job:
                 break
             time.sleep(_POLL_S)
         codes = tuple(
-            None if agent.returncode in (-signal.SIGKILL, None) else agent.returncode for agent in self._agents
+            None if agent.returncode in (-signal.SIGKILL, None) else agent.returncode
+            for agent in self._agents
         )
         failed = self._first_failed() if failed is None else failed
         wall_s = time.monotonic() - self._started_s

@@ -35,9 +35,7 @@ _PAUSE_S = 0.02
 
 
 class Keeper:
-    """The launcher's handle on its keeper; a context manager around the launch.
-
-    """
+    """The launcher's handle on its keeper; a context manager around the launch."""
 
     def __init__(self, launch_id: str) -> None:
         self._launch_id = launch_id
