@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
+from paceline.bench.job import TellProgress
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
 from paceline.bench.protocol.figure import save_bars
 from paceline.bench.protocol.provenance import collect, load_average
 from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
 from paceline.bench.protocol.summary import Summary
-from paceline.bench.ranks import LoopbackRanks, TellProgress
+from paceline.bench.ranks import LoopbackRanks
 from paceline.bench.sides import labels, parse_sides, wrap
 from paceline.bench.workloads import Workload, make_workload
 
@@ -163,7 +164,7 @@ Footprints = dict[str, dict[str, list[Footprint]]]  # by model, by side (and the
 def run(side_names: tuple[str, ...], num_ranks: int, quick: bool) -> Footprints:
     """Launch every side on every model."""
     found: Footprints = {}
-    for model in MODELS:
+    for model in MODELS[:1] if quick else MODELS:
         found[model] = {}
         for name in (FLOOR, *dict.fromkeys(side_names)):
             title = f"memory, {model}, {name}"

@@ -32,13 +32,14 @@ from torch import Tensor, nn
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Rounds, Sides, run_cli
 from benchmarks.wire import restart_behind
+from paceline.bench.job import TellProgress
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
 from paceline.bench.protocol.alternation import turns
 from paceline.bench.protocol.figure import save_lines
 from paceline.bench.protocol.provenance import collect, load_average
 from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
 from paceline.bench.protocol.summary import Summary, slowest_rank
-from paceline.bench.ranks import LoopbackRanks, TellProgress, gather
+from paceline.bench.ranks import LoopbackRanks, gather
 from paceline.bench.sides import labels, parse_sides, wrap
 from paceline.errors import ConfigurationError
 
