@@ -93,6 +93,7 @@ STEP, ALL = ["bench", "step"], ["bench", "allreduce"]
         ([*STEP, "--workload", "resnet5"], "There are: tiny"),
         ([*STEP, "--vs", "torsh"], "--vs 'torsh' has no side called"),
         ([*STEP, "--vs", ""], "There are:"),
+        ([*STEP, "--vs", "torch,none"], "--vs none does not synchronize"),
         ([*STEP, "--rounds", "1"], "--rounds 1 gives no spread"),
         ([*STEP, "--steps", "0"], "--steps 0 measures nothing"),
         ([*STEP, "--ranks", "0"], "--ranks 0 measures nothing"),

@@ -56,6 +56,11 @@ class StepOptions:
                 "Drop them, or pass --compute timed."
             )
         sides = ("ours", *parse_sides(self.vs, "--vs"))
+        if "none" in sides:
+            raise ConfigurationError(
+                "--vs none does not synchronize the ranks, so it is no rival; computing alone is always measured. "
+                "Leave it out."
+            )
         profile = self._profile() if self.compute == "timed" else None
         return StepConfig(self.workload, sides, self.rounds, self.steps, profile, self.scale, baseline=1)
 
