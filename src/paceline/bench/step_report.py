@@ -213,10 +213,9 @@ def draw(result: Report, path: Any) -> bool:
     """Draw a bar a side, and lines at computing alone, the ideal and no overlap. Returns whether it was drawn."""
     limit, sides = result.summaries["limit"], result.summaries["sides"]
     compute_s = limit["forward_s"] + limit["backward_s"] + limit["optimizer_s"]
-    lines = {
-        "computing alone": compute_s,
-        "ideal overlap": limit["ideal_s"],
-        "no overlap": limit["no_overlap_s"],
-    }
+    lines = {"computing alone": compute_s, "ideal overlap": limit["ideal_s"]}
+    if limit["reachable_s"] is not None:
+        lines["least that can be reached"] = limit["reachable_s"]
+    lines["no overlap"] = limit["no_overlap_s"]
     bars = {name: Summary(**side["step_s"]) for name, side in sides.items()}
     return save_bars(path, result.question, "seconds a step", bars, lines)
