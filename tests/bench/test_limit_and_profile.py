@@ -92,6 +92,10 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     dataclasses.replace(shorter, layers=shorter.layers[:-1]).save(path)
     with pytest.raises(ConfigurationError, match="it has 15 layers, the model 16"):
         Profile.load(path, "vgg16")
+    renamed = dataclasses.replace(shorter.layers[3], name="other")
+    dataclasses.replace(shorter, layers=(*shorter.layers[:3], renamed, *shorter.layers[4:])).save(path)
+    with pytest.raises(ConfigurationError, match="it has 'other'"):
+        Profile.load(path, "vgg16")
     path.write_text(json.dumps({"workload": "vgg16"}))
     with pytest.raises(ConfigurationError, match="is not a profile"):
         Profile.load(path, "vgg16")
