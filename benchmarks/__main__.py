@@ -12,15 +12,13 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.protocol.options import Quick, ResultsFolder, run_cli
-from benchmarks.protocol.provenance import REPOSITORY
-from benchmarks.protocol.report import RESULTS_FOLDER
-from benchmarks.workloads import WORKLOADS
+from benchmarks.options import REPOSITORY, RESULTS_FOLDER, Quick, ResultsFolder, run_cli
 
+WORKLOADS = ("tiny", "wide_mlp", "resnet50", "transformer", "mlstm")  # those that two cores can compute
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
-    ("overlap", "--rate", "1gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
+    ("overlap", "--rate", "1Gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
     *[
         ("step_time", "--workload", workload, "--ranks", ranks)
         for ranks in ("2", "1")

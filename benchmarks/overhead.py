@@ -21,16 +21,17 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.protocol.allocator import ENVIRONMENTS, Allocator
-from benchmarks.protocol.alternation import turns
-from benchmarks.protocol.figure import save_bars
-from benchmarks.protocol.options import AsJson, Quick, ResultsFolder, Rounds, Sides, run_cli
-from benchmarks.protocol.provenance import collect, load_average
-from benchmarks.protocol.ranks import TellProgress, run_on_ranks
-from benchmarks.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
-from benchmarks.protocol.summary import Summary, differences
-from benchmarks.sides import labels, parse_sides, wrap
-from benchmarks.workloads.tiny import TinyWorkload
+from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, Sides, run_cli
+from paceline.bench.job import TellProgress
+from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.bench.protocol.alternation import turns
+from paceline.bench.protocol.figure import save_bars
+from paceline.bench.protocol.provenance import collect, load_average
+from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
+from paceline.bench.protocol.summary import Summary, differences
+from paceline.bench.ranks import LoopbackRanks
+from paceline.bench.sides import labels, parse_sides, wrap
+from paceline.bench.workloads.tiny import TinyWorkload
 
 BASELINE = "none"
 DEFAULT_SIDES = "torch,torch-view,torch-batched,torch-static,torch-unused,ours,ours-unused"
@@ -225,7 +226,7 @@ def main(
     names = (BASELINE, *parse_sides(sides))
     config = Config(names, 2, 1, 50) if quick else Config(names, rounds, steps_per_block, 1000)
     load_before = load_average()
-    results = run_on_ranks(measure, config, 1, "overhead", ENVIRONMENTS[Allocator.KEEP])[0]
+    results = LoopbackRanks(1).run(measure, config, "overhead", ENVIRONMENTS[Allocator.KEEP])[0]
     result = report(config, results, load_before)
     publish(result, results_folder, as_json)
     bars = {name: Summary(**s["backward_s"]) for name, s in result.summaries[CASES[0].label].items()}
@@ -235,7 +236,7 @@ def main(
         title,
         "us per parameter",
         bars,
-        reference=TARGET_US_PER_PARAMETER["ours"],
+        references={"target": TARGET_US_PER_PARAMETER["ours"]},
     )
 
 

@@ -17,18 +17,19 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.errors import WrongAnswerError
-from benchmarks.protocol.allocator import ENVIRONMENTS, Allocator
-from benchmarks.protocol.alternation import turns
-from benchmarks.protocol.figure import save_bars
-from benchmarks.protocol.options import AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
-from benchmarks.protocol.provenance import collect, load_average
-from benchmarks.protocol.ranks import TellProgress, gather, run_on_ranks
-from benchmarks.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
-from benchmarks.protocol.summary import Summary, ratios, slowest_rank
-from benchmarks.sides import labels, parse_sides
-from benchmarks.training import StepTimes, Trainee
-from benchmarks.workloads import Workload, make_workload
+from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
+from paceline.bench.errors import WrongAnswerError
+from paceline.bench.job import TellProgress
+from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.bench.protocol.alternation import turns
+from paceline.bench.protocol.figure import save_bars
+from paceline.bench.protocol.provenance import collect, load_average
+from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
+from paceline.bench.protocol.summary import Summary, ratios, slowest_rank
+from paceline.bench.ranks import LoopbackRanks, gather
+from paceline.bench.sides import labels, parse_sides
+from paceline.bench.training import StepTimes, Trainee
+from paceline.bench.workloads import Workload, make_workload
 
 WARM_UP_STEPS = 4  # torch re-buckets after the first
 PHASES = ("forward_s", "backward_s", "optimizer_s", "step_s")
@@ -146,7 +147,7 @@ def run(config: Config) -> list[Outcome]:
         title = f"step time, {config.workload}, launch {launch + 1} of {config.num_launches}"
         this = dataclasses.replace(config, last_side_first=bool(launch % 2))
         outcomes.append(
-            run_on_ranks(measure, this, config.num_ranks, title, ENVIRONMENTS[config.allocator])[0]
+            LoopbackRanks(config.num_ranks).run(measure, this, title, ENVIRONMENTS[config.allocator])[0]
         )
         _check(config, outcomes[-1])
     return outcomes
@@ -235,13 +236,19 @@ def main(
     """Compare the step time of one workload (tiny, resnet50, transformer, mlstm, wide_mlp)."""
     make_workload(workload)  # an unknown name fails here rather than in a process
     steps_per_block = STEPS_PER_BLOCK.get(workload, steps_per_block)
-    launches, rounds, steps_per_block = (2, 2, 1) if quick else (launches, rounds, steps_per_block)
+    launches, rounds, steps_per_block = (1, 2, 1) if quick else (launches, rounds, steps_per_block)
     config = Config(workload, parse_sides(sides), ranks, launches, rounds, steps_per_block, allocator, quick)
     load_before = load_average()
     result = report(config, run(config), load_before)
     publish(result, results_folder, as_json)
     bars = {name: Summary(**result.summaries[name]["ratio"]) for name in result.summaries}
-    save_bars(figure_path(result, results_folder), result.question, result.columns[-1], bars, reference=1.0)
+    save_bars(
+        figure_path(result, results_folder),
+        result.question,
+        result.columns[-1],
+        bars,
+        references={"equal": 1.0},
+    )
 
 
 if __name__ == "__main__":

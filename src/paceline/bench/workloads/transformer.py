@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.workloads.workload import Workload, batch_generator
+from paceline.bench.workloads.workload import Workload, batch_generator
 
 
 class EncoderLayer(nn.Module):
@@ -72,6 +72,11 @@ class TransformerWorkload(Workload):
     def quick(cls) -> "TransformerWorkload":
         """Return one narrow layer."""
         return cls(vocabulary_size=64, length=8, width=16, depth=1, num_heads=2, batch_size=2)
+
+    @classmethod
+    def bert_base(cls) -> "TransformerWorkload":
+        """Return the size of BERT-base: 109.5 million parameters in 201 tensors."""
+        return cls(vocabulary_size=30522, length=512, width=768, depth=12, num_heads=12, batch_size=1)
 
     def make_model(self) -> nn.Module:
         """Return the model."""

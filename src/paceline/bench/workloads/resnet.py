@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.workloads.workload import Workload, batch_generator
+from paceline.bench.workloads.workload import Workload, batch_generator
 
 EXPANSION = 4
 STAGES = (
@@ -75,6 +75,10 @@ class ResNet50Workload(Workload):
     def quick(cls) -> "ResNet50Workload":
         """Return the smallest images; the network stays whole."""
         return cls(image_size=32, batch_size=2)
+
+    def published(self) -> "ResNet50Workload":
+        """Return ImageNet's images, 32 of them."""
+        return ResNet50Workload(image_size=224, batch_size=32)
 
     def make_model(self) -> nn.Module:
         """Return the network."""

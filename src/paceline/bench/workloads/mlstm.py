@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.workloads.text import load_text
-from benchmarks.workloads.workload import Workload
+from paceline.bench.workloads.text import load_text
+from paceline.bench.workloads.workload import Workload
 
 State = tuple[Tensor, Tensor]  # h and c, each (B, hidden)
 
@@ -90,6 +90,21 @@ class MlstmWorkload(Workload):
         """Return few cells and short segments."""
         return cls(embedding_size=8, hidden_size=16, segment_length=4, batch_size=2)
 
+    @classmethod
+    def of_scale_study(cls, hidden_size: int) -> "MlstmWorkload":
+        """Return what the scalability study trained: segments of 256 bytes, 256 streams a rank."""
+        return cls(embedding_size=64, hidden_size=hidden_size, segment_length=256, batch_size=256)
+
+    def operations(self) -> dict[str, float]:
+        """Return the matrices' products over a whole segment.
+
+        The recurrent matrices' gradients are all complete only when backward has arrived at the first byte. So what
+        the recurrence costs is charged to the one that is registered last, which backward meets first.
+        """
+        n, inputs, tokens = self.hidden_size, self.embedding_size, self.batch_size * self.segment_length
+        recurrent, embedded = 2.0 * 5 * n * n * tokens, 2.0 * 5 * n * inputs * tokens
+        return {"w_m": recurrent, "w_x": embedded, "head": 2.0 * 256 * n * tokens}
+
     def make_model(self) -> nn.Module:
         """Return the model."""
         return Mlstm(self.embedding_size, self.hidden_size)
@@ -108,7 +123,7 @@ class MlstmWorkload(Workload):
         self, model: nn.Module, batch: tuple[Tensor, Tensor], carry: State | None
     ) -> tuple[Tensor, State]:
         """Return the cross-entropy; the state is carried over, its history is not."""
-        zeros = torch.zeros(batch[0].shape[0], self.hidden_size)
+        zeros = torch.zeros(batch[0].shape[0], self.hidden_size, device=batch[0].device)
         logits, h, c = model(batch[0], carry or (zeros, zeros))
         return functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten()), (h.detach(), c.detach())
 
