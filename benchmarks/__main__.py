@@ -12,10 +12,10 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.protocol.options import Quick, ResultsFolder, run_cli
-from benchmarks.protocol.provenance import REPOSITORY
-from benchmarks.protocol.report import RESULTS_FOLDER
-from benchmarks.workloads import WORKLOADS
+from benchmarks.options import Quick, ResultsFolder, run_cli
+from paceline.bench.protocol.provenance import REPOSITORY
+from paceline.bench.protocol.report import RESULTS_FOLDER
+from paceline.bench.workloads import WORKLOADS
 
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),

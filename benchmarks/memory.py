@@ -26,15 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.protocol.allocator import ENVIRONMENTS, Allocator
-from benchmarks.protocol.figure import save_bars
-from benchmarks.protocol.options import AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
-from benchmarks.protocol.provenance import collect, load_average
-from benchmarks.protocol.ranks import TellProgress, run_on_ranks
-from benchmarks.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
-from benchmarks.protocol.summary import Summary
-from benchmarks.sides import labels, parse_sides, wrap
-from benchmarks.workloads import Workload, make_workload
+from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.bench.protocol.figure import save_bars
+from benchmarks.options import AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
+from paceline.bench.protocol.provenance import collect, load_average
+from paceline.bench.ranks import TellProgress, run_on_ranks
+from paceline.bench.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
+from paceline.bench.protocol.summary import Summary
+from paceline.bench.sides import labels, parse_sides, wrap
+from paceline.bench.workloads import Workload, make_workload
 
 FLOOR = "floor"  # gradients are dropped as they appear
 DEFAULT_SIDES = "none,torch,torch-view,torch-batched,ours,ours-unused"

@@ -21,16 +21,16 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.protocol.allocator import ENVIRONMENTS, Allocator
-from benchmarks.protocol.alternation import turns
-from benchmarks.protocol.figure import save_bars
-from benchmarks.protocol.options import AsJson, Quick, ResultsFolder, Rounds, Sides, run_cli
-from benchmarks.protocol.provenance import collect, load_average
-from benchmarks.protocol.ranks import TellProgress, run_on_ranks
-from benchmarks.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
-from benchmarks.protocol.summary import Summary, differences
-from benchmarks.sides import labels, parse_sides, wrap
-from benchmarks.workloads.tiny import TinyWorkload
+from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.bench.protocol.alternation import turns
+from paceline.bench.protocol.figure import save_bars
+from benchmarks.options import AsJson, Quick, ResultsFolder, Rounds, Sides, run_cli
+from paceline.bench.protocol.provenance import collect, load_average
+from paceline.bench.ranks import TellProgress, run_on_ranks
+from paceline.bench.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
+from paceline.bench.protocol.summary import Summary, differences
+from paceline.bench.sides import labels, parse_sides, wrap
+from paceline.bench.workloads.tiny import TinyWorkload
 
 BASELINE = "none"
 DEFAULT_SIDES = "torch,torch-view,torch-batched,torch-static,torch-unused,ours,ours-unused"

@@ -30,17 +30,17 @@ import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 
-from benchmarks.errors import UnknownNameError
-from benchmarks.protocol.allocator import ENVIRONMENTS, Allocator
-from benchmarks.protocol.alternation import turns
-from benchmarks.protocol.figure import save_lines
-from benchmarks.protocol.options import AsJson, Quick, Ranks, ResultsFolder, Rounds, Sides, run_cli
-from benchmarks.protocol.provenance import collect, load_average
-from benchmarks.protocol.ranks import TellProgress, gather, run_on_ranks
-from benchmarks.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
-from benchmarks.protocol.summary import Summary, slowest_rank
-from benchmarks.protocol.wire import restart_behind
-from benchmarks.sides import labels, parse_sides, wrap
+from paceline.bench.errors import UnknownNameError
+from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.bench.protocol.alternation import turns
+from paceline.bench.protocol.figure import save_lines
+from benchmarks.options import AsJson, Quick, Ranks, ResultsFolder, Rounds, Sides, run_cli
+from paceline.bench.protocol.provenance import collect, load_average
+from paceline.bench.ranks import TellProgress, gather, run_on_ranks
+from paceline.bench.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
+from paceline.bench.protocol.summary import Summary, slowest_rank
+from benchmarks.wire import restart_behind
+from paceline.bench.sides import labels, parse_sides, wrap
 
 WARM_UP_STEPS = 4
 TARGET_SHARE = 0.95

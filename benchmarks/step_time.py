@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.errors import WrongAnswerError
-from benchmarks.protocol.allocator import ENVIRONMENTS, Allocator
-from benchmarks.protocol.alternation import turns
-from benchmarks.protocol.figure import save_bars
-from benchmarks.protocol.options import AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
-from benchmarks.protocol.provenance import collect, load_average
-from benchmarks.protocol.ranks import TellProgress, gather, run_on_ranks
-from benchmarks.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
-from benchmarks.protocol.summary import Summary, ratios, slowest_rank
-from benchmarks.sides import labels, parse_sides
-from benchmarks.training import StepTimes, Trainee
-from benchmarks.workloads import Workload, make_workload
+from paceline.bench.errors import WrongAnswerError
+from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.bench.protocol.alternation import turns
+from paceline.bench.protocol.figure import save_bars
+from benchmarks.options import AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
+from paceline.bench.protocol.provenance import collect, load_average
+from paceline.bench.ranks import TellProgress, gather, run_on_ranks
+from paceline.bench.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
+from paceline.bench.protocol.summary import Summary, ratios, slowest_rank
+from paceline.bench.sides import labels, parse_sides
+from paceline.bench.training import StepTimes, Trainee
+from paceline.bench.workloads import Workload, make_workload
 
 WARM_UP_STEPS = 4  # torch re-buckets after the first
 PHASES = ("forward_s", "backward_s", "optimizer_s", "step_s")

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.protocol.provenance import REPOSITORY, Provenance
+from paceline.bench.protocol.provenance import REPOSITORY, Provenance
 
 RESULTS_FOLDER = REPOSITORY / "benchmarks" / "results"
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.sides import wrap
-from benchmarks.workloads import Workload
+from paceline.bench.sides import wrap
+from paceline.bench.workloads import Workload
 
 NUM_BATCHES = 8  # prepared before timing, then used in turn
 SEED = 20200817

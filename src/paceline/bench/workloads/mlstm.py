@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.workloads.text import load_text
-from benchmarks.workloads.workload import Workload
+from paceline.bench.workloads.text import load_text
+from paceline.bench.workloads.workload import Workload
 
 State = tuple[Tensor, Tensor]  # h and c, each (B, hidden)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.workloads.workload import Workload, batch_generator
+from paceline.bench.workloads.workload import Workload, batch_generator
 
 
 class EncoderLayer(nn.Module):

@@ -3,13 +3,13 @@
 `python -m benchmarks.workloads` lists them with their parameters.
 """
 
-from benchmarks.errors import UnknownNameError
-from benchmarks.workloads.mlstm import MlstmWorkload
-from benchmarks.workloads.resnet import ResNet50Workload
-from benchmarks.workloads.tiny import TinyWorkload
-from benchmarks.workloads.transformer import TransformerWorkload
-from benchmarks.workloads.wide_mlp import WideMlpWorkload
-from benchmarks.workloads.workload import Workload
+from paceline.bench.errors import UnknownNameError
+from paceline.bench.workloads.mlstm import MlstmWorkload
+from paceline.bench.workloads.resnet import ResNet50Workload
+from paceline.bench.workloads.tiny import TinyWorkload
+from paceline.bench.workloads.transformer import TransformerWorkload
+from paceline.bench.workloads.wide_mlp import WideMlpWorkload
+from paceline.bench.workloads.workload import Workload
 
 WORKLOADS: dict[str, type[Workload]] = {
     "tiny": TinyWorkload,

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 
-from benchmarks.errors import NoWireError
+from paceline.bench.errors import NoWireError
 
 _INSIDE = "PACELINE_BENCHMARK_WIRE"
 _SET_UP = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads.workload import Workload, batch_generator
+from paceline.bench.workloads.workload import Workload, batch_generator
 
 
 class AddChain(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from benchmarks.errors import UnknownNameError
+from paceline.bench.errors import UnknownNameError
 
 
 @dataclass(frozen=True)

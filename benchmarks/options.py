@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.errors import BenchmarkError
+from paceline.bench.errors import BenchmarkError
 
 Sides = Annotated[
     str, typer.Option(help="Comma-separated names from benchmarks/sides.py; the first is the baseline.")

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from benchmarks.errors import RankFailedError
-from benchmarks.protocol.progress import progress_bar
+from paceline.bench.errors import RankFailedError
+from paceline.bench.protocol.progress import progress_bar
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.workloads.workload import Workload, batch_generator
+from paceline.bench.workloads.workload import Workload, batch_generator
 
 EXPANSION = 4
 STAGES = (

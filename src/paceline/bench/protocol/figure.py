@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.protocol.summary import Summary
+from paceline.bench.protocol.summary import Summary
 
 
 def save_bars(

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.workloads import WORKLOADS, make_workload
+from paceline.bench.workloads import WORKLOADS, make_workload
 
 
 def main(
