@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import functional
 
-from benchmarks.workloads.mlstm import Mlstm, State
-from benchmarks.workloads.text import load_text
 from paceline import DistributedDataParallel
+from paceline.bench.workloads.mlstm import Mlstm, State
+from paceline.bench.workloads.text import load_text
 
 CLIP_NORM = 1.0
 HELD_OUT_RATIO = 0.05  # the end of the text is never trained on
