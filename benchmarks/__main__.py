@@ -12,9 +12,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.options import Quick, ResultsFolder, run_cli
-from paceline.bench.protocol.provenance import REPOSITORY
-from paceline.bench.protocol.report import RESULTS_FOLDER
+from benchmarks.options import REPOSITORY, RESULTS_FOLDER, Quick, ResultsFolder, run_cli
 from paceline.bench.workloads import WORKLOADS
 
 COMMANDS: tuple[tuple[str, ...], ...] = (

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
 from paceline.bench.protocol.figure import save_bars
-from benchmarks.options import AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
 from paceline.bench.protocol.provenance import collect, load_average
-from paceline.bench.ranks import TellProgress, run_on_ranks
-from paceline.bench.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
+from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
 from paceline.bench.protocol.summary import Summary
+from paceline.bench.ranks import LoopbackRanks, TellProgress
 from paceline.bench.sides import labels, parse_sides, wrap
 from paceline.bench.workloads import Workload, make_workload
 
@@ -167,8 +167,8 @@ def run(side_names: tuple[str, ...], num_ranks: int, quick: bool) -> Footprints:
         found[model] = {}
         for name in (FLOOR, *dict.fromkeys(side_names)):
             title = f"memory, {model}, {name}"
-            found[model][name] = run_on_ranks(
-                measure, Config(model, name, quick), num_ranks, title, ENVIRONMENT
+            found[model][name] = LoopbackRanks(num_ranks).run(
+                measure, Config(model, name, quick), title, ENVIRONMENT
             )
     return found
 
@@ -243,7 +243,11 @@ def main(
         for name, value in s.items()
     }
     save_bars(
-        figure_path(result, results_folder), result.question, "x gradients", bars, reference=TARGET_RATIO
+        figure_path(result, results_folder),
+        result.question,
+        "x gradients",
+        bars,
+        references={"target": TARGET_RATIO},
     )
 
 

@@ -1,5 +1,6 @@
 """Which options does every benchmark take, and how does it end?"""
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,10 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.bench.errors import BenchmarkError
+from paceline.errors import PacelineError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS_FOLDER = REPOSITORY / "benchmarks" / "results"
 
 Sides = Annotated[
-    str, typer.Option(help="Comma-separated names from benchmarks/sides.py; the first is the baseline.")
+    str, typer.Option(help="Comma-separated names from paceline.bench.sides; the first is the baseline.")
 ]
 Ranks = Annotated[int, typer.Option(min=1, help="How many processes.")]
 Rounds = Annotated[int, typer.Option(min=2, help="How many rounds; every side runs twice in each.")]
@@ -21,15 +25,20 @@ ResultsFolder = Annotated[Path, typer.Option(help="Where the JSON and the figure
 
 
 def run_cli(main: Callable[..., Any]) -> None:
-    """Run a benchmark's command line; what it cannot answer becomes one paragraph and exit status 1."""
+    """Run a benchmark's command line; what it cannot answer becomes one paragraph and exit status 1.
+
+    The ranks import what they run, so it must not come from a module that is called `__main__`.
+    """
+    spec = sys.modules["__main__"].__spec__
+    assert spec is not None, "python -m starts a benchmark"
     with _one_paragraph():
-        typer.run(main)
+        typer.run(getattr(importlib.import_module(spec.name), main.__name__))
 
 
 @contextmanager
 def _one_paragraph() -> Iterator[None]:
     try:
         yield
-    except BenchmarkError as error:
+    except PacelineError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)

@@ -21,14 +21,14 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, Sides, run_cli
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
 from paceline.bench.protocol.alternation import turns
 from paceline.bench.protocol.figure import save_bars
-from benchmarks.options import AsJson, Quick, ResultsFolder, Rounds, Sides, run_cli
 from paceline.bench.protocol.provenance import collect, load_average
-from paceline.bench.ranks import TellProgress, run_on_ranks
-from paceline.bench.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
+from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
 from paceline.bench.protocol.summary import Summary, differences
+from paceline.bench.ranks import LoopbackRanks, TellProgress
 from paceline.bench.sides import labels, parse_sides, wrap
 from paceline.bench.workloads.tiny import TinyWorkload
 
@@ -225,7 +225,7 @@ def main(
     names = (BASELINE, *parse_sides(sides))
     config = Config(names, 2, 1, 50) if quick else Config(names, rounds, steps_per_block, 1000)
     load_before = load_average()
-    results = run_on_ranks(measure, config, 1, "overhead", ENVIRONMENTS[Allocator.KEEP])[0]
+    results = LoopbackRanks(1).run(measure, config, "overhead", ENVIRONMENTS[Allocator.KEEP])[0]
     result = report(config, results, load_before)
     publish(result, results_folder, as_json)
     bars = {name: Summary(**s["backward_s"]) for name, s in result.summaries[CASES[0].label].items()}
@@ -235,7 +235,7 @@ def main(
         title,
         "us per parameter",
         bars,
-        reference=TARGET_US_PER_PARAMETER["ours"],
+        references={"target": TARGET_US_PER_PARAMETER["ours"]},
     )
 
 

@@ -30,17 +30,17 @@ import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 
-from paceline.bench.errors import UnknownNameError
+from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Rounds, Sides, run_cli
+from benchmarks.wire import restart_behind
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
 from paceline.bench.protocol.alternation import turns
 from paceline.bench.protocol.figure import save_lines
-from benchmarks.options import AsJson, Quick, Ranks, ResultsFolder, Rounds, Sides, run_cli
 from paceline.bench.protocol.provenance import collect, load_average
-from paceline.bench.ranks import TellProgress, gather, run_on_ranks
-from paceline.bench.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
+from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
 from paceline.bench.protocol.summary import Summary, slowest_rank
-from benchmarks.wire import restart_behind
+from paceline.bench.ranks import LoopbackRanks, TellProgress, gather
 from paceline.bench.sides import labels, parse_sides, wrap
+from paceline.errors import ConfigurationError
 
 WARM_UP_STEPS = 4
 TARGET_SHARE = 0.95
@@ -375,7 +375,7 @@ def _floats(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise UnknownNameError(f"{text!r} is not a list of numbers such as 0.5,1,2.") from error
+        raise ConfigurationError(f"{text!r} is not a list of numbers such as 0.5,1,2.") from error
 
 
 def main(
@@ -406,7 +406,7 @@ def main(
         config = Config(config.side_names, (1.0,), (DEFAULT_CAP,), 4, 2**10, 2, rate)
     load_before = load_average()
     environment = {**ENVIRONMENTS[Allocator.KEEP], **(SEVERAL_HOSTS if rate else {})}
-    cases = run_on_ranks(measure, config, ranks, "overlap", environment)[0]
+    cases = LoopbackRanks(ranks).run(measure, config, "overlap", environment)[0]
     result = report(config, cases, ranks, load_before, quick)
     publish(result, results_folder, as_json)
     _draw(result, config, figure_path(result, results_folder))

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 import typer
 
+from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
 from paceline.bench.errors import WrongAnswerError
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
 from paceline.bench.protocol.alternation import turns
 from paceline.bench.protocol.figure import save_bars
-from benchmarks.options import AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
 from paceline.bench.protocol.provenance import collect, load_average
-from paceline.bench.ranks import TellProgress, gather, run_on_ranks
-from paceline.bench.protocol.report import RESULTS_FOLDER, Report, Verdict, figure_path, publish
+from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
 from paceline.bench.protocol.summary import Summary, ratios, slowest_rank
+from paceline.bench.ranks import LoopbackRanks, TellProgress, gather
 from paceline.bench.sides import labels, parse_sides
 from paceline.bench.training import StepTimes, Trainee
 from paceline.bench.workloads import Workload, make_workload
@@ -146,7 +146,7 @@ def run(config: Config) -> list[Outcome]:
         title = f"step time, {config.workload}, launch {launch + 1} of {config.num_launches}"
         this = dataclasses.replace(config, last_side_first=bool(launch % 2))
         outcomes.append(
-            run_on_ranks(measure, this, config.num_ranks, title, ENVIRONMENTS[config.allocator])[0]
+            LoopbackRanks(config.num_ranks).run(measure, this, title, ENVIRONMENTS[config.allocator])[0]
         )
         _check(config, outcomes[-1])
     return outcomes
@@ -241,7 +241,13 @@ def main(
     result = report(config, run(config), load_before)
     publish(result, results_folder, as_json)
     bars = {name: Summary(**result.summaries[name]["ratio"]) for name in result.summaries}
-    save_bars(figure_path(result, results_folder), result.question, result.columns[-1], bars, reference=1.0)
+    save_bars(
+        figure_path(result, results_folder),
+        result.question,
+        result.columns[-1],
+        bars,
+        references={"equal": 1.0},
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,12 @@ import re
 import shutil
 import sys
 
-from paceline.bench.errors import NoWireError
+from paceline.bench.errors import BenchmarkError
+
+
+class NoWireError(BenchmarkError, RuntimeError):
+    """The wire that an option asks for cannot be made here."""
+
 
 _INSIDE = "PACELINE_BENCHMARK_WIRE"
 _SET_UP = (

@@ -1,28 +1,23 @@
-"""What a benchmark says when it cannot answer.
+"""What a benchmark says when it cannot answer. What was asked wrongly is a ConfigurationError instead.
 
-BenchmarkError
-    UnknownNameError     (also ValueError)   a side, a workload or a size that does not exist
-    NoWireError          (also RuntimeError) the wire that an option asks for cannot be made here
-    RankFailedError      (also RuntimeError) one of the processes raised or died
-    WrongAnswerError     (also RuntimeError) the sides do not compute the same thing: their times mean nothing
+PacelineError
+└── BenchmarkError
+    ├── RanksFailedError  (also RuntimeError) one of the processes raised or died
+    └── WrongAnswerError  (also RuntimeError) a side does not compute what it should: its times mean nothing
 """
 
+from __future__ import annotations
 
-class BenchmarkError(Exception):
+from paceline.errors import PacelineError
+
+
+class BenchmarkError(PacelineError):
     """Root of everything that ends a benchmark with one paragraph instead of a traceback."""
 
 
-class UnknownNameError(BenchmarkError, ValueError):
-    """An option names something that is not in the table."""
-
-
-class NoWireError(BenchmarkError, RuntimeError):
-    """The wire that an option asks for cannot be made here."""
-
-
-class RankFailedError(BenchmarkError, RuntimeError):
+class RanksFailedError(BenchmarkError, RuntimeError):
     """A rank raised an exception or was killed; the others have been stopped."""
 
 
 class WrongAnswerError(BenchmarkError, RuntimeError):
-    """The two sides ended with different parameters."""
+    """Ranks or sides ended with different numbers."""

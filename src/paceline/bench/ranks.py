@@ -1,80 +1,153 @@
-"""How are N real ranks started, watched and stopped?
+"""Where do the ranks run? On loopback, or on the hosts of an emulated cluster; the same task on both.
 
-Each rank is a spawned process with one thread and a Gloo group over loopback. The parent keeps the
-rendezvous store (port 0: the kernel picks a free one), draws the progress bar, and gets every rank's
-result. If one rank fails, the others are stopped.
+Rules
+1. A task is a function at the top level of a module. It goes to the ranks by name, its configuration and its
+   results as files of a private folder that is removed afterwards, even if we are killed.
+2. Every rank is a process under torchrun's environment, with one thread and a Gloo group that is open already.
+3. If one rank fails, all are stopped.
 """
 
+from __future__ import annotations
+
+import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+import pickle
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.queues import SimpleQueue
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
-from paceline.bench.errors import RankFailedError
+from paceline.bench.errors import RanksFailedError
 from paceline.bench.protocol.progress import progress_bar
+from paceline.errors import ConfigurationError
+from paceline.launch import Keeper, launch, parse
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from paceline.emulation import ClusterSpec, EmulatedCluster
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
 TellProgress = Callable[[float], None]  # the share of the work that is done, 0 to 1
 Task = Callable[[Config, TellProgress], Result]
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+JOB_FILE, PROGRESS_FILE = "job.pickle", "progress"
+_POLL_S = 0.2
 
 
-@dataclass(frozen=True)
-class _Progress:
-    done_ratio: float
+class Ranks(ABC):
+    """A place where tasks run, one after another; a context manager.
 
-
-@dataclass(frozen=True)
-class _Finished:
-    rank: int
-    result: Any
-
-
-def run_on_ranks(
-    task: Task[Config, Result],
-    config: Config,
-    num_ranks: int,
-    title: str,
-    environment: Mapping[str, str] | None = None,
-) -> list[Result]:
-    """Run `task(config, tell_progress)` on `num_ranks` fresh processes and return the results by rank.
-
-    Args:
-        task: A function at the top level of a module (it is pickled), called inside a Gloo group.
-        config: The same for every rank.
-        num_ranks: How many processes.
-        title: What the progress bar says.
-        environment: Variables of the processes, besides one thread per rank and loopback.
-
-    Raises:
-        RankFailedError: a rank raised or died; carries its traceback.
+    Attributes:
+        num_ranks: How many processes a task gets.
+        rate_bytes_per_s: Of the slowest host's link; None where ranks share memory's speed.
+        label: For the names of files, such as 4hosts or 2ranks.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    messages = multiprocessing.get_context("spawn").SimpleQueue()
-    results: dict[int, Result] = {}
-    with _environment({**ONE_THREAD, **(environment or {})}), progress_bar(title) as show:
-        processes = multiprocessing.spawn(
-            _rank_main, (num_ranks, store.port, messages, task, config), nprocs=num_ranks, join=False
-        )
-        try:
-            while not processes.join(timeout=0.1):
-                _drain(messages, results, show)
-        except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
-            raise RankFailedError(
-                f"rank {error.error_index} of {num_ranks} failed in {title!r}. {error}"
-            ) from error
-        _drain(messages, results, show)
-    return [results[rank] for rank in range(num_ranks)]
+
+    num_ranks: int
+    label: str
+    rate_bytes_per_s: float | None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """Rows for a report: where this was measured."""
+
+    def run(
+        self,
+        task: Task[Config, Result],
+        config: Config,
+        title: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> list[Result]:
+        """Run `task(config, tell_progress)` on fresh processes and return the results by rank.
+
+        Args:
+            task: Called inside a Gloo group, on every rank.
+            config: The same for every rank; must pickle.
+            title: What the progress bar says.
+            environment: Variables of the processes.
+
+        Raises:
+            PacelineError: A rank raised, died, or could not be started; its own output says why.
+        """
+        variables = {**ONE_THREAD, **(environment or {})}
+        with Keeper(uuid.uuid4().hex) as keeper, progress_bar(title) as show:
+            folder = keeper.folder
+            job = pickle.dumps((task.__module__, task.__qualname__, config))
+            (folder / JOB_FILE).write_bytes(job)
+            with _watched(folder / PROGRESS_FILE, show):
+                self._start(["-m", "paceline.bench.rank", str(folder)], variables)
+            return [_result(folder, rank, title) for rank in range(self.num_ranks)]
+
+    @abstractmethod
+    def _start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Run a program on every rank to its end; raise if one fails."""
+
+
+class LoopbackRanks(Ranks):
+    """Processes of this machine."""
+
+    def __init__(self, num_ranks: int) -> None:
+        if num_ranks < 1:
+            raise ConfigurationError(
+                f"--ranks {num_ranks} measures nothing. Pass 1 or more; 2 is a good start."
+            )
+        self.num_ranks, self.rate_bytes_per_s = num_ranks, None
+        self.label = f"{num_ranks}ranks"
+
+    def describe(self) -> dict[str, str]:
+        return {"ranks": str(self.num_ranks), "network": "loopback: no rate, no latency, the cores copy"}
+
+    def _start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        local = ["--standalone", "--local-addr", "127.0.0.1", "--share-devices"]
+        with _environment({"GLOO_SOCKET_IFNAME": "lo", **environment}):
+            launch(parse([*local, "--nproc-per-node", str(self.num_ranks), *words]), note=lambda _: None)
+
+
+class ClusterRanks(Ranks):
+    """Processes on the hosts of an emulated cluster, which stands from enter to exit."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.spec = spec
+        self.num_ranks = spec.num_ranks
+        self.rate_bytes_per_s = spec.slowest_rate_bytes_per_s
+        self.cluster: EmulatedCluster | None = None
+
+    def __enter__(self) -> Self:
+        from paceline.emulation import EmulatedCluster  # noqa: PLC0415  # loopback needs none of it
+
+        self.cluster = EmulatedCluster(self.spec)
+        self.cluster.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.cluster is not None:
+            self.cluster.__exit__(*error)
+
+    def describe(self) -> dict[str, str]:
+        return {str(name): str(value) for name, value in dict(self.spec.describe()).items()}
+
+    def _start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        assert self.cluster is not None
+        outcome = self.cluster.run(list(words), environment=dict(environment))
+        if outcome.exit_code != 0:
+            raise RanksFailedError(
+                f"the ranks on host {outcome.failed_host} of the emulated cluster ended with exit code "
+                f"{outcome.exit_code}. Their own message is above; try --hosts less, or --ranks 2 on loopback."
+            )
 
 
 def gather(value: Result) -> list[Result]:
@@ -84,37 +157,30 @@ def gather(value: Result) -> list[Result]:
     return values
 
 
-def _drain(
-    messages: "SimpleQueue[_Progress | _Finished]", results: dict[int, Any], show: TellProgress
-) -> None:
-    while not messages.empty():
-        message = messages.get()
-        if isinstance(message, _Finished):
-            results[message.rank] = message.result
-        else:
-            show(message.done_ratio)
+def _result(folder: Path, rank: int, title: str) -> Any:
+    path = folder / f"result-{rank}.pickle"
+    if not path.exists():
+        raise RanksFailedError(f"rank {rank} ended without a result in {title!r}; its own output is above.")
+    return pickle.loads(path.read_bytes())  # noqa: S301  # our own rank wrote it into a folder that is only ours
 
 
-def _rank_main(
-    rank: int,
-    num_ranks: int,
-    store_port: int,
-    messages: "SimpleQueue[_Progress | _Finished]",
-    task: Task[Any, Any],
-    config: Any,
-) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=COLLECTIVE_TIMEOUT)
+@contextmanager
+def _watched(progress: Path, show: TellProgress) -> Iterator[None]:
+    """Show what rank 0 writes into a file."""
+    done = threading.Event()
 
-    def tell(done_ratio: float) -> None:
-        if rank == 0:
-            messages.put(_Progress(done_ratio))
+    def watch() -> None:
+        while not done.wait(_POLL_S):
+            with contextlib.suppress(OSError, ValueError):
+                show(float(progress.read_text()))
 
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
     try:
-        messages.put(_Finished(rank, task(config, tell)))
+        yield
     finally:
-        dist.destroy_process_group()
+        done.set()
+        thread.join()
 
 
 @contextmanager

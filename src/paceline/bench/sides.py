@@ -1,25 +1,40 @@
 """Who is compared with whom?
 
-A side is a name for a way of wrapping a module. `--sides torch,torch` compares torch with itself: whatever
-ratio that shows is noise.
+A side is a name for a way of training a module in parallel. Comparing `torch` with `torch` shows the noise.
+Peers that are not installed are refused before anything starts; benchmarks/peers-requirements.txt has them all.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.bench.errors import UnknownNameError
+from paceline.bench import peers
+from paceline.ddp import DistributedDataParallel as OurDDP
+from paceline.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
 class Side:
-    """One way of wrapping a module."""
+    """One way of training in parallel.
 
-    family: str  # "none", "torch" or "ours"
+    Attributes:
+        family: "none", "torch", "ours", or a peer's package.
+        arguments: For the wrapper, where the family has one.
+        hook: A communication hook to register, by its name in `peers.HOOKS`.
+        tolerance: How far its mean may be from the exact one, relative; None: lossy by design, only reported.
+    """
+
+    family: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    hook: str | None = None
+    tolerance: float | None = 1e-6
 
 
 SIDES: dict[str, Side] = {
@@ -29,12 +44,19 @@ SIDES: dict[str, Side] = {
     "torch-batched": Side("torch", {"gradient_as_bucket_view": True, "batched_grad_copy": True}),
     "torch-static": Side("torch", {"static_graph": True}),
     "torch-unused": Side("torch", {"find_unused_parameters": True}),
+    "torch-2": Side("torch", {"bucket_cap_mb_list": [1, 2]}),
+    "torch-fp16": Side("torch", hook="fp16", tolerance=2e-3),
+    "torch-powersgd": Side("torch", hook="powersgd", tolerance=None),
     "ours": Side("ours"),
     "ours-view": Side("ours", {"gradient_as_bucket_view": True}),
     "ours-static": Side("ours", {"static_graph": True}),
     "ours-2": Side("ours", {"bucket_cap_mb_list": [1, 2]}),  # fine buckets, as for several hosts
-    "torch-2": Side("torch", {"bucket_cap_mb_list": [1, 2]}),
     "ours-unused": Side("ours", {"find_unused_parameters": True}),
+    "ours-fp16": Side("ours", hook="fp16", tolerance=2e-3),
+    "ours-powersgd": Side("ours", hook="powersgd", tolerance=None),
+    "accelerate": Side("accelerate"),
+    "deepspeed": Side("deepspeed"),
+    "torchft": Side("torchft"),
 }
 
 
@@ -47,35 +69,63 @@ def wrap(side_name: str, module: nn.Module, **arguments: Any) -> nn.Module:
     side = SIDES[side_name]
     if side.family == "none":
         return module
-    if side.family == "torch":
-        return TorchDDP(module, **{**side.arguments, **arguments})
-    from paceline import DistributedDataParallel as OurDDP  # late: a torch-only run needs no paceline
+    wrapper: Any = {"torch": TorchDDP, "ours": OurDDP}[side.family]
+    model: nn.Module = wrapper(module, **{**side.arguments, **arguments})
+    if side.hook is not None:
+        peers.HOOKS[side.hook](model)
+    return model
 
-    return OurDDP(module, **{**side.arguments, **arguments})
+
+def parallelise(
+    side_name: str,
+    module: nn.Module,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    **arguments: Any,
+) -> peers.Parallel:
+    """Return `module` and its optimizer as the named side trains them.
+
+    Contract:
+        Collective, except for "none".
+    """
+    family = SIDES[side_name].family
+    if family in peers.ADAPTERS:
+        return peers.ADAPTERS[family](module, make_optimizer(module.parameters()))
+    model = wrap(side_name, module, **arguments)
+    return peers.Parallel(model, make_optimizer(model.parameters()))
 
 
-def parse_sides(text: str) -> tuple[str, ...]:
-    """Turn "torch,ours" into names.
+def parse_sides(text: str, option: str = "--sides") -> tuple[str, ...]:
+    """Turn "torch,ours" into names that can be measured here.
 
     Raises:
-        UnknownNameError: a name is not in the table.
+        ConfigurationError: A name is not in the table, or its package is not installed.
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in SIDES]
     if unknown or not names:
-        raise UnknownNameError(
-            f"--sides {text!r} has no side called {unknown}. There are: {', '.join(SIDES)}."
+        raise ConfigurationError(
+            f"{option} {text!r} has no side called {unknown}. There are: {', '.join(SIDES)}."
         )
+    for family in {SIDES[name].family for name in names}:
+        require(family)
     return names
 
 
-def labels(side_names: tuple[str, ...]) -> tuple[str, ...]:
+def require(package: str) -> None:
+    """Refuse a peer that is not there."""
+    if package in peers.PACKAGES and importlib.util.find_spec(package) is None:
+        raise ConfigurationError(
+            f"{package} is not installed; pip install -r benchmarks/peers-requirements.txt (in the source "
+            f"repository), or pip install {package}."
+        )
+
+
+def labels(side_names: Sequence[str]) -> tuple[str, ...]:
     """Return one distinct label per side, so that torch can be compared with itself."""
     seen: dict[str, int] = {}
     result = []
     for name in side_names:
         seen[name] = seen.get(name, 0) + 1
-        result.append(
-            name if seen[name] == 1 else f"{name} (again)" if seen[name] == 2 else f"{name} ({seen[name]})"
-        )
+        suffixes = {1: "", 2: " (again)"}
+        result.append(name + suffixes.get(seen[name], f" ({seen[name]})"))
     return tuple(result)

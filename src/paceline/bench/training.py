@@ -1,14 +1,18 @@
 """How does one side train? A model under a side, its optimizer, its place in the data, and a timed step."""
 
+from __future__ import annotations
+
+import hashlib
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
-from paceline.bench.sides import wrap
+from paceline.bench.sides import parallelise
 from paceline.bench.workloads import Workload
 
 NUM_BATCHES = 8  # prepared before timing, then used in turn
@@ -34,8 +38,8 @@ class Trainee:
     def __init__(self, side_name: str, workload: Workload, **arguments: Any) -> None:
         torch.manual_seed(SEED)
         self.workload = workload
-        self.model: nn.Module = wrap(side_name, workload.make_model(), **arguments)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.module = workload.make_model()
+        self.parallel = parallelise(side_name, self.module, workload.make_optimizer, **arguments)
         self.batches = [workload.make_batch(dist.get_rank(), step) for step in range(NUM_BATCHES)]
         self.carry: Any = None
         self.num_steps = 0
@@ -49,12 +53,12 @@ class Trainee:
         batch = self.batches[self.num_steps % NUM_BATCHES]
         dist.barrier()
         start = time.perf_counter()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss, self.carry = self.workload.loss(self.model, batch, self.carry)
+        self.parallel.zero_grad()
+        loss, self.carry = self.workload.loss(self.parallel.model, batch, self.carry)
         after_forward = time.perf_counter()
-        loss.backward()
+        self.parallel.backward(loss)
         after_backward = time.perf_counter()
-        self.optimizer.step()
+        self.parallel.step()
         after_optimizer = time.perf_counter()
         self.num_steps += 1
         if times is not None:
@@ -62,6 +66,32 @@ class Trainee:
             times.backward_s.append(after_backward - after_forward)
             times.optimizer_s.append(after_optimizer - after_backward)
 
-    def parameters(self) -> list[torch.Tensor]:
+    def parameters(self) -> list[Tensor]:
         """Return the trained values, detached."""
-        return [parameter.detach() for parameter in self.model.parameters()]
+        return [parameter.detach() for parameter in self.module.parameters()]
+
+    def last_answer(self) -> list[Tensor]:
+        """Train one more step and return what has to be the same on all ranks.
+
+        Contract:
+            Collective. Looked at before the optimizer's step: DeepSpeed drops the gradients after it.
+        """
+        self.parallel.zero_grad()
+        loss, self.carry = self.workload.loss(self.parallel.model, self.batches[0], self.carry)
+        self.parallel.backward(loss)
+        answer = self.workload.answer(self.module)
+        self.parallel.step()
+        return answer
+
+    def rest(self) -> None:
+        """Drop the gradients, so that sides that wait for their turn take less memory."""
+        self.module.zero_grad(set_to_none=True)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return a fingerprint of the tensors' bytes and shapes: equal digests, equal tensors."""
+    state = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        state.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        state.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()

@@ -1,17 +1,25 @@
 """How is a result drawn? Only when matplotlib is installed; a missing figure is not an error."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.bench.protocol.summary import Summary
 
+_LINE_STYLES = (":", "--", "-.")
+
 
 def save_bars(
-    path: Path, title: str, unit: str, bars: Mapping[str, Summary], reference: float | None = None
+    path: Path,
+    title: str,
+    unit: str,
+    bars: Mapping[str, Summary],
+    references: Mapping[str, float] | None = None,
 ) -> bool:
-    """Draw a horizontal bar per entry, whiskers at the quartiles, a line at `reference`; say if it was drawn."""
-    axes = _axes(height=1.2 + 0.4 * len(bars))
+    """Draw a horizontal bar per entry, whiskers at the quartiles, a line a reference; say if it was drawn."""
+    axes = _axes(height=1.8 + 0.4 * len(bars))
     if axes is None:
         return False
     names = list(bars)[::-1]
@@ -24,8 +32,10 @@ def save_bars(
         xerr=[below, above],
         color=["tab:blue" if "ours" in name else "tab:gray" for name in names],
     )
-    if reference is not None:
-        axes.axvline(reference, color="tab:red", linestyle="--")
+    for (name, x), style in zip((references or {}).items(), _LINE_STYLES, strict=False):
+        axes.axvline(x, color="tab:red", linestyle=style, label=name)
+    if references:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False, fontsize="small")
     axes.set_xlabel(unit)
     return _save(axes, path, title)
 
@@ -51,7 +61,7 @@ def save_lines(
 
 def _axes(height: float) -> Any:
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # noqa: PLC0415  # only what draws pays for it
     except ImportError:
         return None
     return Figure(figsize=(8.0, height), layout="constrained").subplots()

@@ -3,6 +3,7 @@
 import datetime as dt
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import torch
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from paceline import __version__
+
+PACKAGE = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Provenance:
 
     command: str
     date: str
-    git_hash: str
+    paceline_version: str
+    git_hash: str  # of the checkout that paceline was imported from; "unknown" without one
     git_dirty: bool  # uncommitted changes under src/ or benchmarks/ (results aside)
     torch_version: str
     python_version: str
@@ -37,8 +41,9 @@ def collect(num_ranks: int, load_average_before: float, num_threads_per_rank: in
     return Provenance(
         command=_command(),
         date=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        paceline_version=__version__,
         git_hash=_git("rev-parse", "HEAD") or "unknown",
-        git_dirty=bool(_git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results")),
+        git_dirty=bool(_git("status", "--porcelain", "--", ":/src", ":/benchmarks", ":!/benchmarks/results")),
         torch_version=torch.__version__,
         python_version=platform.python_version(),
         cpu_model=_cpu_model(),
@@ -59,15 +64,21 @@ def load_average() -> float:
 
 
 def _command() -> str:
-    module = Path(sys.argv[0]).resolve()
-    if REPOSITORY not in module.parents:
-        return " ".join(["python", *sys.argv])
-    name = ".".join(module.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__main__")
-    return " ".join(["python -m", name, *sys.argv[1:]])
+    program = Path(sys.argv[0])
+    if program.name == "paceline" or program.resolve().parent == PACKAGE:
+        return shlex.join(["paceline", *sys.argv[1:]])
+    name = program.stem if program.name != "__main__.py" else program.parent.name
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    """What git says about the checkout that this package lies in; nothing where it was installed from a wheel."""
+    if PACKAGE.parent.name != "src":
+        return ""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, check=False)
+    except OSError:  # no git here
+        return ""
     return done.stdout.strip()
 
 

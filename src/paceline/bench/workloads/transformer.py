@@ -73,6 +73,11 @@ class TransformerWorkload(Workload):
         """Return one narrow layer."""
         return cls(vocabulary_size=64, length=8, width=16, depth=1, num_heads=2, batch_size=2)
 
+    @classmethod
+    def bert_base(cls) -> "TransformerWorkload":
+        """Return the size of BERT-base: 109.5 million parameters in 201 tensors."""
+        return cls(vocabulary_size=30522, length=512, width=768, depth=12, num_heads=12, batch_size=1)
+
     def make_model(self) -> nn.Module:
         """Return the model."""
         return MaskedWordModel(self.vocabulary_size, self.length, self.width, self.depth, self.num_heads)

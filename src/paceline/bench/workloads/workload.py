@@ -1,6 +1,9 @@
 """What must a workload offer?"""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ class Workload(ABC):
 
     @classmethod
     @abstractmethod
-    def quick(cls) -> "Workload":
+    def quick(cls) -> Workload:
         """Return the smallest size that still takes every path."""
 
     @abstractmethod
@@ -26,6 +29,22 @@ class Workload(ABC):
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any, carry: Any) -> tuple[Tensor, Any]:
         """Return the loss and what the next step carries over (a recurrent state; None at first)."""
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return what updates the parameters."""
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+    def answer(self, model: nn.Module) -> list[Tensor]:
+        """Return what must be the same on all ranks after a step: the trained parameters."""
+        return [parameter.detach() for parameter in model.parameters()]
+
+    def published(self) -> Workload:
+        """Return the size at which others have published timings; only its operations are counted."""
+        return self
+
+    def operations(self) -> Mapping[str, float] | None:
+        """Return floating-point operations of one forward, by module; None: `shapes` counts them."""
+        return None
 
     def notes(self) -> tuple[str, ...]:
         """Return what a reader of the figures must know about the data."""

@@ -1,0 +1,84 @@
+"""What `paceline bench ...` does, from checked options to a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.bench.profile import Profile, default_profile
+from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.bench.protocol.provenance import load_average
+from paceline.bench.protocol.report import Report, figure_path, publish
+from paceline.bench.ranks import Ranks
+from paceline.bench.sides import parse_sides
+from paceline.bench.step import StepConfig, StepOutcome, check, measure
+from paceline.bench.step_report import draw, report
+from paceline.errors import ConfigurationError
+from paceline.report import ReportFolder
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """`paceline bench step`'s options, as typed."""
+
+    workload: str
+    vs: str
+    rounds: int
+    steps: int
+    compute: str
+    compute_s: float | None
+    profile: Path | None
+    scale: float
+
+    def config(self) -> StepConfig:
+        """Check and resolve.
+
+        Raises:
+            ConfigurationError: Something cannot be measured.
+        """
+        if self.compute not in ("timed", "real"):
+            raise ConfigurationError(
+                f"--compute {self.compute!r} is neither timed nor real. Pass one of them."
+            )
+        if self.compute == "real" and (self.profile is not None or self.compute_s is not None):
+            raise ConfigurationError(
+                "--profile and --compute-s say how long timed compute sleeps; with --compute real nothing does. "
+                "Drop them, or pass --compute timed."
+            )
+        sides = ("ours", *parse_sides(self.vs, "--vs"))
+        profile = self._profile() if self.compute == "timed" else None
+        return StepConfig(self.workload, sides, self.rounds, self.steps, profile, self.scale, baseline=1)
+
+    def _profile(self) -> Profile:
+        profile = (
+            default_profile(self.workload)
+            if self.profile is None
+            else Profile.load(self.profile, self.workload)
+        )
+        return profile if self.compute_s is None else profile.taking(self.compute_s)
+
+
+def bench_step(options: StepOptions, place: Ranks, folder: Path, as_json: bool) -> Report:
+    """Measure, check, publish.
+
+    Raises:
+        ConfigurationError: Something asked for is not possible; nothing was started.
+        WrongAnswerError: A side's ranks disagree, or its mean is wrong.
+    """
+    config = options.config()
+    prepared = ReportFolder.prepare(folder)
+    load_before = load_average()
+    with place as ranks:
+        outcome = run_step(config, ranks)
+        result = report(config, outcome, ranks, load_before)
+    publish(result, prepared.path, as_json)
+    draw(result, figure_path(result, prepared.path))
+    return result
+
+
+def run_step(config: StepConfig, ranks: Ranks) -> StepOutcome:
+    """Measure one configuration on ranks that are there already, and check that all answers are right."""
+    title = f"{config.workload} on {ranks.num_ranks} ranks: {', '.join(config.side_names)}"
+    outcome = ranks.run(measure, config, title, ENVIRONMENTS[Allocator.KEEP])[0]
+    check(outcome)
+    return outcome

@@ -1,0 +1,77 @@
+"""`paceline bench`: is it faster here, and how far from the limit?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure training steps and all-reduces against torch's DDP and other peers.",
+    no_args_is_help=True,
+)
+
+Hosts = Annotated[
+    int | None, typer.Option(help="Hosts of an emulated cluster.", show_default="none: loopback")
+]
+RanksPerHost = Annotated[int, typer.Option(help="Ranks on each of the --hosts.")]
+NumRanks = Annotated[
+    int | None, typer.Option("--ranks", help="Processes on loopback, without --hosts.", show_default="2")
+]
+Rate = Annotated[
+    str | None, typer.Option(help="Of each host's link, such as 1Gbit.", show_default="unlimited")
+]
+Loss = Annotated[str | None, typer.Option(help="Of packets at random, such as 0.1%.")]
+Queue = Annotated[str | None, typer.Option(help="Of each switch port, such as 256KiB.")]
+Delay = Annotated[str | None, typer.Option(help="One way, such as 1ms.")]
+Cpu = Annotated[str | None, typer.Option(help="Share of a core for each host, such as 100%,50%.")]
+CongestionControl = Annotated[str | None, typer.Option(help="Of TCP.", show_default="cubic")]
+Rounds = Annotated[int, typer.Option(help="Every side takes two turns in each.")]
+ReportFolder = Annotated[Path, typer.Option("--report", help="Folder for the JSON and the figure.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, progress to stderr.")]
+
+
+@bench.command()
+def step(
+    workload: Annotated[str, typer.Option(help="`paceline bench workloads` lists them.")] = "resnet50",
+    vs: Annotated[str, typer.Option(help="Sides to measure ours against, comma-separated.")] = "torch",
+    hosts: Hosts = None,
+    ranks_per_host: RanksPerHost = 1,
+    ranks: NumRanks = None,
+    rate: Rate = None,
+    loss: Loss = None,
+    queue: Queue = None,
+    delay: Delay = None,
+    cpu: Cpu = None,
+    congestion_control: CongestionControl = None,
+    rounds: Rounds = 5,
+    steps: Annotated[int, typer.Option(help="Timed steps at a turn.")] = 1,
+    compute: Annotated[str, typer.Option(help="timed: layers sleep; real: they compute.")] = "timed",
+    compute_s: Annotated[
+        float | None,
+        typer.Option(help="Forward and backward together.", show_default="published or recorded"),
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="From `paceline bench profile`.")] = None,
+    scale: Annotated[float, typer.Option(help="Divide the gradients' bytes, to fit memory.")] = 1.0,
+    report: ReportFolder = Path("paceline-report"),
+    as_json: AsJson = False,
+) -> None:
+    """How long is a training step under each side, and how far is that from the limit?"""
+    from paceline.bench.commands import StepOptions, bench_step
+    from paceline.bench.places import choose_place
+
+    place = choose_place(
+        hosts,
+        ranks,
+        ranks_per_host=ranks_per_host,
+        rate=rate,
+        loss=loss,
+        queue=queue,
+        delay=delay,
+        cpu=cpu,
+        congestion_control=congestion_control,
+    )
+    options = StepOptions(workload, vs, rounds, steps, compute, compute_s, profile, scale)
+    bench_step(options, place, report, as_json)
