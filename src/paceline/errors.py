@@ -3,6 +3,8 @@
 PacelineError
 ├── ConfigurationError   (also ValueError)     the caller asked for something that cannot be
 │   └── HookError        (also RuntimeError)   a communication hook did not keep to its contract
+├── EmulationError       (also RuntimeError)   an emulated cluster could not be built, or was lost
+│   └── UnsupportedError                       this machine or user cannot emulate one, or not like this
 ├── ReplicaMismatchError (also RuntimeError)   the ranks do not hold the same model
 ├── ProtocolError        (also RuntimeError)   the ranks stopped agreeing on what to communicate
 │   └── PeerAbortedError                       another rank gave up its backward; this one is told
@@ -22,6 +24,14 @@ class ConfigurationError(PacelineError, ValueError):
 
 class HookError(ConfigurationError, RuntimeError):
     """A communication hook did not keep to its contract."""
+
+
+class EmulationError(PacelineError, RuntimeError):
+    """An emulated cluster could not be built, or was lost; nothing of it is left."""
+
+
+class UnsupportedError(EmulationError):
+    """This machine, or this user's rights, do not allow what was asked for; nothing was created."""
 
 
 class ReplicaMismatchError(PacelineError, RuntimeError):

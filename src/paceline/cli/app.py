@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from paceline import __version__
-from paceline.cli import bench, demo, run
+from paceline.cli import bench, demo, emulate, run
 from paceline.errors import ConfigurationError, PacelineError
 
 app = typer.Typer(
@@ -44,6 +44,7 @@ def _front_door(
 app.command("run", **run.SETTINGS)(run.run)
 app.command("demo")(demo.demo)
 app.add_typer(bench.bench)
+app.command("emulate", **emulate.SETTINGS)(emulate.emulate)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -1,0 +1,115 @@
+"""`paceline emulate`: a script on several emulated hosts of this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.emulation import ClusterSpec, Outcome
+
+SETTINGS: dict[str, Any] = {
+    "context_settings": {"ignore_unknown_options": False, "allow_interspersed_args": False},
+}
+
+
+def emulate(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(help="The script and its arguments, or -m, a module and its own; after --."),
+    ] = None,
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
+    ranks_per_host: Annotated[int, typer.Option(help="Ranks on each.")] = 1,
+    rate: Annotated[
+        str | None, typer.Option(help="Of a host's link, for example 1Gbit; one, or one a host: 1Gbit,100Mbit.")
+    ] = None,
+    port_rate: Annotated[
+        str | None, typer.Option(help="Of the switch's port towards a host, where it differs from --rate.")
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="Packets of a host that the switch loses, for example 0.1%; or one a host.")
+    ] = None,
+    queue: Annotated[
+        str | None, typer.Option(help="What a switch port holds.", show_default="256KiB")
+    ] = None,
+    cpu: Annotated[
+        str | None, typer.Option(help="Cores of a host; 50% is half of one. One, or one a host: 100%,50%.")
+    ] = None,
+    delay: Annotated[str | None, typer.Option(help="One way between two hosts, for example 1ms.")] = None,
+    jitter: Annotated[str | None, typer.Option(help="Largest deviation from --delay.")] = None,
+    mtu: Annotated[int, typer.Option(help="Largest IP packet in bytes.")] = 1500,
+    offload: Annotated[
+        bool | None,
+        typer.Option(
+            "--offload/--no-offload",
+            help="Let segments of up to 64 KiB cross the links: far cheaper, but no longer single packets.",
+            show_default="off where packets matter or are cheap",
+        ),
+    ] = None,
+    congestion_control: Annotated[str, typer.Option(help="TCP's.")] = "cubic",
+    min_rto: Annotated[
+        str | None,
+        typer.Option(help="TCP's smallest retransmission timeout.", show_default="the kernel's 200ms"),
+    ] = None,
+    priority: Annotated[
+        bool, typer.Option("--priority", help="Switch ports serve by DSCP class selector, strictly.")
+    ] = False,
+    mark: Annotated[
+        str | None, typer.Option(help="Switch ports ECN-mark packets above this backlog, for example 60KiB.")
+    ] = None,
+    drop: Annotated[
+        str | None, typer.Option(help="Switch ports drop packets without ECN above this backlog.")
+    ] = None,
+    racks: Annotated[int, typer.Option(help="Divide the hosts into racks, joined by a spine.")] = 1,
+    uplink: Annotated[str | None, typer.Option(help="Rate between a rack and the spine.")] = None,
+    links: Annotated[int, typer.Option(help="Links per host; flows are spread over them.")] = 1,
+    timeout: Annotated[
+        str | None, typer.Option(help="End the job after this long, for example 90s; exit code 124.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure what was set up, and print asked against measured.")
+    ] = False,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Remove what emulations that were killed have left.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON to stdout, everything else to stderr.")
+    ] = False,
+) -> int:
+    """Run a script on several emulated hosts of this machine, over links of a given rate, loss and delay."""
+    from paceline.emulation import ClusterSpec, EmulatedCluster, check_script
+    from paceline.emulation import clean as remove_orphans
+
+    if clean:
+        removed = remove_orphans()
+        print(f"removed what {len(removed)} killed emulation(s) had left")
+        return 0
+    spec = ClusterSpec.parse(
+        hosts=hosts,
+        ranks_per_host=ranks_per_host,
+        rate=rate,
+        port_rate=port_rate,
+        loss=loss,
+        queue=queue,
+        cpu=cpu,
+        delay=delay,
+        jitter=jitter,
+        mtu=mtu,
+        offload=offload,
+        congestion_control=congestion_control,
+        min_rto=min_rto,
+        priority=priority,
+        mark=mark,
+        drop=drop,
+        racks=racks,
+        uplink=uplink,
+        links=links,
+    )
+    check_script(script or [])
+    with EmulatedCluster(spec) as cluster:
+        outcome = cluster.run(script or [])
+    print(outcome)
+    return outcome.exit_code

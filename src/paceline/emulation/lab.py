@@ -1,0 +1,168 @@
+"""The laboratory: the process that makes an emulated cluster, holds it and takes it away.
+
+Started as `python -m paceline.emulation.lab OWNER SOCKET`; one JSON object a line in both directions. The first line
+is the spec; the answer says what was made, or why not. Then requests: `counters`, `set_link`.
+
+Rules
+1. The owner's end of the socket is the cluster's life: when it closes, however the owner died, everything goes.
+2. The laboratory is a process of its own because it moves into other namespaces, which a process with threads, such
+   as the owner's, cannot.
+3. Its own network namespace is the switch. Hosts die with it (see `hosts`), so a killed laboratory leaves nothing
+   but empty cgroups, which the next start removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from paceline.emulation import counters, cpu, kernel
+from paceline.emulation.hosts import start_host
+from paceline.emulation.spec import ClusterSpec
+
+_REFUSED = (errno.EPERM, errno.EACCES)
+
+
+class _Refusal(Exception):  # noqa: N818
+    """The kernel lacks something, or does not allow it; the text is for the user."""
+
+
+class Laboratory:
+    """What the process holds.
+
+    Args:
+        spec: The cluster.
+        owner: Its owner's id.
+    """
+
+    def __init__(self, spec: ClusterSpec, owner: str) -> None:
+        self._spec = spec
+        self._owner = owner
+        self._pids: list[int] = []
+
+    def build(self) -> dict[str, Any]:
+        """Make the cluster; the answer names what the owner needs."""
+        groups = self._limit_cores()
+        _isolate()
+        # Only now: a socket belongs to the namespace it was opened in.
+        from paceline.emulation.network import Network, address  # noqa: PLC0415
+
+        names = [host_name(host) for host in range(self._spec.hosts)]
+        addresses = [address(self._spec, host) for host in range(self._spec.hosts)]
+        for name in names:
+            self._pids.append(start_host(name, _hosts_text(names, addresses)))
+        for group, pid in zip(groups, self._pids, strict=True):
+            if group is not None:
+                group.write_text(str(pid))
+        self._network = Network(self._spec, self._pids)
+        self._network.build()
+        hosts = [
+            {"name": name, "address": address_, "pid": pid, "group": "-" if group is None else str(group)}
+            for name, address_, pid, group in zip(names, addresses, self._pids, groups, strict=True)
+        ]
+        return {"hosts": hosts}
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        """Do what a request says."""
+        if request["do"] == "counters":
+            return counters.read(self._network, self._pids)
+        if request["do"] == "set_link":
+            self._network.set_link(request["host"], request["link"], up=request["up"])
+            return None
+        raise _Refusal(f"no request {request['do']!r}")
+
+    def close(self) -> None:
+        """End every host and wait until its processes are gone; then the groups can be removed."""
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
+        cpu.remove(self._owner)
+
+    def _limit_cores(self) -> list[Path | None]:
+        cores = self._spec.cores
+        if all(limit is None for limit in cores):
+            return [None] * len(cores)
+        groups = cpu.find_groups()
+        if groups is None:
+            raise _Refusal(
+                "--cpu needs a cgroup with the cpu controller that this user may write to, and there is none. Run as "
+                "root, or leave --cpu out."
+            )
+        return [
+            None if limit is None else groups.limit(self._owner, host_name(host), limit)
+            for host, limit in enumerate(cores)
+        ]
+
+
+def host_name(host: int) -> str:
+    """What a host is called, in messages and as its own host name."""
+    return f"host{host}"
+
+
+def _isolate() -> None:
+    """Move into a network namespace of our own: as root, or else within a user namespace in which we are root."""
+    try:
+        try:
+            kernel.unshare(kernel.NEW_NET)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            user, group = os.geteuid(), os.getegid()
+            kernel.unshare(kernel.NEW_USER | kernel.NEW_NET)
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+            Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    except OSError as error:
+        raise _Refusal(
+            "emulating hosts needs root, or a kernel that lets users make namespaces, and here it does not "
+            f"({error.strerror}): run as root (in a container: with --privileged), or set "
+            "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where those exist."
+        ) from error
+
+
+def _hosts_text(names: list[str], addresses: list[str]) -> str:
+    # The second form is how torch's store, which listens on IPv6 sockets, sees and looks up a peer.
+    forms = ("{} {}", "::ffff:{} {}")
+    lines = [form.format(*pair) for form in forms for pair in zip(addresses, names, strict=True)]
+    return "\n".join(["127.0.0.1 localhost", *lines, ""])
+
+
+def serve(owner: str, connection: socket.socket) -> None:
+    """Build what the first line says, answer the others, and take everything away at their end."""
+    with connection, connection.makefile("rw") as lines:
+
+        def say(what: dict[str, Any]) -> None:
+            with contextlib.suppress(BrokenPipeError):
+                lines.write(json.dumps(what) + "\n")
+                lines.flush()
+
+        laboratory = Laboratory(ClusterSpec.from_json(lines.readline()), owner)
+        try:
+            try:
+                say({"built": laboratory.build()})
+                for line in lines:
+                    say({"answer": laboratory.answer(json.loads(line))})
+            except _Refusal as error:
+                say({"refused": str(error)})
+            except Exception as error:  # noqa: BLE001
+                import traceback; traceback.print_exc()
+                #  - whatever it is, the owner has to hear of it
+                say({"failed": f"{type(error).__name__}: {error}"})
+        finally:
+            laboratory.close()
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the owner decides when it is over
+    serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

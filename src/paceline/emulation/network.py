@@ -1,0 +1,313 @@
+"""Links, switches and queues of an emulated cluster, built by pyroute2 in the laboratory's network namespace.
+
+    host 0           switch (this namespace)              host 1
+    eth0 ----------- p0 [bridge sw0r0] p1 --------------- eth0
+    rate, fifo       loss in, rate and fifo out           rate, fifo
+
+Rules
+1. The current namespace is the switch; a host's is entered through its first process.
+2. A link's rate is HTB's at both ends: the host's as it sends, the switch port's towards the host. What exceeds it
+   waits in a byte-limited FIFO, and what exceeds that is dropped.
+3. With several racks each has a bridge, joined to a bridge "spine" by a shaped link. With several links a host has
+   one to each of several such networks; an address that lies on none of them is reached over all, flow by flow.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyroute2 import IPRoute
+from pyroute2.ethtool import Ethtool
+from pyroute2.netlink.rtnl.tcmsg import plugins, sched_pfifo
+
+from paceline.emulation import filters, marking
+from paceline.emulation.hosts import inside
+from paceline.emulation.spec import ClusterSpec
+
+HOST_QUEUE_BYTES = 1 << 20
+plugins.setdefault("bfifo", sched_pfifo)  # pyroute2 knows the packet-limited sister, whose message is the same
+
+_ROOT, _WHOLE_LINK, _ONLY_CLASS = 0x10000, 0x10001, 0x10010
+_FLOOR_BYTES_PER_S = 1000  # what strict priority guarantees a band: as good as nothing
+_NO_PREFIX_ROUTE = 0x200
+_LINK_SCOPE, _KERNEL_PROTOCOL = 253, 2
+_OFFLOADS = (
+    "tx-tcp-segmentation",
+    "tx-tcp6-segmentation",
+    "tx-tcp-mangleid-segmentation",
+    "tx-tcp-ecn-segmentation",
+    "tx-udp-segmentation",
+    "tx-generic-segmentation",
+)
+
+
+@dataclass(frozen=True)
+class Port:
+    """A host's link.
+
+    Attributes:
+        index: Its interface at the switch.
+        index_at_host: Its interface at the host.
+        marks: The open file of the marking program's counters.
+    """
+
+    index: int
+    index_at_host: int
+    marks: int | None
+
+
+class Network:
+    """The switch's side of a cluster, and what the hosts' sides were given.
+
+    Args:
+        spec: What to build.
+        pids: The hosts' first processes.
+    """
+
+    def __init__(self, spec: ClusterSpec, pids: list[int]) -> None:
+        self._spec = spec
+        self._pids = pids
+        self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
+        self.ip = IPRoute()
+        self._ip_of: list[IPRoute] = []
+        self._marks: dict[tuple[int, int], int] = {}
+
+    def build(self) -> None:
+        """Create all of it.
+
+        Raises:
+            OSError: The kernel refused something. pyroute2's NetlinkError is raised as it is.
+        """
+        self._up("lo")
+        for link in range(self._spec.links):
+            self._add_switches(link)
+            for host, pid in enumerate(self._pids):
+                self._add_link(host, pid, link)
+        for host, pid in enumerate(self._pids):
+            with inside(pid, self._home):
+                self._ip_of.append(IPRoute())
+                self._furnish_host(self._ip_of[host], host)
+
+    def set_link(self, host: int, link: int, *, up: bool) -> None:
+        """Pull a host's plug at the switch, or put it back."""
+        state = "up" if up else "down"
+        self.ip.link("set", index=self._index(port_name(host, link)), state=state)
+
+    def port(self, host: int, link: int) -> Port:
+        """The two ends of a host's link."""
+        return Port(
+            self._index(port_name(host, link)),
+            _find(self._ip_of[host], f"eth{link}"),
+            self._marks.get((host, link)),
+        )
+
+    def ip_of(self, host: int) -> IPRoute:
+        """Talks to the kernel about a host's network."""
+        return self._ip_of[host]
+
+    @property
+    def num_links(self) -> int:
+        """Links of a host."""
+        return self._spec.links
+
+    def _add_switches(self, link: int) -> None:
+        spec = self._spec
+        for rack in range(spec.racks):
+            self._add_bridge(switch_name(link, rack))
+        if spec.racks == 1:
+            return
+        spine = f"spine{link}"
+        self._add_bridge(spine)
+        for rack in range(spec.racks):
+            up, down = f"up{link}r{rack}", f"down{link}r{rack}"
+            self.ip.link(
+                "add",
+                ifname=up,
+                kind="veth",
+                mtu=spec.mtu,
+                peer={"ifname": down, "attrs": [("IFLA_MTU", spec.mtu)]},
+            )
+            for port, bridge in ((up, switch_name(link, rack)), (down, spine)):
+                self.ip.link("set", index=self._index(port), master=self._index(bridge))
+                self._set_offload(port)
+                self._shape(self.ip, port, spec.uplink_bits_per_s, spec.queue_bytes)
+                self._up(port)
+
+    def _add_bridge(self, name: str) -> None:
+        self.ip.link(
+            "add", ifname=name, kind="bridge", mtu=self._spec.mtu, br_stp_state=0, br_mcast_snooping=0
+        )
+        _quiet(name)
+        self._up(name)
+
+    def _add_link(self, host: int, pid: int, link: int) -> None:
+        spec, port = self._spec, port_name(host, link)
+        self.ip.link(
+            "add",
+            ifname=port,
+            kind="veth",
+            mtu=spec.mtu,
+            peer={"ifname": f"eth{link}", "net_ns_pid": pid, "attrs": [("IFLA_MTU", spec.mtu)]},
+        )
+        index = self._index(port)
+        self.ip.link("set", index=index, master=self._index(switch_name(link, spec.rack_of(host))))
+        _quiet(port)
+        self._set_offload(port)
+        self._shape(
+            self.ip, port, spec.port_rate_bits_per_s[host], spec.queue_bytes, priority=spec.priority
+        )
+        self._add_filters(host, link, index)
+        self._up(port)
+
+    def _add_filters(self, host: int, link: int, index: int) -> None:
+        spec, rate = self._spec, self._spec.port_rate_bits_per_s[host]
+        marks = rate is not None and (spec.mark_bytes is not None or spec.drop_bytes is not None)
+        if not marks and not spec.loss_ratio[host]:
+            return
+        self.ip.tc("add", "clsact", index)
+        if spec.loss_ratio[host]:
+            filters.attach(filters.loss(spec.loss_ratio[host]), index, filters.INGRESS)
+        if marks and rate is not None:
+            program, self._marks[host, link] = marking.load(rate, spec.mark_bytes, spec.drop_bytes)
+            filters.attach(program, index, filters.EGRESS)
+            os.close(program.program)
+
+    def _furnish_host(self, ip: IPRoute, host: int) -> None:
+        spec = self._spec
+        ip.link("set", index=_find(ip, "lo"), state="up")
+        for link in range(spec.links):
+            name = f"eth{link}"
+            _quiet(name)
+            self._set_offload(name)
+            self._shape(ip, name, spec.rate_bits_per_s[host], HOST_QUEUE_BYTES)
+            index = _find(ip, name)
+            ip.link("set", index=index, mtu=spec.mtu, state="up", txqlen=1000)
+            own = link_address(host, link)
+            ip.addr("add", index=index, address=own, prefixlen=24, flags=_NO_PREFIX_ROUTE)
+            ip.route(
+                "replace",
+                dst=f"10.77.{link}.0/24",
+                oif=index,
+                prefsrc=own,
+                scope=_LINK_SCOPE,
+                proto=_KERNEL_PROTOCOL,
+                metrics=self._metrics(),
+            )
+        if spec.mark_bytes is not None:
+            _set("net/ipv4/tcp_ecn", "1")
+        if spec.links > 1:
+            self._join_links(ip, host)
+
+    def _join_links(self, ip: IPRoute, host: int) -> None:
+        """Give the host an address that others reach over any of its links; a flow stays on one."""
+        _set("net/ipv4/fib_multipath_hash_policy", "1")
+        ip.link("add", ifname=self._spec.interface, kind="bridge", mtu=self._spec.mtu)
+        index = _find(ip, self._spec.interface)
+        _quiet(self._spec.interface)
+        ip.link("set", index=index, state="up")
+        ip.addr("add", index=index, address=address(self._spec, host), prefixlen=32)
+        for peer in range(self._spec.hosts):
+            if peer == host:
+                continue
+            ip.route(
+                "replace",
+                dst=f"{address(self._spec, peer)}/32",
+                prefsrc=address(self._spec, host),
+                metrics=self._metrics(),
+                multipath=[
+                    {"gateway": link_address(peer, link), "oif": _find(ip, f"eth{link}"), "hops": 0}
+                    for link in range(self._spec.links)
+                ],
+            )
+
+    def _metrics(self) -> dict[str, object]:
+        metrics: dict[str, object] = {"cc_algo": self._spec.congestion_control}
+        if self._spec.min_rto_s is not None:
+            metrics["rto_min"] = round(self._spec.min_rto_s * 1000)
+        return metrics
+
+    def _shape(
+        self, ip: IPRoute, name: str, rate_bits_per_s: float | None, queue_bytes: int, *, priority: bool = False
+    ) -> None:
+        if rate_bits_per_s is None:
+            return
+        index, rate = _find(ip, name), round(rate_bits_per_s / 8)
+        # A burst is what may leave at once: ten packets, or what a millisecond's oversleeping would cost.
+        burst = max(10 * self._spec.mtu, round(rate * 0.0005))
+        quantum = self._spec.mtu + 100
+        limits = {"ceil": rate, "cburst": burst, "quantum": quantum}
+        ip.tc("add", "htb", index, _ROOT, default=(_ONLY_CLASS + 7 if priority else _ONLY_CLASS) & 0xFFFF)
+        if not priority:
+            ip.tc("add-class", "htb", index, _ONLY_CLASS, parent=_ROOT, rate=rate, burst=burst, **limits)
+            ip.tc("add", "bfifo", index, 0x100000, parent=_ONLY_CLASS, limit=queue_bytes)
+            return
+        ip.tc("add-class", "htb", index, _WHOLE_LINK, parent=_ROOT, rate=rate, burst=burst, **limits)
+        for band in range(filters.NUM_BANDS):
+            of_band = filters.CLASS_OF_BAND + band
+            ip.tc(
+                "add-class",
+                "htb",
+                index,
+                of_band,
+                parent=_WHOLE_LINK,
+                rate=_FLOOR_BYTES_PER_S,
+                burst=quantum,
+                prio=band,
+                **limits,
+            )
+            ip.tc("add", "bfifo", index, (0x10 + band) << 16, parent=of_band, limit=queue_bytes)
+        filters.attach(filters.band_of_dscp(), index, _ROOT)
+
+    def _set_offload(self, name: str) -> None:
+        """Segmentation in the network stack, so that what crosses the link are packets; or left as it is."""
+        if self._spec.offload:
+            return
+        tool = Ethtool()
+        features = tool.get_features(name)
+        for offload in _OFFLOADS:
+            if offload in features.features:
+                features.features[offload].enable = False
+        tool.set_features(name, features)
+
+    def _index(self, name: str) -> int:
+        return _find(self.ip, name)
+
+    def _up(self, name: str) -> None:
+        self.ip.link("set", index=self._index(name), state="up")
+
+
+def address(spec: ClusterSpec, host: int) -> str:
+    """The address that stands for a host."""
+    return link_address(host, 0) if spec.links == 1 else f"10.78.0.{host + 1}"
+
+
+def link_address(host: int, link: int) -> str:
+    """The address of one of a host's links."""
+    return f"10.77.{link}.{host + 1}"
+
+
+def port_name(host: int, link: int) -> str:
+    """The switch's side of a host's link."""
+    return f"p{host}" if link == 0 else f"p{host}.{link}"
+
+
+def switch_name(link: int, rack: int) -> str:
+    """The bridge of a rack."""
+    return f"sw{link}r{rack}"
+
+
+def _find(ip: IPRoute, name: str) -> int:
+    return int(ip.link_lookup(ifname=name)[0])
+
+
+def _quiet(name: str) -> None:
+    """No IPv6 on an interface: its neighbour discovery would be counted as traffic."""
+    _set(f"net/ipv6/conf/{name}/disable_ipv6", "1")
+
+
+def _set(name: str, value: str) -> None:
+    with suppress(OSError):
+        (Path("/proc/sys") / name).write_text(value)

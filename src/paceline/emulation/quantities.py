@@ -1,0 +1,106 @@
+"""Rates, sizes, times and percentages as people type them, to numbers; pure."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from paceline.errors import ConfigurationError
+
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s].*?)?\s*")
+_BITS_PER_S = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_BYTES = {
+    "b": 1.0,
+    "kb": 1e3,
+    "mb": 1e6,
+    "gb": 1e9,
+    "kib": 1024.0,
+    "mib": 1024.0**2,
+    "gib": 1024.0**3,
+}
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def rate(text: str, option: str) -> float:
+    """Bits per second: `1Gbit`, `100 Mbit/s`, `2.5gbps`."""
+    number, unit = _split(text, option, "a rate such as 1Gbit or 100Mbit")
+    key = unit.lower().removesuffix("/s").removesuffix("ps").rstrip("s")
+    key = f"{key}it" if key.endswith("b") and unit.lower().endswith("bps") else key
+    return number * _factor(key, _BITS_PER_S, text, option, "kbit, Mbit or Gbit (bits a second)")
+
+
+def size(text: str, option: str) -> int:
+    """Bytes: `256KiB`, `1MB`, `1500B`."""
+    number, unit = _split(text, option, "a size such as 256KiB or 1MB")
+    return round(number * _factor(unit.lower(), _BYTES, text, option, "B, kB, KiB, MB or MiB"))
+
+
+def seconds(text: str, option: str) -> float:
+    """Seconds: `1ms`, `250us`, `2s`."""
+    number, unit = _split(text, option, "a time such as 1ms or 250us")
+    return number * _factor(unit.lower(), _SECONDS, text, option, "us, ms or s")
+
+
+def percentage(text: str, option: str) -> float:
+    """A ratio: `0.1%` is 0.001."""
+    number, unit = _split(text, option, "a percentage such as 0.1%")
+    if unit != "%":
+        raise ConfigurationError(
+            f"{option} {text} has no percent sign. Pass a percentage, for example {option} {number:g}%."
+        )
+    return number / 100
+
+
+def per_host(text: str, num_hosts: int, option: str) -> list[str]:
+    """One word for all hosts, or one a host separated by commas; always `num_hosts` words."""
+    words = [word.strip() for word in text.split(",")]
+    if len(words) == 1:
+        return words * num_hosts
+    if len(words) != num_hosts:
+        raise ConfigurationError(
+            f"{option} {text} holds {len(words)} values for {num_hosts} host(s). Pass one value for all of them, or "
+            f"{num_hosts} separated by commas."
+        )
+    return words
+
+
+def show_rate(bits_per_s: float) -> str:
+    """`1 Gbit/s`."""
+    return _show(bits_per_s, (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0)))
+
+
+def show_size(num_bytes: float) -> str:
+    """`256 KiB`."""
+    return _show(num_bytes, (("GiB", 1024.0**3), ("MiB", 1024.0**2), ("KiB", 1024.0), ("B", 1.0)))
+
+
+def show_seconds(duration_s: float) -> str:
+    """`1 ms`."""
+    return _show(duration_s, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
+
+
+def show_percentage(ratio: float) -> str:
+    """`0.1 %`."""
+    return f"{ratio * 100:g} %"
+
+
+def _split(text: str, option: str, wanted: str) -> tuple[float, str]:
+    found = _NUMBER.fullmatch(text)
+    if found is None or not math.isfinite(float(found[1])):
+        raise ConfigurationError(f"{option} {text!r} is not {wanted}.")
+    if not found[2]:
+        raise ConfigurationError(f"{option} {text} has no unit. Pass {wanted}.")
+    return float(found[1]), found[2]
+
+
+def _factor(unit: str, known: dict[str, float], text: str, option: str, units: str) -> float:
+    if unit not in known:
+        raise ConfigurationError(f"{option} {text} has an unknown unit. Use {units}.")
+    return known[unit]
+
+
+def _show(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    for unit, factor in units:
+        if abs(value) >= factor * 0.9995:
+            return f"{value / factor:.4g} {unit}"
+    return f"{value / units[-1][1]:.3g} {units[-1][0]}"
