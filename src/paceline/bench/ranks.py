@@ -123,7 +123,8 @@ class ClusterRanks(Ranks):
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
         self.num_ranks = spec.num_ranks
-        self.rate_bytes_per_s = spec.slowest_rate_bytes_per_s
+        rates = [rate for rate in (*spec.rate_bits_per_s, *spec.port_rate_bits_per_s) if rate is not None]
+        self.rate_bytes_per_s = min(rates) / 8 if rates else None
         self.cluster: EmulatedCluster | None = None
 
     def __enter__(self) -> Self:
