@@ -4,6 +4,7 @@ PacelineError
 ├── ConfigurationError   (also ValueError)     the caller asked for something that cannot be
 │   └── HookError        (also RuntimeError)   a communication hook did not keep to its contract
 ├── EmulationError       (also RuntimeError)   an emulated cluster could not be built, or was lost
+│   ├── InterruptedEmulationError              a signal ended it
 │   └── UnsupportedError                       this machine or user cannot emulate one, or not like this
 ├── ReplicaMismatchError (also RuntimeError)   the ranks do not hold the same model
 ├── ProtocolError        (also RuntimeError)   the ranks stopped agreeing on what to communicate
@@ -12,6 +13,8 @@ PacelineError
 """
 
 from __future__ import annotations
+
+import signal
 
 
 class PacelineError(Exception):
@@ -28,6 +31,18 @@ class HookError(ConfigurationError, RuntimeError):
 
 class EmulationError(PacelineError, RuntimeError):
     """An emulated cluster could not be built, or was lost; nothing of it is left."""
+
+
+class InterruptedEmulationError(EmulationError):
+    """A signal asked for the end; every host, and what ran on it, is gone.
+
+    Attributes:
+        signal: Which one.
+    """
+
+    def __init__(self, received: signal.Signals) -> None:
+        super().__init__(f"{received.name} received; every host and rank was stopped.")
+        self.signal = received
 
 
 class UnsupportedError(EmulationError):

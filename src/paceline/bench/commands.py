@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.bench import allreduce_report
+from paceline.bench.allreduce import ReduceConfig
+from paceline.bench.exchange import parse_reduce_sides
 from paceline.bench.profile import Profile, default_profile
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
 from paceline.bench.protocol.provenance import load_average
 from paceline.bench.protocol.report import Report, figure_path, publish
 from paceline.bench.ranks import Ranks
 from paceline.bench.sides import parse_sides
+from paceline.bench.sizes import parse_sizes
 from paceline.bench.step import StepConfig, StepOutcome, check, measure
 from paceline.bench.step_report import draw, report
 from paceline.errors import ConfigurationError
@@ -82,3 +86,20 @@ def run_step(config: StepConfig, ranks: Ranks) -> StepOutcome:
     outcome = ranks.run(measure, config, title, ENVIRONMENTS[Allocator.KEEP])[0]
     check(outcome)
     return outcome
+
+
+def bench_allreduce(sizes: str, vs: str, rounds: int, place: Ranks, folder: Path, as_json: bool) -> Report:
+    """Measure all-reduces, check their sums, publish.
+
+    Raises:
+        ConfigurationError: Something asked for is not possible; nothing was started.
+        WrongAnswerError: A side's sum is wrong.
+    """
+    config = ReduceConfig(parse_reduce_sides(vs), parse_sizes(sizes), rounds)
+    prepared = ReportFolder.prepare(folder)
+    load_before = load_average()
+    with place as ranks:
+        result = allreduce_report.report(config, allreduce_report.run(config, ranks), ranks, load_before)
+    publish(result, prepared.path, as_json)
+    allreduce_report.draw(result, figure_path(result, prepared.path))
+    return result

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-PACKAGES = ("accelerate", "deepspeed", "torchft", "mpi4py")
 POWER_SGD_RANK = 1
 
 
@@ -103,6 +102,7 @@ class FaultTolerant(Parallel):
     """torchft: every rank is a replica of its own, a lighthouse on rank 0 agrees each step on who takes part."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        os.environ.setdefault("RUST_LOG", "warn")
         from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo  # noqa: PLC0415
         from torchft.coordination import LighthouseServer  # noqa: PLC0415
 

@@ -1,10 +1,8 @@
-"""The program that `ranks` starts once a rank: open the group, run the task, leave its result as a file."""
+"""The program that `ranks` starts once a rank: open the group, run the job, leave its result as a file."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import pickle
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -12,33 +10,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.bench.ranks import JOB_FILE, PROGRESS_FILE
+from paceline.bench import job
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a bucket on a slow link takes minutes; torchrun sees who dies
 
 
 def main(folder: Path) -> None:
     """Run the job that lies in `folder`."""
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is the command's: it may carry JSON
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-    rank = dist.get_rank()
-    # The launcher wrote it into a folder that is only ours.
-    module, name, config = pickle.loads((folder / JOB_FILE).read_bytes())  # noqa: S301
-
-    def tell(done_ratio: float) -> None:
-        if rank == 0:
-            _replace(folder / PROGRESS_FILE, str(done_ratio).encode())
-
-    result = getattr(importlib.import_module(module), name)(config, tell)
-    _replace(folder / f"result-{rank}.pickle", pickle.dumps(result))
+    job.run(folder, dist.get_rank())
     dist.barrier()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file that a reader sees whole or not at all."""
-    unfinished = path.with_suffix(".part")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ Rules
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
+import shlex
+import subprocess
+import sys
 import threading
 import uuid
 from abc import ABC, abstractmethod
@@ -22,10 +23,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
+from paceline.bench import job, mpi
 from paceline.bench.errors import RanksFailedError
+from paceline.bench.job import TellProgress
 from paceline.bench.protocol.progress import progress_bar
 from paceline.errors import ConfigurationError
 from paceline.launch import Keeper, launch, parse
+from paceline.launch.keeper import MARK
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,11 +38,9 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
-TellProgress = Callable[[float], None]  # the share of the work that is done, 0 to 1
 Task = Callable[[Config, TellProgress], Result]
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-JOB_FILE, PROGRESS_FILE = "job.pickle", "progress"
 _POLL_S = 0.2
 
 
@@ -84,17 +86,53 @@ class Ranks(ABC):
             PacelineError: A rank raised, died, or could not be started; its own output says why.
         """
         variables = {**ONE_THREAD, **(environment or {})}
-        with Keeper(uuid.uuid4().hex) as keeper, progress_bar(title) as show:
-            folder = keeper.folder
-            job = pickle.dumps((task.__module__, task.__qualname__, config))
-            (folder / JOB_FILE).write_bytes(job)
-            with _watched(folder / PROGRESS_FILE, show):
-                self._start(["-m", "paceline.bench.rank", str(folder)], variables)
-            return [_result(folder, rank, title) for rank in range(self.num_ranks)]
+        with self._prepared(task, config, title) as (folder, _):
+            self._start(["-m", "paceline.bench.rank", str(folder)], variables)
+            return self._results(folder, title)
+
+    def run_mpi(
+        self, task: Task[Config, Result], config: Config, title: str, *, tcp_only: bool
+    ) -> list[Result]:
+        """As `run`, started by mpirun: no process group, and no torch that the task does not import.
+
+        Args:
+            task: Called on every rank.
+            config: The same for every rank; must pickle.
+            title: What the progress bar says.
+            tcp_only: Whether ranks of one host talk over TCP as well, instead of shared memory.
+        """
+        with self._prepared(task, config, title) as (folder, launch_id):
+            command = self._mpi_command(folder, tcp_only=tcp_only)
+            variables = {**os.environ, **ONE_THREAD, MARK: launch_id}
+            done = subprocess.run(command, env=variables, stdout=sys.stderr, check=False)
+            if done.returncode != 0:
+                raise RanksFailedError(
+                    f"mpirun ended with exit code {done.returncode} in {title!r}; its own output is above. "
+                    f"The command was {shlex.join(command)}."
+                )
+            return self._results(folder, title)
+
+    @contextmanager
+    def _prepared(self, task: Task[Any, Any], config: Any, title: str) -> Iterator[tuple[Path, str]]:
+        """A folder with the job in it, watched for progress, and the mark of what is to end with us."""
+        launch_id = uuid.uuid4().hex
+        with Keeper(launch_id) as keeper, progress_bar(title) as show:
+            job.save(keeper.folder, task, config)
+            with _watched(keeper.folder, show):
+                yield keeper.folder, launch_id
+
+    def _results(self, folder: Path, title: str) -> list[Any]:
+        try:
+            return [job.result(folder, rank) for rank in range(self.num_ranks)]
+        except FileNotFoundError as error:
+            raise RanksFailedError(f"a rank left no result in {title!r}; its own output is above.") from error
 
     @abstractmethod
     def _start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Run a program on every rank to its end; raise if one fails."""
+
+    @abstractmethod
+    def _mpi_command(self, folder: Path, *, tcp_only: bool) -> list[str]: ...
 
 
 class LoopbackRanks(Ranks):
@@ -111,6 +149,9 @@ class LoopbackRanks(Ranks):
     def describe(self) -> dict[str, str]:
         return {"ranks": str(self.num_ranks), "network": "loopback: no rate, no latency, the cores copy"}
 
+    def _mpi_command(self, folder: Path, *, tcp_only: bool) -> list[str]:
+        return mpi.local_command(self.num_ranks, folder, tcp_only=tcp_only)
+
     def _start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         local = ["--standalone", "--local-addr", "127.0.0.1", "--share-devices"]
         with _environment({"GLOO_SOCKET_IFNAME": "lo", **environment}):
@@ -123,8 +164,8 @@ class ClusterRanks(Ranks):
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
         self.num_ranks = spec.num_ranks
-        rates = [rate for rate in (*spec.rate_bits_per_s, *spec.port_rate_bits_per_s) if rate is not None]
-        self.rate_bytes_per_s = min(rates) / 8 if rates else None
+        self.rate_bytes_per_s = slowest_rate_bytes_per_s(spec)
+        self.label = _label(spec)
         self.cluster: EmulatedCluster | None = None
 
     def __enter__(self) -> Self:
@@ -141,14 +182,34 @@ class ClusterRanks(Ranks):
     def describe(self) -> dict[str, str]:
         return {str(name): str(value) for name, value in dict(self.spec.describe()).items()}
 
+    def _mpi_command(self, folder: Path, *, tcp_only: bool) -> list[str]:
+        assert self.cluster is not None
+        return mpi.cluster_command(self.cluster, folder, tcp_only=tcp_only)
+
     def _start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         assert self.cluster is not None
-        outcome = self.cluster.run(list(words), environment=dict(environment))
+        outcome = self.cluster.run(list(words), environment=environment, on_line=_to_stderr)
         if outcome.exit_code != 0:
             raise RanksFailedError(
                 f"the ranks on host {outcome.failed_host} of the emulated cluster ended with exit code "
                 f"{outcome.exit_code}. Their own message is above; try --hosts less, or --ranks 2 on loopback."
             )
+
+
+def slowest_rate_bytes_per_s(spec: ClusterSpec) -> float | None:
+    """Return what the slowest host can send or receive, all its links together; None where none is limited."""
+    rates = [rate for rate in (*spec.rate_bits_per_s, *spec.port_rate_bits_per_s) if rate is not None]
+    return min(rates) / 8 * spec.links if rates else None
+
+
+def _label(spec: ClusterSpec) -> str:
+    rates = sorted({rate for rate in spec.rate_bits_per_s if rate is not None})
+    words = [f"{spec.hosts}x{spec.ranks_per_host}", *[f"{rate / 1e6:g}mbit" for rate in rates[:1]]]
+    return "-".join(words)
+
+
+def _to_stderr(host: int, rank: int | None, text: str) -> None:
+    print(f"[host {host}{'' if rank is None else f', rank {rank}'}] {text}", file=sys.stderr)
 
 
 def gather(value: Result) -> list[Result]:
@@ -158,22 +219,14 @@ def gather(value: Result) -> list[Result]:
     return values
 
 
-def _result(folder: Path, rank: int, title: str) -> Any:
-    path = folder / f"result-{rank}.pickle"
-    if not path.exists():
-        raise RanksFailedError(f"rank {rank} ended without a result in {title!r}; its own output is above.")
-    return pickle.loads(path.read_bytes())  # noqa: S301  # our own rank wrote it into a folder that is only ours
-
-
 @contextmanager
-def _watched(progress: Path, show: TellProgress) -> Iterator[None]:
-    """Show what rank 0 writes into a file."""
+def _watched(folder: Path, show: TellProgress) -> Iterator[None]:
+    """Show what rank 0 tells."""
     done = threading.Event()
 
     def watch() -> None:
         while not done.wait(_POLL_S):
-            with contextlib.suppress(OSError, ValueError):
-                show(float(progress.read_text()))
+            show(job.done_ratio(folder))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

@@ -6,7 +6,6 @@ Peers that are not installed are refused before anything starts; benchmarks/peer
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.bench import peers
+from paceline.bench.packages import require
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.errors import ConfigurationError
 
@@ -46,14 +46,14 @@ SIDES: dict[str, Side] = {
     "torch-unused": Side("torch", {"find_unused_parameters": True}),
     "torch-2": Side("torch", {"bucket_cap_mb_list": [1, 2]}),
     "torch-fp16": Side("torch", hook="fp16", tolerance=2e-3),
-    "torch-powersgd": Side("torch", hook="powersgd", tolerance=None),
+    "torch-powersgd": Side("torch", {"bucket_cap_mb": 4096}, hook="powersgd", tolerance=None),
     "ours": Side("ours"),
     "ours-view": Side("ours", {"gradient_as_bucket_view": True}),
     "ours-static": Side("ours", {"static_graph": True}),
     "ours-2": Side("ours", {"bucket_cap_mb_list": [1, 2]}),  # fine buckets, as for several hosts
     "ours-unused": Side("ours", {"find_unused_parameters": True}),
     "ours-fp16": Side("ours", hook="fp16", tolerance=2e-3),
-    "ours-powersgd": Side("ours", hook="powersgd", tolerance=None),
+    "ours-powersgd": Side("ours", {"bucket_cap_mb": 4096}, hook="powersgd", tolerance=None),
     "accelerate": Side("accelerate"),
     "deepspeed": Side("deepspeed"),
     "torchft": Side("torchft"),
@@ -109,15 +109,6 @@ def parse_sides(text: str, option: str = "--sides") -> tuple[str, ...]:
     for family in {SIDES[name].family for name in names}:
         require(family)
     return names
-
-
-def require(package: str) -> None:
-    """Refuse a peer that is not there."""
-    if package in peers.PACKAGES and importlib.util.find_spec(package) is None:
-        raise ConfigurationError(
-            f"{package} is not installed; pip install -r benchmarks/peers-requirements.txt (in the source "
-            f"repository), or pip install {package}."
-        )
 
 
 def labels(side_names: Sequence[str]) -> tuple[str, ...]:

@@ -68,7 +68,8 @@ class GradientTable:
         """Return parameter `index`'s gradient: rows overlap, each is the last one moved by an element."""
         offset = (index * _PRIME) % (self._size - self._lengths[index] + 1)
         strides = [1] * len(shape)
-        for i in range(len(shape) - 2, 0, -1):  # all but the first as in a contiguous tensor
+        first = 0 if shape and shape[0] == 1 else 1  # a single row overlaps nothing
+        for i in range(len(shape) - 2, first - 1, -1):  # all but the first as in a contiguous tensor
             strides[i] = strides[i + 1] * shape[i + 1]
         return table.as_strided(shape, strides, offset)
 

@@ -75,3 +75,38 @@ def step(
     )
     options = StepOptions(workload, vs, rounds, steps, compute, compute_s, profile, scale)
     bench_step(options, place, report, as_json)
+
+
+@bench.command()
+def allreduce(
+    sizes: Annotated[str, typer.Option(help="Of the buffers, comma-separated.")] = "64KiB,1MiB,25MiB",
+    vs: Annotated[str, typer.Option(help="Sides, comma-separated; the first is the baseline.")] = "gloo",
+    hosts: Hosts = None,
+    ranks_per_host: RanksPerHost = 1,
+    ranks: NumRanks = None,
+    rate: Rate = None,
+    loss: Loss = None,
+    queue: Queue = None,
+    delay: Delay = None,
+    cpu: Cpu = None,
+    congestion_control: CongestionControl = None,
+    rounds: Rounds = 6,
+    report: ReportFolder = Path("paceline-report"),
+    as_json: AsJson = False,
+) -> None:
+    """How long does an all-reduce take, and which share of the link's rate does it reach?"""
+    from paceline.bench.commands import bench_allreduce
+    from paceline.bench.places import choose_place
+
+    place = choose_place(
+        hosts,
+        ranks,
+        ranks_per_host=ranks_per_host,
+        rate=rate,
+        loss=loss,
+        queue=queue,
+        delay=delay,
+        cpu=cpu,
+        congestion_control=congestion_control,
+    )
+    bench_allreduce(sizes, vs, rounds, place, report, as_json)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from typing import TYPE_CHECKING, Annotated, Any
+import signal
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from paceline.emulation import ClusterSpec, Outcome
 
 SETTINGS: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": False, "allow_interspersed_args": False},
@@ -24,13 +20,15 @@ def emulate(
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
     ranks_per_host: Annotated[int, typer.Option(help="Ranks on each.")] = 1,
     rate: Annotated[
-        str | None, typer.Option(help="Of a host's link, for example 1Gbit; one, or one a host: 1Gbit,100Mbit.")
+        str | None,
+        typer.Option(help="Of a host's link, for example 1Gbit; one, or one a host: 1Gbit,100Mbit."),
     ] = None,
     port_rate: Annotated[
         str | None, typer.Option(help="Of the switch's port towards a host, where it differs from --rate.")
     ] = None,
     loss: Annotated[
-        str | None, typer.Option(help="Packets of a host that the switch loses, for example 0.1%; or one a host.")
+        str | None,
+        typer.Option(help="Packets of a host that the switch loses, for example 0.1%; or one a host."),
     ] = None,
     queue: Annotated[
         str | None, typer.Option(help="What a switch port holds.", show_default="256KiB")
@@ -85,7 +83,7 @@ def emulate(
 
     if clean:
         removed = remove_orphans()
-        print(f"removed what {len(removed)} killed emulation(s) had left")
+        print("\n".join(["removed:", *removed]) if removed else "nothing was left behind")
         return 0
     spec = ClusterSpec.parse(
         hosts=hosts,
@@ -109,7 +107,19 @@ def emulate(
         links=links,
     )
     check_script(script or [])
+    _end_on_signals()
     with EmulatedCluster(spec) as cluster:
         outcome = cluster.run(script or [])
     print(outcome)
     return outcome.exit_code
+
+
+def _end_on_signals() -> None:
+    """Have signals raise, so that everything is taken down; SIGKILL needs no help."""
+    from paceline.errors import InterruptedEmulationError
+
+    def interrupt(number: int, _: object) -> None:
+        raise InterruptedEmulationError(signal.Signals(number))
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)

@@ -3,8 +3,7 @@
 Rules
 1. The cluster belongs to this process. When it ends, however it ends, hosts, links and processes go with it: the
    laboratory (see `lab`) holds them only as long as this process holds its end of a socket.
-2. Nothing carries a name that another emulation could see, except the cgroups of `--cpu`, which carry the owner's
-   process id and start time.
+2. Namespaces have no names, so two emulations cannot collide; what has one carries its owner (see `owner`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from paceline.emulation import cpu, job
+from paceline.emulation import cpu, job, owner
 from paceline.emulation.job import Outcome
 from paceline.emulation.spec import ClusterSpec
 from paceline.errors import ConfigurationError, EmulationError, UnsupportedError
@@ -104,6 +103,7 @@ class EmulatedCluster:
     Attributes:
         spec: The same.
         hosts: The hosts, while the cluster stands.
+        folder: For temporary files; goes with the cluster.
 
     Raises:
         ConfigurationError: On entry, before anything is made: the kernel does not have what the spec names.
@@ -117,7 +117,8 @@ class EmulatedCluster:
 
     def __enter__(self) -> Self:
         _check_machine(self.spec)
-        cpu.remove_orphans()
+        clean()
+        self._id = owner.new_id()
         ours, theirs = socket.socketpair()
         with theirs:
             self._lab = subprocess.Popen(
@@ -125,7 +126,7 @@ class EmulatedCluster:
                     sys.executable,
                     "-m",
                     "paceline.emulation.lab",
-                    cpu.owner_id(os.getpid()),
+                    self._id,
                     str(theirs.fileno()),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -140,6 +141,7 @@ class EmulatedCluster:
         except BaseException:
             self._close()
             raise
+        self.folder = Path(built["folder"])
         self.hosts = [EmulatedHost(self, i, made) for i, made in enumerate(built["hosts"])]
         return self
 
@@ -216,7 +218,9 @@ class EmulatedCluster:
         with contextlib.suppress(OSError):
             self._lines.close()
         self._socket.close()
-        self._lab.wait(_PATIENCE_S)
+        if self._lab.wait(_PATIENCE_S) != 0:  # it was killed: what it would have removed is left to us
+            cpu.remove(self._id)
+            owner.remove_folder(self._id)
 
 
 def print_line(host: int, rank: int | None, text: str) -> None:
@@ -226,8 +230,8 @@ def print_line(host: int, rank: int | None, text: str) -> None:
 
 
 def clean() -> list[str]:
-    """Remove what killed emulations left; returns their owners' ids."""
-    return cpu.remove_orphans()
+    """Remove what killed emulations left; returns the names of what was removed."""
+    return cpu.remove_orphans() + owner.remove_orphaned_folders()
 
 
 def _check_machine(spec: ClusterSpec) -> None:

@@ -1,8 +1,7 @@
 """CPU quotas: one cgroup a host, in version 1 or 2 of the kernel's interface; standard library only.
 
 Rules
-1. A cluster's groups lie in one folder named `paceline-PID-START`, the process id and start time of their owner:
-   the only thing an emulation leaves in a place that others see.
+1. A cluster's groups lie in one folder whose name carries their owner.
 2. They are removed by the laboratory. If it was killed as well, `remove_orphans` knows that a folder's owner is gone.
 """
 
@@ -10,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.emulation.owner import PREFIX, is_orphan
+
 _ROOT = Path("/sys/fs/cgroup")
-_PREFIX = "paceline-"
 _PERIOD_US = 20_000  # short, so that a quota of a quarter core runs 5 ms in every 20, not 25 in every 100
 _PATIENCE_S = 10.0
 
@@ -39,7 +38,7 @@ class Groups:
         Raises:
             OSError: The kernel refused.
         """
-        group = self.folder / f"{_PREFIX}{owner}" / host
+        group = self.folder / f"{PREFIX}{owner}" / host
         group.parent.mkdir(exist_ok=True)
         if self.version == 2:
             (group.parent / "cgroup.subtree_control").write_text("+cpu")
@@ -60,27 +59,20 @@ def find_groups() -> Groups | None:
     return next((groups for groups in _candidates() if _usable(groups)), None)
 
 
-def owner_id(pid: int) -> str:
-    """A process's number and start time, so that a reused number is not taken for it."""
-    return f"{pid}-{_start_time(pid)}"
-
-
 def remove(owner: str) -> None:
-    """End whatever is left in this owner's groups, and remove them."""
+    """Remove this owner's groups, whose processes are ending."""
     for groups in _candidates():
-        _remove_folder(groups.folder / f"{_PREFIX}{owner}")
+        _remove_folder(groups.folder / f"{PREFIX}{owner}", _PATIENCE_S)
 
 
 def remove_orphans() -> list[str]:
-    """Remove the groups of owners that have ended without doing so; returns their ids."""
+    """Remove the groups of owners that have ended without doing so; returns their names."""
     removed = []
     for groups in _candidates():
-        for folder in groups.folder.glob(f"{_PREFIX}*-*"):
-            owner = folder.name.removeprefix(_PREFIX)
-            pid = owner.partition("-")[0]
-            if pid.isdigit() and owner != owner_id(int(pid)):
-                _remove_folder(folder)
-                removed.append(owner)
+        for folder in groups.folder.glob(f"{PREFIX}*"):
+            if is_orphan(folder.name):
+                _remove_folder(folder, 0.0)
+                removed.append(folder.name)
     return removed
 
 
@@ -113,24 +105,15 @@ def _usable(groups: Groups) -> bool:
     return True
 
 
-def _remove_folder(folder: Path) -> None:
+def _remove_folder(folder: Path, patience_s: float) -> None:
     if not folder.is_dir():
         return
-    deadline_s = time.monotonic() + _PATIENCE_S
-    for group in (*folder.iterdir(), folder):
+    deadline_s = time.monotonic() + patience_s
+    for group in (*filter(Path.is_dir, folder.iterdir()), folder):
         while group.is_dir():
-            with contextlib.suppress(OSError):
-                for pid in (group / "cgroup.procs").read_text().split():
-                    os.kill(int(pid), signal.SIGKILL)
             try:
                 group.rmdir()
             except OSError:  # its processes are still ending
-                if time.monotonic() > deadline_s:
+                if time.monotonic() >= deadline_s:
                     return
                 time.sleep(0.01)
-
-
-def _start_time(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return "gone"

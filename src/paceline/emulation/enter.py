@@ -31,7 +31,9 @@ def _join(pid: str) -> None:
     folder = Path.cwd()
     files = [(kind, os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY)) for name, kind in _ORDER]
     for kind, file in files:
-        ours = kind == kernel.NEW_USER and os.path.sameopenfile(file, os.open("/proc/self/ns/user", os.O_RDONLY))
+        ours = kind == kernel.NEW_USER and os.path.sameopenfile(
+            file, os.open("/proc/self/ns/user", os.O_RDONLY)
+        )
         if not ours:  # the kernel refuses to join the user namespace one is in
             kernel.enter(file, kind)
         os.close(file)

@@ -59,9 +59,7 @@ def _become_host(name: str, hosts_text: str, lab: int, report: int) -> None:
     try:
         _forget_the_lab(report)
         kernel.die_with_parent(lab)
-        kernel.unshare(
-            kernel.NEW_NET | kernel.NEW_MOUNT | kernel.NEW_UTS | kernel.NEW_IPC | kernel.NEW_PID
-        )
+        kernel.unshare(kernel.NEW_NET | kernel.NEW_MOUNT | kernel.NEW_UTS | kernel.NEW_IPC | kernel.NEW_PID)
         start, go = os.pipe()
         first = os.fork()
         if first == 0:
@@ -95,7 +93,9 @@ def _furnish(name: str, hosts_text: str) -> None:
     """The host's own /etc/hosts and /proc. The file lies in memory, in a file system that only its mount keeps."""
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     if Path("/etc/hosts").exists():
-        kernel.mount("tmpfs", "/proc", "tmpfs")  # any folder serves; this one is covered by the next mount anyway
+        kernel.mount(
+            "tmpfs", "/proc", "tmpfs"
+        )  # any folder serves; this one is covered by the next mount anyway
         Path("/proc/hosts").write_text(hosts_text)
         kernel.mount("/proc/hosts", "/etc/hosts", flags=kernel.MS_BIND)
         kernel.detach("/proc")

@@ -110,7 +110,7 @@ class Job:
         self._spec = cluster.spec
         self._on_line = on_line
         self._printing = threading.Lock()
-        self._logs = Path(tempfile.mkdtemp(prefix="paceline-emulate-"))
+        self._logs = Path(tempfile.mkdtemp(prefix="logs-", dir=cluster.folder))
         self._readers: list[threading.Thread] = []
         self._agents: list[subprocess.Popen[str]] = []
         self._started_s = time.monotonic()
@@ -146,7 +146,8 @@ class Job:
                 break
             time.sleep(_POLL_S)
         codes = tuple(
-            None if agent.returncode in (-signal.SIGKILL, None) else agent.returncode for agent in self._agents
+            None if agent.returncode in (-signal.SIGKILL, None) else agent.returncode
+            for agent in self._agents
         )
         failed = self._first_failed() if failed is None else failed
         wall_s = time.monotonic() - self._started_s

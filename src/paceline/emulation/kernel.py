@@ -30,9 +30,7 @@ def enter(namespace: int, kind: int) -> None:
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
     """mount(2) without options."""
-    result = _libc.mount(
-        source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), None
-    )
+    result = _libc.mount(source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), None)
     _checked(result, f"mount {target}")
 
 

@@ -8,7 +8,7 @@ Rules
 2. The laboratory is a process of its own because it moves into other namespaces, which a process with threads, such
    as the owner's, cannot.
 3. Its own network namespace is the switch. Hosts die with it (see `hosts`), so a killed laboratory leaves nothing
-   but empty cgroups, which the next start removes.
+   but empty cgroups and a folder, which the next start removes (see `owner`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.emulation import counters, cpu, kernel
+from paceline.emulation import counters, cpu, kernel, owner
 from paceline.emulation.hosts import start_host
 from paceline.emulation.spec import ClusterSpec
 
@@ -39,13 +39,14 @@ class Laboratory:
 
     Args:
         spec: The cluster.
-        owner: Its owner's id.
+        owner_id: Its owner's id.
     """
 
-    def __init__(self, spec: ClusterSpec, owner: str) -> None:
+    def __init__(self, spec: ClusterSpec, owner_id: str) -> None:
         self._spec = spec
-        self._owner = owner
+        self._owner = owner_id
         self._pids: list[int] = []
+        self._folder = owner.make_folder(self._owner)
 
     def build(self) -> dict[str, Any]:
         """Make the cluster; the answer names what the owner needs."""
@@ -67,7 +68,7 @@ class Laboratory:
             {"name": name, "address": address_, "pid": pid, "group": "-" if group is None else str(group)}
             for name, address_, pid, group in zip(names, addresses, self._pids, groups, strict=True)
         ]
-        return {"hosts": hosts}
+        return {"hosts": hosts, "folder": str(self._folder)}
 
     def answer(self, request: dict[str, Any]) -> Any:
         """Do what a request says."""
@@ -87,6 +88,7 @@ class Laboratory:
             while True:
                 os.wait()
         cpu.remove(self._owner)
+        owner.remove_folder(self._owner)
 
     def _limit_cores(self) -> list[Path | None]:
         cores = self._spec.cores
@@ -137,7 +139,7 @@ def _hosts_text(names: list[str], addresses: list[str]) -> str:
     return "\n".join(["127.0.0.1 localhost", *lines, ""])
 
 
-def serve(owner: str, connection: socket.socket) -> None:
+def serve(owner_id: str, connection: socket.socket) -> None:
     """Build what the first line says, answer the others, and take everything away at their end."""
     with connection, connection.makefile("rw") as lines:
 
@@ -146,7 +148,7 @@ def serve(owner: str, connection: socket.socket) -> None:
                 lines.write(json.dumps(what) + "\n")
                 lines.flush()
 
-        laboratory = Laboratory(ClusterSpec.from_json(lines.readline()), owner)
+        laboratory = Laboratory(ClusterSpec.from_json(lines.readline()), owner_id)
         try:
             try:
                 say({"built": laboratory.build()})
@@ -154,9 +156,7 @@ def serve(owner: str, connection: socket.socket) -> None:
                     say({"answer": laboratory.answer(json.loads(line))})
             except _Refusal as error:
                 say({"refused": str(error)})
-            except Exception as error:  # noqa: BLE001
-                import traceback; traceback.print_exc()
-                #  - whatever it is, the owner has to hear of it
+            except Exception as error:  # noqa: BLE001 - whatever it is, the owner has to hear of it
                 say({"failed": f"{type(error).__name__}: {error}"})
         finally:
             laboratory.close()

@@ -28,7 +28,9 @@ from paceline.emulation.hosts import inside
 from paceline.emulation.spec import ClusterSpec
 
 HOST_QUEUE_BYTES = 1 << 20
-plugins.setdefault("bfifo", sched_pfifo)  # pyroute2 knows the packet-limited sister, whose message is the same
+plugins.setdefault(
+    "bfifo", sched_pfifo
+)  # pyroute2 knows the packet-limited sister, whose message is the same
 
 _ROOT, _WHOLE_LINK, _ONLY_CLASS = 0x10000, 0x10001, 0x10010
 _FLOOR_BYTES_PER_S = 1000  # what strict priority guarantees a band: as good as nothing
@@ -156,9 +158,7 @@ class Network:
         self.ip.link("set", index=index, master=self._index(switch_name(link, spec.rack_of(host))))
         _quiet(port)
         self._set_offload(port)
-        self._shape(
-            self.ip, port, spec.port_rate_bits_per_s[host], spec.queue_bytes, priority=spec.priority
-        )
+        self._shape(self.ip, port, spec.port_rate_bits_per_s[host], spec.queue_bytes, priority=spec.priority)
         self._add_filters(host, link, index)
         self._up(port)
 
@@ -230,7 +230,13 @@ class Network:
         return metrics
 
     def _shape(
-        self, ip: IPRoute, name: str, rate_bits_per_s: float | None, queue_bytes: int, *, priority: bool = False
+        self,
+        ip: IPRoute,
+        name: str,
+        rate_bits_per_s: float | None,
+        queue_bytes: int,
+        *,
+        priority: bool = False,
     ) -> None:
         if rate_bits_per_s is None:
             return

@@ -130,7 +130,9 @@ class ClusterSpec:
             hosts=hosts,
             ranks_per_host=ranks_per_host,
             rate_bits_per_s=tuple(q.rate(word, "--rate") for word in each(rate, "--rate")),
-            port_rate_bits_per_s=tuple(q.rate(word, "--port-rate") for word in each(port_rate, "--port-rate")),
+            port_rate_bits_per_s=tuple(
+                q.rate(word, "--port-rate") for word in each(port_rate, "--port-rate")
+            ),
             loss_ratio=tuple(q.percentage(word, "--loss") for word in each(loss, "--loss")),
             queue_bytes=DEFAULT_QUEUE_BYTES if queue is None else q.size(queue, "--queue"),
             cores=tuple(q.percentage(word, "--cpu") for word in each(cpu, "--cpu")),
@@ -152,7 +154,9 @@ class ClusterSpec:
     def from_json(cls, text: str) -> ClusterSpec:
         """The spec that `to_json` wrote."""
         words = json.loads(text)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in words.items()})
+        return cls(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in words.items()}
+        )
 
     def to_json(self) -> str:
         """All fields, on one line."""
@@ -185,7 +189,9 @@ class ClusterSpec:
             ("TCP", self.congestion_control + _min_rto(self.min_rto_s)),
         ]
         if self.port_rate_bits_per_s != self.rate_bits_per_s:
-            rows.insert(2, ("rate towards the host", _each(self.port_rate_bits_per_s, q.show_rate, "not limited")))
+            rows.insert(
+                2, ("rate towards the host", _each(self.port_rate_bits_per_s, q.show_rate, "not limited"))
+            )
         if self.priority:
             rows.append(("priority", "strict, by DSCP class selector"))
         if self.mark_bytes is not None:

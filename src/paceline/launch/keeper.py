@@ -35,20 +35,22 @@ _PAUSE_S = 0.02
 
 
 class Keeper:
-    """The launcher's handle on its keeper; a context manager around the launch.
-
-    Attributes:
-        folder: For temporary files of the launch; gone afterwards.
-    """
+    """The launcher's handle on its keeper; a context manager around the launch."""
 
     def __init__(self, launch_id: str) -> None:
         self._launch_id = launch_id
-        self.folder = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+        self._folder = Path(tempfile.gettempdir(), f"paceline-run-{launch_id}")
+
+    @property
+    def folder(self) -> Path:
+        """For temporary files of the launch, made when first asked for; gone afterwards."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        return self._folder
 
     def __enter__(self) -> Self:
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self._launch_id, str(self.folder)],
+            [sys.executable, "-I", "-S", __file__, self._launch_id, str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

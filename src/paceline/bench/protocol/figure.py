@@ -41,9 +41,14 @@ def save_bars(
 
 
 def save_lines(
-    path: Path, title: str, labels: tuple[str, str], lines: Mapping[str, Sequence[tuple[float, Summary]]]
+    path: Path,
+    title: str,
+    labels: tuple[str, str],
+    lines: Mapping[str, Sequence[tuple[float, Summary]]],
+    log_x: bool = False,
+    references: Mapping[str, float] | None = None,
 ) -> bool:
-    """Draw one line per entry through (x, summary) points. Returns whether it was drawn."""
+    """Draw one line per entry through (x, summary) points, a level line a reference; say if it was drawn."""
     axes = _axes(height=4.0)
     if axes is None:
         return False
@@ -53,6 +58,10 @@ def save_lines(
         axes.fill_between(
             xs, [s.lower_quartile for _, s in points], [s.upper_quartile for _, s in points], alpha=0.2
         )
+    for (name, y), style in zip((references or {}).items(), _LINE_STYLES, strict=False):
+        axes.axhline(y, color="tab:red", linestyle=style, label=name)
+    if log_x:
+        axes.set_xscale("log", base=2)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.legend()

@@ -1,0 +1,136 @@
+"""Who performs an all-reduce? A table: one line a side.
+
+A side is opened once on every rank and is then handed flat float32 buffers. To add one, add a line: a name, which
+program starts its ranks, and what opens it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.bench.packages import require
+from paceline.errors import ConfigurationError
+
+Buffer = npt.NDArray[np.float32]
+
+
+class Exchange(ABC):
+    """What the measurement needs of a side; every method is collective.
+
+    Attributes:
+        rank: This process's number.
+        num_ranks: How many there are.
+    """
+
+    rank: int
+    num_ranks: int
+
+    @abstractmethod
+    def all_reduce(self, buffer: Buffer) -> None:
+        """Replace `buffer` by the sum over all ranks."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait for all."""
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, on every rank."""
+
+
+class GroupExchange(Exchange):
+    """torch's default process group, or another one of the same ranks."""
+
+    def __init__(self, backend: str | None = None) -> None:
+        import torch.distributed as dist  # noqa: PLC0415  # ranks of MPI need no torch
+
+        self._dist: Any = dist
+        self._group = None if backend is None else dist.new_group(backend=backend)
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+
+    def all_reduce(self, buffer: Buffer) -> None:
+        import torch  # noqa: PLC0415
+
+        self._dist.all_reduce(torch.from_numpy(buffer), group=self._group)
+
+    def barrier(self) -> None:
+        self._dist.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.num_ranks
+        self._dist.all_gather_object(values, value)
+        return values
+
+
+class MpiExchange(Exchange):
+    """mpi4py under mpirun."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI  # noqa: PLC0415
+
+        self._mpi, self._world = MPI, MPI.COMM_WORLD
+        self.rank, self.num_ranks = self._world.Get_rank(), self._world.Get_size()
+
+    def all_reduce(self, buffer: Buffer) -> None:
+        self._world.Allreduce(self._mpi.IN_PLACE, buffer, op=self._mpi.SUM)
+
+    def barrier(self) -> None:
+        self._world.Barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        return list(self._world.allgather(value))
+
+
+@dataclass(frozen=True)
+class ReduceSide:
+    """One line of the table.
+
+    Attributes:
+        starter: "torchrun": shares processes with all such sides, turn by turn; "mpirun": launches of its own.
+        open: Called once on every rank.
+        package: What has to be installed.
+        note: What a reader of its figures must know.
+    """
+
+    starter: str
+    open: Callable[[], Exchange]
+    package: str = "torch"
+    note: str = ""
+
+
+_POLLS = (
+    "Open MPI's ranks poll while they wait: on few cores that takes them from others, or yields at every look"
+)
+REDUCE_SIDES: dict[str, ReduceSide] = {
+    "gloo": ReduceSide("torchrun", GroupExchange),
+    "mpi4py": ReduceSide(
+        "mpirun", MpiExchange, "mpi4py", f"mpi4py: {_POLLS}; within a host it uses shared memory"
+    ),
+    "mpi4py-tcp": ReduceSide(
+        "mpirun", MpiExchange, "mpi4py", "mpi4py-tcp: as mpi4py, over TCP within a host too"
+    ),
+}
+
+
+def parse_reduce_sides(text: str) -> tuple[str, ...]:
+    """Turn "gloo,mpi4py" into names that can be measured here.
+
+    Raises:
+        ConfigurationError: A name is not in the table, is there twice, or its package is not installed.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    unknown = [name for name in names if name not in REDUCE_SIDES]
+    if unknown or not names or len(set(names)) < len(names):
+        raise ConfigurationError(
+            f"--vs {text!r}: {'no side is called ' + ', '.join(unknown) if unknown else 'name each side once'}. "
+            f"There are: {', '.join(REDUCE_SIDES)}."
+        )
+    for name in names:
+        require(REDUCE_SIDES[name].package)
+    return names

@@ -1,0 +1,112 @@
+"""Figure 6: where does a step's time go, and what does overlapping communication with backward save?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.bench.limit import StepLimit
+from paceline.bench.studies.calibration import scale_for
+from paceline.bench.studies.chart import Bars, draw_bars
+from paceline.bench.studies.measure import Block, Outcome
+from paceline.bench.studies.published import BREAKDOWN, Breakdown
+from paceline.bench.studies.study import Findings, Study, StudyOptions
+from paceline.bench.studies.variant import Variant
+
+PARTS = ("forward", "backward", "communication", "optimizer", "step with overlap")
+SIDES = ("torch", "ours")
+
+
+class OverlapStudy(Study):
+    """Four proportions of communication to computing; phases alone, and steps with overlap."""
+
+    name = "overlap"
+    figure = "Li et al. 2020, figure 6"
+    defaults = StudyOptions(num_ranks=8, rate="100Mbit", compute_s=0.3, num_rounds=3)
+    quick = StudyOptions(num_ranks=2, rate="100Mbit", compute_s=0.02, num_rounds=1, quick=True)
+
+    def blocks(self, options: StudyOptions) -> tuple[Block, ...]:
+        """Return one for each workload and backend of the figure; the proportion is the backend's."""
+        variants = tuple(Variant(side, options.num_ranks) for side in ("after", *SIDES))
+        blocks = []
+        for (workload, backend), published in BREAKDOWN.items():
+            profile = options.profile(workload)
+            ratio = published.communication_to_compute
+            scale = scale_for(profile, options.num_ranks, options.rate_bytes_per_s, ratio)
+            blocks.append(Block(f"{workload}, {backend}-like", profile, scale, variants))
+        return tuple(blocks)
+
+    def find(self, outcomes: Sequence[Outcome], options: StudyOptions) -> Findings:
+        """Set shares of the step without overlap beside the published ones."""
+        rows, summaries = [], {}
+        for block, published in zip(_by_block(outcomes).values(), BREAKDOWN.values(), strict=True):
+            limit = _limit(block["after"])
+            total = limit.no_overlap_s
+            steps = {side: block[side].step.median for side in SIDES}
+            phases = (limit.forward_s, limit.backward_s, limit.communication_s, limit.optimizer_s)
+            shares = [phase / total for phase in phases]
+            rows.append(
+                (
+                    block["after"].block,
+                    f"{total * 1e3:.0f}",
+                    " ".join(f"{share:.2f}" for share in shares),
+                    *[f"{1 - steps[side] / total:.1%} ({limit.realised(steps[side]):.2f})" for side in SIDES],
+                    f"{_gain(published):.1%} ({published.realised:.2f})",
+                )
+            )
+            summaries[block["after"].block] = {
+                "shares": shares,
+                "overlapped": {side: steps[side] / total for side in SIDES},
+                "realised": {side: limit.realised(steps[side]) for side in SIDES},
+                "ideal": limit.ideal_s / total,
+                "published": vars(published),
+            }
+        return Findings(
+            "What does overlapping communication with backward save?",
+            ("model, link", "no overlap ms", "fwd bwd comm opt", *[f"{side} saves" for side in SIDES], "paper saves"),
+            rows,
+            (
+                "in brackets: the share of the gain that perfect overlap would bring",
+                "no overlap is one all-reduce of everything after backward: measured, not added up",
+                "NCCL-like and Gloo-like are proportions of communication to computing, the paper's on 32 GPUs; "
+                "everything here is Gloo",
+            ),
+            summaries,
+        )
+
+    def draw(self, findings: Findings, path: Path) -> None:
+        """Stack the phases, and put the overlapped steps beside them."""
+        panels = []
+        for label, found in findings.summaries.items():
+            published = found["published"]
+            stacked = [published[name] for name in PARTS[:4]]
+            bars = {
+                "paper, no overlap": [*stacked, 0.0],
+                "paper, torch DDP": [0.0] * 4 + [published["overlapped"]],
+                "here, no overlap": [*found["shares"], 0.0],
+                "here, torch DDP": [0.0] * 4 + [found["overlapped"]["torch"]],
+                "here, Paceline": [0.0] * 4 + [found["overlapped"]["ours"]],
+                "here, ideal": [0.0] * 4 + [found["ideal"]],
+            }
+            panels.append(Bars(label, "share of the step without overlap", PARTS, bars))
+        draw_bars(path, "A step's time with and without overlap (figure 6), timed compute on emulated hosts", panels)
+
+
+def _by_block(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Outcome]]:
+    found: dict[str, dict[str, Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.block, {})[outcome.variant.side] = outcome
+    return found
+
+
+def _limit(after: Outcome) -> StepLimit:
+    return StepLimit(
+        after.phase_s("forward_s"),
+        after.phase_s("backward_s"),
+        after.phase_s("communication_s"),
+        after.phase_s("optimizer_s"),
+    )
+
+
+def _gain(published: Breakdown) -> float:
+    return 1 - published.overlapped
