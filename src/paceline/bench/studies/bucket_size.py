@@ -9,13 +9,13 @@ from paceline.bench.studies.calibration import scale_for
 from paceline.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.bench.studies.measure import Block, Outcome
 from paceline.bench.studies.published import BREAKDOWN, BUCKET_CAPS, BUCKET_SECONDS
-from paceline.bench.studies.study import Findings, Study, StudyOptions
+from paceline.bench.studies.study import ClusterStudy, Findings, StudyOptions
 from paceline.bench.studies.variant import Variant
 
 _COLORS = {"torch": TORCH, "ours": OURS}
 
 
-class BucketSizeStudy(Study):
+class BucketSizeStudy(ClusterStudy):
     """Every cap of the figures, both wrappers, with NCCL's proportion of communication to computing."""
 
     name = "bucket-size"

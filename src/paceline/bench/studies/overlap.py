@@ -10,14 +10,14 @@ from paceline.bench.studies.calibration import scale_for
 from paceline.bench.studies.chart import Bars, draw_bars
 from paceline.bench.studies.measure import Block, Outcome
 from paceline.bench.studies.published import BREAKDOWN, Breakdown
-from paceline.bench.studies.study import Findings, Study, StudyOptions
+from paceline.bench.studies.study import ClusterStudy, Findings, StudyOptions
 from paceline.bench.studies.variant import Variant
 
 PARTS = ("forward", "backward", "communication", "optimizer", "step with overlap")
 SIDES = ("torch", "ours")
 
 
-class OverlapStudy(Study):
+class OverlapStudy(ClusterStudy):
     """Four proportions of communication to computing; phases alone, and steps with overlap."""
 
     name = "overlap"

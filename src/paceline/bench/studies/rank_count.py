@@ -9,13 +9,13 @@ from paceline.bench.studies.calibration import scale_for
 from paceline.bench.studies.chart import OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.bench.studies.measure import Block, Outcome
 from paceline.bench.studies.published import BREAKDOWN, SCALING_GPUS, SCALING_SECONDS
-from paceline.bench.studies.study import Findings, Study, StudyOptions
+from paceline.bench.studies.study import ClusterStudy, Findings, StudyOptions
 from paceline.bench.studies.variant import Variant
 
 _COLORS = {"torch": TORCH, "ours": OURS}
 
 
-class RankCountStudy(Study):
+class RankCountStudy(ClusterStudy):
     """1, 2, 4, ... ranks with the same link and model each; weak scaling, as published."""
 
     name = "rank-count"

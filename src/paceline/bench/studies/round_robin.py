@@ -9,7 +9,7 @@ from paceline.bench.studies.calibration import scale_for
 from paceline.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.bench.studies.measure import Block, Outcome
 from paceline.bench.studies.published import BREAKDOWN, GROUP_SECONDS, GROUPS
-from paceline.bench.studies.study import Findings, Study, StudyOptions
+from paceline.bench.studies.study import ClusterStudy, Findings, StudyOptions
 from paceline.bench.studies.variant import Variant
 
 FLOWS_A_LINK = 3  # with the cap, a connection gets this part of the link
@@ -17,7 +17,7 @@ _COLORS = {"torch": TORCH, "ours": OURS}
 _CONDITIONS = {"no cap": None, f"a flow gets 1/{FLOWS_A_LINK} of the link": FLOWS_A_LINK}
 
 
-class RoundRobinStudy(Study):
+class RoundRobinStudy(ClusterStudy):
     """1, 3 and 5 groups; links that one connection fills, and links that it can't."""
 
     name = "round-robin"

@@ -9,14 +9,14 @@ from paceline.bench.studies.calibration import scale_for
 from paceline.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.bench.studies.measure import Block, Outcome
 from paceline.bench.studies.published import SKIPPED_ALONE_S, SKIPPED_EVERY, SKIPPED_SECONDS
-from paceline.bench.studies.study import Findings, Study, StudyOptions
+from paceline.bench.studies.study import ClusterStudy, Findings, StudyOptions
 from paceline.bench.studies.variant import Variant
 
 _COLORS = {"torch": TORCH, "ours": OURS}
 _BACKWARD_RATIO = 2 / 3  # of forward and backward together; what communication hides behind
 
 
-class SkippedSyncStudy(Study):
+class SkippedSyncStudy(ClusterStudy):
     """ResNet-50 with as much exposed communication as 256 GPUs had, synchronized every 1, 2, 4 and 8 steps."""
 
     name = "skipped-sync"

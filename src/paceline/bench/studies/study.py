@@ -89,6 +89,25 @@ class Findings:
     summaries: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a study's ranks brought home.
+
+    Attributes:
+        outcomes: For `find`.
+        samples: The same, as JSON takes it.
+        notes: How it was measured.
+        place: Where.
+        num_ranks: Of the largest job.
+    """
+
+    outcomes: Sequence[Any]
+    samples: Sequence[Any]
+    notes: Sequence[str]
+    place: dict[str, str]
+    num_ranks: int
+
+
 class Study(ABC):
     """One figure of a paper, measured again.
 
@@ -105,16 +124,46 @@ class Study(ABC):
     quick: StudyOptions
 
     @abstractmethod
-    def blocks(self, options: StudyOptions) -> tuple[Block, ...]:
-        """Return what is measured on the cluster of the options."""
+    def measure(self, options: StudyOptions) -> Measured:
+        """Run it.
+
+        Raises:
+            WrongAnswerError: A variant's gradients are not the mean.
+        """
 
     @abstractmethod
-    def find(self, outcomes: Sequence[Outcome], options: StudyOptions) -> Findings:
+    def find(self, outcomes: Sequence[Any], options: StudyOptions) -> Findings:
         """Summarise."""
 
     @abstractmethod
     def draw(self, findings: Findings, path: Path) -> None:
         """Draw the published figure and ours."""
+
+
+class ClusterStudy(Study):
+    """A study whose variants take turns on one emulated cluster."""
+
+    @abstractmethod
+    def blocks(self, options: StudyOptions) -> tuple[Block, ...]:
+        """Return what is measured on the cluster of the options."""
+
+    def measure(self, options: StudyOptions) -> Measured:
+        """Run all blocks in one job."""
+        config = StudyConfig(self.blocks(options), options.num_rounds)
+        title = f"{self.name} on {options.num_ranks} ranks"
+        outcomes, place = run_blocks(options.cluster(), config, title)
+        return Measured(outcomes, [record(outcome) for outcome in outcomes], how(config.blocks), place, options.num_ranks)
+
+
+def run_blocks(
+    cluster: ClusterSpec, config: StudyConfig, title: str
+) -> tuple[list[Outcome], dict[str, str]]:
+    """Run blocks on a cluster that stands meanwhile; returns checked outcomes and where it was."""
+    with ClusterRanks(cluster) as ranks:
+        outcomes = ranks.run(measure, config, title, ENVIRONMENTS[Allocator.KEEP])[0]
+        place = ranks.describe()
+    check(outcomes)
+    return outcomes, place
 
 
 def run_study(study: Study, options: StudyOptions, folder: Path, as_json: bool) -> Report:
@@ -125,26 +174,21 @@ def run_study(study: Study, options: StudyOptions, folder: Path, as_json: bool) 
         WrongAnswerError: A variant's gradients are not the mean.
     """
     prepared = ReportFolder.prepare(folder)
-    config = StudyConfig(study.blocks(options), options.num_rounds)
     load_before = load_average()
-    with ClusterRanks(options.cluster()) as ranks:
-        title = f"{study.name} on {ranks.num_ranks} ranks"
-        outcomes = ranks.run(measure, config, title, ENVIRONMENTS[Allocator.KEEP])[0]
-        place = ranks.describe()
-    check(outcomes)
-    findings = study.find(outcomes, options)
+    measured = study.measure(options)
+    findings = study.find(measured.outcomes, options)
     report = Report(
         name=f"study-{study.name}" + ("-quick" if options.quick else ""),
         question=f"{findings.question} ({study.figure})",
         columns=findings.columns,
         rows=tuple(findings.rows),
         verdicts=(),
-        notes=(*findings.notes, *_how(config)),
+        notes=(*findings.notes, *measured.notes),
         config=options,
         summaries=dict(findings.summaries),
-        samples={"outcomes": [record(outcome) for outcome in outcomes]},
-        provenance=collect(ranks.num_ranks, load_before),
-        place=place,
+        samples={"outcomes": measured.samples},
+        provenance=collect(measured.num_ranks, load_before),
+        place=measured.place,
     )
     publish(report, prepared.path, as_json)
     study.draw(findings, figure_path(report, prepared.path))
@@ -164,6 +208,7 @@ def record(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _how(config: StudyConfig) -> list[str]:
-    scales = [f"{block.label} by {block.scale:.0f}" for block in config.blocks]
+def how(blocks: Sequence[Block]) -> list[str]:
+    """Return what a reader has to know of any timed study."""
+    scales = dict.fromkeys(f"{block.label} by {block.scale:.0f}" for block in blocks)
     return [TIMED, f"bytes of gradients and bucket caps are divided, so that a slow link suffices: {', '.join(scales)}"]
