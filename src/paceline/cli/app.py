@@ -44,6 +44,7 @@ def _front_door(
 app.command("run", **run.SETTINGS)(run.run)
 app.command("demo")(demo.demo)
 bench.bench.command("study")(bench_studies.study)
+bench.bench.command("scaling")(bench_studies.scaling)
 app.add_typer(bench.bench)
 app.command("emulate", **emulate.SETTINGS)(emulate.emulate)
 

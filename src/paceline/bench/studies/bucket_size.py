@@ -31,7 +31,9 @@ class BucketSizeStudy(ClusterStudy):
             ratio = BREAKDOWN[workload, "NCCL"].communication_to_compute
             scale = scale_for(profile, options.num_ranks, options.rate_bytes_per_s, ratio)
             chosen = caps[:: len(caps) - 1] if options.quick else caps
-            variants = [Variant(side, options.num_ranks, cap_mb=cap) for cap in chosen for side in ("torch", "ours")]
+            variants = [
+                Variant(side, options.num_ranks, cap_mb=cap) for cap in chosen for side in ("torch", "ours")
+            ]
             defaults = [Variant(side, options.num_ranks) for side in ("torch", "ours")]
             blocks.append(Block(workload, profile, scale, (*variants, *defaults)))
         return tuple(blocks)
@@ -68,7 +70,8 @@ class BucketSizeStudy(ClusterStudy):
                 )
             )
             summaries[workload] = {
-                side: [(cap, found[side, cap].step.median / best_s) for cap in caps] for side in ("torch", "ours")
+                side: [(cap, found[side, cap].step.median / best_s) for cap in caps]
+                for side in ("torch", "ours")
             } | {
                 "defaults": {x.variant.side: x.step.median / best_s for x in defaults},
                 "published": published,
@@ -96,8 +99,12 @@ class BucketSizeStudy(ClusterStudy):
         for workload, found in findings.summaries.items():
             caps = [cap for cap, _ in found["ours"]]
             published = [
-                Line(f"paper, {label}", _placed(points, caps), PAPER if "NCCL" in label else OTHER, style, "x")
-                for (label, points), style in zip(found["published"].items(), ("--", "--", ":", ":"), strict=True)
+                Line(
+                    f"paper, {label}", _placed(points, caps), PAPER if "NCCL" in label else OTHER, style, "x"
+                )
+                for (label, points), style in zip(
+                    found["published"].items(), ("--", "--", ":", ":"), strict=True
+                )
             ]
             ours = [
                 Line(f"here, {side}", _placed(found[side], caps), _COLORS[side]) for side in ("torch", "ours")

@@ -4,9 +4,10 @@ Two cores cannot feed 16 links of 100 Gbit/s, but only proportions matter: a ste
 
     compute + communication = compute + 2 (P-1)/P * N / (scale * rate)
 
-so a model whose N bytes are divided by `scale` behaves on a slow link as the whole one on a link `scale` times as fast. What
-does not shrink is what a reduction costs whatever its size: a round of messages takes a millisecond or so here. Steps
-are therefore made longer than published, too (`compute_s`), so that this stays as small a part of a step as it was.
+so a model whose N bytes are divided by `scale` behaves on a slow link as the whole one on a link `scale` times as
+fast. What does not shrink is what a reduction costs whatever its size: a round of messages takes a fraction of a
+millisecond, and more where ranks share cores. Steps are therefore made longer than published, too (`compute_s`), so
+that this stays about as small a part of a step as it was.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ GOODPUT = 0.93  # of a link's rate, for payload; measured
 
 
 def scale_for(
-    profile: Profile, num_ranks: int, rate_bytes_per_s: float, communication_to_compute: float, num_bytes: int = 0
+    profile: Profile,
+    num_ranks: int,
+    rate_bytes_per_s: float,
+    communication_to_compute: float,
+    num_bytes: int = 0,
 ) -> float:
     """Return what the gradients' bytes have to be divided by.
 

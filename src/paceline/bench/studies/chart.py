@@ -43,7 +43,9 @@ def draw_panels(path: Path, title: str, panels: Sequence[Panel]) -> bool:
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for line in panel.lines:
             xs, ys = zip(*line.points, strict=True)
-            axes.plot(xs, ys, line.style, color=line.color, marker=line.marker, markersize=4, label=line.label)
+            axes.plot(
+                xs, ys, line.style, color=line.color, marker=line.marker, markersize=4, label=line.label
+            )
         if panel.ticks:
             if not panel.linear_x:
                 axes.set_xscale("log", base=2)
@@ -54,7 +56,9 @@ def draw_panels(path: Path, title: str, panels: Sequence[Panel]) -> bool:
         axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
         axes.set_title(panel.title, fontsize=10)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
+        axes.legend(
+            fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False
+        )
     return _save(figure, path, title)
 
 
@@ -89,7 +93,9 @@ def draw_bars(path: Path, title: str, panels: Sequence[Bars]) -> bool:
         axes.grid(axis="y", alpha=0.3)
     all_axes[0].set_ylabel(panels[0].y_label)
     handles, labels = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize="small")
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize="small"
+    )
     return _save(figure, path, title)
 
 

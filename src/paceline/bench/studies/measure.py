@@ -4,7 +4,8 @@ Rules
 1. A block holds the variants that are compared; they alternate, ABBA then BAAB. Blocks follow one another.
 2. A variant of P ranks uses the first P ranks of the job. The others are at the next variant's barrier, idle.
 3. A step is as long as on its slowest rank. What this host's interface sent meanwhile is counted beside it.
-4. Afterwards every rank sets its gradients against the mean that is known in advance. Times of wrong answers are refused.
+4. Afterwards every rank sets its gradients against the mean that is known in advance; times of wrong answers are
+   refused.
 """
 
 from __future__ import annotations

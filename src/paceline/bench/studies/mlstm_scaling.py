@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 METHODS = {"all-reduce after backward, 16 bits": ("after", True), "the same, 32 bits": ("after", False)} | {
     "Paceline, 16 bits": ("ours", True),
-    "torch DDP, 16 bits": ("torch", True),
 }
 STUDYS_METHOD, SINGLE = list(METHODS)[:2]
 _COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown")
@@ -64,7 +63,9 @@ class ScalingOptions(StudyOptions):
             raise ConfigurationError(
                 f"--rates {rates!r} has to be like 10:1 and --ranks {ranks!r} like 1,2,4,8,16."
             ) from error
-        if not all(0 < rate < float("inf") for rate in proportions) or len(set(proportions)) != len(proportions):
+        if not all(0 < rate < float("inf") for rate in proportions) or len(set(proportions)) != len(
+            proportions
+        ):
             raise ConfigurationError(f"--rates {rates!r} has to hold different numbers above 0, like 10:1.")
         if counts[0] < 1:
             raise ConfigurationError(f"--ranks {ranks!r} has to hold numbers from 1 on, like 1,2,4,8,16.")
@@ -77,7 +78,7 @@ class ScalingOptions(StudyOptions):
         """Return the cluster of one of the rates."""
         fastest = self.rate_bytes_per_s * 8
         bits_per_s = fastest * proportion / max(self.rates)
-        return replace(self, rate=f"{bits_per_s:.0f}bit").cluster()
+        return replace(self, rate=f"{bits_per_s / 1e3:.0f}kbit").cluster()
 
     def model(self, workload: str) -> Profile:
         """Return a model; the first takes `compute_s`, the others as much longer as published."""
@@ -97,9 +98,15 @@ class ScalingStudy(Study):
 
     name = "mlstm-scaling"
     figure = "Puri et al. 2018 and the sentiment-discovery page on scaling"
-    defaults = ScalingOptions(num_ranks=16, rate="500Mbit", compute_s=0.2, num_rounds=2)
+    defaults = ScalingOptions(num_ranks=16, rate="500Mbit", compute_s=0.12, num_rounds=2)
     quick = ScalingOptions(
-        num_ranks=2, rate="500Mbit", compute_s=0.02, num_rounds=1, quick=True, counts=(1, 2), rates=(10.0, 1.0)
+        num_ranks=2,
+        rate="500Mbit",
+        compute_s=0.02,
+        num_rounds=1,
+        quick=True,
+        counts=(1, 2),
+        rates=(10.0, 1.0),
     )
 
     def measure(self, options: StudyOptions) -> Measured:
@@ -113,8 +120,9 @@ class ScalingStudy(Study):
             spec = options.link(proportion)
             outcomes, place = run_blocks(spec, StudyConfig(blocks, options.num_rounds), f"{label} link")
             found += [(label, outcome) for outcome in outcomes]
-            place[f"rate of the {label} link"] = place.pop("rate")
-        place["rates"] = ", ".join(f"{x}: {dict(options.link(x).describe())['rate']}" for x in options.rates)
+        place["rate"] = ", ".join(
+            f"{link_label(x)}: {dict(options.link(x).describe())['rate']}" for x in options.rates
+        )
         samples = [{"link": label, **record(outcome)} for label, outcome in found]
         return Measured(found, samples, how(blocks), place, options.num_ranks)
 
@@ -132,7 +140,7 @@ class ScalingStudy(Study):
                 }
                 alone_s = found["none", False, 1].step.median
                 for count in options.counts[1:]:
-                    steps = {m: found[*setting, count] for m, setting in METHODS.items()}
+                    steps = {m: found[(*setting, count)] for m, setting in METHODS.items()}
                     for method, outcome in steps.items():
                         curve = curves.setdefault(f"{workload}, {label}", {}).setdefault(method, [(1, 1.0)])
                         curve.append((count, count * alone_s / outcome.step.median))
@@ -169,7 +177,8 @@ class ScalingStudy(Study):
             for (label, ys), color in zip(published.items(), _COLORS, strict=False)
         ]
         ours = [
-            Line(label, curve[STUDYS_METHOD], color) for (label, curve), color in zip(curves.items(), _COLORS, strict=False)
+            Line(label, curve[STUDYS_METHOD], color)
+            for (label, curve), color in zip(curves.items(), _COLORS, strict=False)
         ]
         slowest = list(curves)[-len({label.partition(",")[0] for label in curves})]
         methods = [
@@ -212,7 +221,9 @@ def _linear(most: int) -> Line:
 
 
 def _published_note() -> str:
-    last = ", ".join(f"{label} {ys[-1] / MLSTM_GPUS[-1]:.0%}" for label, ys in MLSTM_SPEED_UP.items() if ys[-1])
+    last = ", ".join(
+        f"{label} {ys[-1] / MLSTM_GPUS[-1]:.0%}" for label, ys in MLSTM_SPEED_UP.items() if ys[-1]
+    )
     return f"the study's efficiency on {MLSTM_GPUS[-1]} GPUs: {last}"
 
 

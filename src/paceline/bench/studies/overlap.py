@@ -63,13 +63,21 @@ class OverlapStudy(ClusterStudy):
             }
         return Findings(
             "What does overlapping communication with backward save?",
-            ("model, link", "no overlap ms", "fwd bwd comm opt", *[f"{side} saves" for side in SIDES], "paper saves"),
+            (
+                "model, link",
+                "no overlap ms",
+                "fwd bwd comm opt",
+                *[f"{side} saves" for side in SIDES],
+                "paper saves",
+            ),
             rows,
             (
                 "in brackets: the share of the gain that perfect overlap would bring",
                 "no overlap is one all-reduce of everything after backward: measured, not added up",
-                "NCCL-like and Gloo-like are proportions of communication to computing, the paper's on 32 GPUs; "
-                "everything here is Gloo",
+                (
+                    "NCCL-like and Gloo-like are proportions of communication to computing, the paper's on 32 GPUs; "
+                    "everything here is Gloo"
+                ),
             ),
             summaries,
         )
@@ -89,7 +97,9 @@ class OverlapStudy(ClusterStudy):
                 "here, ideal": [0.0] * 4 + [found["ideal"]],
             }
             panels.append(Bars(label, "share of the step without overlap", PARTS, bars))
-        draw_bars(path, "A step's time with and without overlap (figure 6), timed compute on emulated hosts", panels)
+        draw_bars(
+            path, "A step's time with and without overlap (figure 6), timed compute on emulated hosts", panels
+        )
 
 
 def _by_block(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Outcome]]:

@@ -34,8 +34,7 @@ class Breakdown:
         return (total - self.overlapped) / (total - self.ideal)
 
 
-# (workload, backend)
-Case = tuple[str, str]
+Case = tuple[str, str]  # workload and backend
 BREAKDOWN: dict[Case, Breakdown] = {
     ("resnet50", "NCCL"): Breakdown(0.15, 0.40, 0.44, 0.014, 0.62),
     ("resnet50", "Gloo"): Breakdown(0.118, 0.277, 0.595, 0.010, 0.735),
@@ -44,7 +43,10 @@ BREAKDOWN: dict[Case, Breakdown] = {
 }
 
 # Figures 7 and 8: seconds a step by bucket cap in MB, on 16 and on 32 GPUs.
-BUCKET_CAPS: dict[str, tuple[float, ...]] = {"resnet50": (0, 5, 10, 25, 50), "bert": (0, 5, 10, 25, 50, 100, 200)}
+BUCKET_CAPS: dict[str, tuple[float, ...]] = {
+    "resnet50": (0, 5, 10, 25, 50),
+    "bert": (0, 5, 10, 25, 50, 100, 200),
+}
 BUCKET_SECONDS: dict[tuple[str, str, int], tuple[float, ...]] = {
     ("resnet50", "NCCL", 16): (0.1649, 0.1263, 0.1178, 0.1171, 0.1288),
     ("resnet50", "Gloo", 16): (0.242, 0.1588, 0.1704, 0.1747, 0.2108),

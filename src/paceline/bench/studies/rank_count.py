@@ -20,7 +20,7 @@ class RankCountStudy(ClusterStudy):
 
     name = "rank-count"
     figure = "Li et al. 2020, figure 9"
-    defaults = StudyOptions(num_ranks=16, rate="100Mbit", compute_s=0.3, num_rounds=2)
+    defaults = StudyOptions(num_ranks=16, rate="100Mbit", compute_s=0.25, num_rounds=2)
     quick = StudyOptions(num_ranks=2, rate="100Mbit", compute_s=0.02, num_rounds=1, quick=True)
 
     def blocks(self, options: StudyOptions) -> tuple[Block, ...]:
@@ -41,7 +41,9 @@ class RankCountStudy(ClusterStudy):
         rows, summaries = [], {}
         for (workload, backend), seconds in SCALING_SECONDS.items():
             label = f"{workload}, {backend}-like"
-            found = {(x.variant.side, x.variant.num_ranks): x.step.median for x in outcomes if x.block == label}
+            found = {
+                (x.variant.side, x.variant.num_ranks): x.step.median for x in outcomes if x.block == label
+            }
             alone_s = found["none", 1]
             counts = _counts(options)
             relative = {
@@ -61,8 +63,10 @@ class RankCountStudy(ClusterStudy):
             rows,
             (
                 "in brackets: efficiency, the step of one rank over the step",
-                "one rank, one link: the paper had 8 GPUs behind each link, and 2 to 8 GPUs within one server; and its "
-                "machines beyond 32 GPUs were shared",
+                (
+                    "one rank, one link; the paper had 8 GPUs in a server behind one link, and shared machines "
+                    "beyond 32 GPUs"
+                ),
             ),
             summaries,
         )

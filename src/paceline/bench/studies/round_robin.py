@@ -69,10 +69,20 @@ class RoundRobinStudy(ClusterStudy):
                     )
                 )
             summaries[condition] = {"groups": numbers, **relative}
-        summaries["published"] = {key: [s / seconds[0] for s in seconds] for key, seconds in _published().items()}
+        summaries["published"] = {
+            key: [s / seconds[0] for s in seconds] for key, seconds in _published().items()
+        }
         return Findings(
             "Do several process groups that take buckets in turn help?",
-            ("link", "groups", "torch ms", "ours ms", "torch / 1", "ours / 1", *[f"paper {x}" for x in _published()]),
+            (
+                "link",
+                "groups",
+                "torch ms",
+                "ours ms",
+                "torch / 1",
+                "ours / 1",
+                *[f"paper {x}" for x in _published()],
+            ),
             rows,
             (
                 "the cap is on each TCP connection (SO_MAX_PACING_RATE); a group has one connection to each neighbour",
@@ -98,10 +108,17 @@ class RoundRobinStudy(ClusterStudy):
             ]
             panels.append(
                 Panel(
-                    condition, "process groups", "step / step with one group", lines, found["groups"], linear_x=True
+                    condition,
+                    "process groups",
+                    "step / step with one group",
+                    lines,
+                    found["groups"],
+                    linear_x=True,
                 )
             )
-        draw_panels(path, "Round-robin process groups (figure 12), BERT, timed compute on emulated hosts", panels)
+        draw_panels(
+            path, "Round-robin process groups (figure 12), BERT, timed compute on emulated hosts", panels
+        )
 
 
 def _published() -> dict[str, tuple[float, ...]]:

@@ -1,7 +1,7 @@
 """Several process groups that take buckets in turn, as a communication hook; and a cap on each TCP connection.
 
 Torch had a process group for this until 2024 (section 3.3 and figure 12 of the paper). The hook is the smallest
-stand-in: collective number t goes to group t mod k. All ranks call it in the same order, because buckets leave in order.
+stand-in: collective number t goes to group t mod k. All ranks call it in the same order: buckets leave in order.
 """
 
 # No postponed annotations here: torch compares those of a hook, and a string is not the type.
@@ -11,6 +11,7 @@ import socket
 import stat
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def cap_flows(bytes_per_s: float | None) -> int:
     """
     rate = struct.pack("=Q", _NO_CAP if bytes_per_s is None else int(bytes_per_s))
     num_flows = 0
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         with contextlib.suppress(OSError):  # closed meanwhile, or not connected
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue

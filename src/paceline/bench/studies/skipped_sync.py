@@ -32,7 +32,9 @@ class SkippedSyncStudy(ClusterStudy):
             ratio = _BACKWARD_RATIO + (seconds[0] - SKIPPED_ALONE_S) / SKIPPED_ALONE_S
             scale = scale_for(profile, options.num_ranks, options.rate_bytes_per_s, ratio)
             every = SKIPPED_EVERY[:2] if options.quick else SKIPPED_EVERY
-            variants = [Variant(side, options.num_ranks, sync_every=n) for n in every for side in ("torch", "ours")]
+            variants = [
+                Variant(side, options.num_ranks, sync_every=n) for n in every for side in ("torch", "ours")
+            ]
             alone = Variant("none", options.num_ranks)
             blocks.append(Block(f"{backend}-like", profile, scale, (alone, *variants)))
         return tuple(blocks)
@@ -41,7 +43,9 @@ class SkippedSyncStudy(ClusterStudy):
         """Set savings beside the published ones and beside computing + exposed / n."""
         rows, summaries = [], {}
         for backend, seconds in SKIPPED_SECONDS.items():
-            found = {(x.variant.side, x.variant.sync_every): x for x in outcomes if x.block == f"{backend}-like"}
+            found = {
+                (x.variant.side, x.variant.sync_every): x for x in outcomes if x.block == f"{backend}-like"
+            }
             alone_s = found["none", 1].step.median
             every = sorted({n for side, n in found if side != "none"})
             relative = {
@@ -94,6 +98,12 @@ class SkippedSyncStudy(ClusterStudy):
                 *[line(f"here, {side}", side, _COLORS[side]) for side in ("torch", "ours")],
             ]
             panels.append(
-                Panel(f"{backend}-like", "steps a synchronization", "step / step with n = 1", lines, found["every"])
+                Panel(
+                    f"{backend}-like",
+                    "steps a synchronization",
+                    "step / step with n = 1",
+                    lines,
+                    found["every"],
+                )
             )
         draw_panels(path, "Skipped synchronization (figure 10), timed compute on emulated hosts", panels)

@@ -50,7 +50,9 @@ class StudyOptions:
         if self.num_rounds < 1:
             raise ConfigurationError(f"--rounds {self.num_rounds} measures nothing. Pass 1 or more.")
         if not 0 < self.compute_s < 60:
-            raise ConfigurationError(f"--compute-s {self.compute_s} cannot be: pass more than 0 and less than 60 s.")
+            raise ConfigurationError(
+                f"--compute-s {self.compute_s} cannot be: pass more than 0 and less than 60 s."
+            )
         self.cluster()
 
     def cluster(self) -> ClusterSpec:
@@ -152,12 +154,12 @@ class ClusterStudy(Study):
         config = StudyConfig(self.blocks(options), options.num_rounds)
         title = f"{self.name} on {options.num_ranks} ranks"
         outcomes, place = run_blocks(options.cluster(), config, title)
-        return Measured(outcomes, [record(outcome) for outcome in outcomes], how(config.blocks), place, options.num_ranks)
+        return Measured(
+            outcomes, [record(outcome) for outcome in outcomes], how(config.blocks), place, options.num_ranks
+        )
 
 
-def run_blocks(
-    cluster: ClusterSpec, config: StudyConfig, title: str
-) -> tuple[list[Outcome], dict[str, str]]:
+def run_blocks(cluster: ClusterSpec, config: StudyConfig, title: str) -> tuple[list[Outcome], dict[str, str]]:
     """Run blocks on a cluster that stands meanwhile; returns checked outcomes and where it was."""
     with ClusterRanks(cluster) as ranks:
         outcomes = ranks.run(measure, config, title, ENVIRONMENTS[Allocator.KEEP])[0]
@@ -211,4 +213,7 @@ def record(outcome: Outcome) -> dict[str, Any]:
 def how(blocks: Sequence[Block]) -> list[str]:
     """Return what a reader has to know of any timed study."""
     scales = dict.fromkeys(f"{block.label} by {block.scale:.0f}" for block in blocks)
-    return [TIMED, f"bytes of gradients and bucket caps are divided, so that a slow link suffices: {', '.join(scales)}"]
+    return [
+        TIMED,
+        f"bytes of gradients and bucket caps are divided, so that a slow link suffices: {', '.join(scales)}",
+    ]

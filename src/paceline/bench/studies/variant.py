@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -171,7 +170,7 @@ class Trainee:
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def error(self) -> float:
-        """Return how far the last step's gradients are from the known mean, relative; the same question on every rank."""
+        """Return how far the last step's gradients are from the known mean, relative."""
         if self.variant.side == "none":
             return 0.0
         each = [gradient / self.variant.sync_every for gradient in self.gradients()]
@@ -191,6 +190,6 @@ def bucket_caps_mb(variant: Variant, num_bytes: int) -> Sequence[float]:
         return (variant.cap_mb,)
     if variant.side == "torch":
         return TORCH_CAPS_MB
-    return [cap / MEBIBYTE for cap in BucketCaps.default(num_bytes, on_cpu=True, on_one_host=False).caps_bytes]
-
-
+    return [
+        cap / MEBIBYTE for cap in BucketCaps.default(num_bytes, on_cpu=True, on_one_host=False).caps_bytes
+    ]
