@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.bench import allreduce_report
 from paceline.bench.allreduce import ReduceConfig
 from paceline.bench.exchange import parse_reduce_sides
-from paceline.bench.profile import Profile, default_profile
+from paceline.bench.profile import PUBLISHED, Profile, default_profile
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.bench.protocol.progress import progress_bar
 from paceline.bench.protocol.provenance import load_average
 from paceline.bench.protocol.report import Report, figure_path, publish
 from paceline.bench.ranks import Ranks
+from paceline.bench.recording import record
 from paceline.bench.sides import parse_sides
 from paceline.bench.sizes import parse_sizes
 from paceline.bench.step import StepConfig, StepOutcome, check, measure
 from paceline.bench.step_report import draw, report
+from paceline.bench.workloads import WORKLOADS, make_workload
 from paceline.errors import ConfigurationError
 from paceline.report import ReportFolder
 
@@ -103,3 +108,37 @@ def bench_allreduce(sizes: str, vs: str, rounds: int, place: Ranks, folder: Path
     publish(result, prepared.path, as_json)
     allreduce_report.draw(result, figure_path(result, prepared.path))
     return result
+
+
+def bench_profile(workload: str, out: Path, device: str, steps: int) -> Profile:
+    """Record a profile and write it.
+
+    Raises:
+        ConfigurationError: Something asked for is not possible; nothing was started.
+    """
+    make_workload(workload)
+    if not out.parent.is_dir():
+        raise ConfigurationError(f"--out {out} is in no folder that exists; make {out.parent} first.")
+    with progress_bar(f"profile of {workload} on {device}") as show:
+        profile = record(workload, device, steps, show)
+    profile.save(out)
+    return profile
+
+
+def workload_rows() -> list[dict[str, Any]]:
+    """Return what can be trained: sizes, and how long timed compute takes by default."""
+    rows = []
+    for name in WORKLOADS:
+        profile = default_profile(name)
+        shapes = [shape for layer in profile.layers for shape in layer.shapes]
+        rows.append(
+            {
+                "workload": name,
+                "tensors": len(shapes),
+                "parameters": sum(math.prod(shape) for shape in shapes),
+                "compute_s": profile.forward_s + profile.backward_s,
+                "from": "published" if name in PUBLISHED else "operations",
+                "source": profile.source,
+            }
+        )
+    return rows

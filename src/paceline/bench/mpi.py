@@ -6,7 +6,6 @@ As a program, once a rank: run the job that lies in a folder, as `rank` does und
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -14,37 +13,48 @@ from typing import TYPE_CHECKING
 
 from paceline.bench import job
 from paceline.errors import ConfigurationError
+from paceline.launch import num_cores
 
 if TYPE_CHECKING:
     from paceline.emulation import EmulatedCluster
 
 _AS_ROOT = ["--allow-run-as-root"]  # refused otherwise, and hosts of a cluster are made by root
-_AGENT = "ssh-to-host.sh"
 _PROGRAM = ["-m", "paceline.bench.mpi"]
+_YIELD = [
+    "--mca",
+    "mpi_yield_when_idle",
+    "1",
+]  # ranks poll while they wait; with more ranks than cores they give way
 _TCP = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
 
 
 def local_command(num_ranks: int, folder: Path, *, tcp_only: bool) -> list[str]:
     """Return the words that start the job on this machine."""
     where = ["-n", str(num_ranks), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
-    return [_mpirun(), *_AS_ROOT, *where, *(_TCP if tcp_only else []), sys.executable, *_PROGRAM, str(folder)]
-
-
-def cluster_command(cluster: EmulatedCluster, folder: Path, *, tcp_only: bool) -> list[str]:
-    """Return the words that start the job on the hosts of a cluster; they write what stands in for ssh."""
-    first = cluster.hosts[0]
-    slots = cluster.spec.ranks_per_host
-    agent = folder / _AGENT
-    cases = [
-        f'{host.address}) exec {shlex.join(host.command(["sh", "-c"]))} "$*" ;;' for host in cluster.hosts
+    return [
+        _mpirun(),
+        *_AS_ROOT,
+        *where,
+        *_waiting(num_ranks),
+        *(_TCP if tcp_only else []),
+        sys.executable,
+        *_PROGRAM,
+        str(folder),
     ]
-    agent.write_text(
-        "\n".join(["#!/bin/sh", "host=$1; shift", "case $host in", *cases, "esac", "exit 1", ""])
-    )
-    agent.chmod(0o700)
+
+
+def cluster_command(cluster: EmulatedCluster, folder: Path, agent: Path, *, tcp_only: bool) -> list[str]:
+    """Return the words that start the job on the hosts of a cluster; `agent` stands in for ssh."""
+    first, slots = cluster.hosts[0], cluster.spec.ranks_per_host
     hosts = ",".join(f"{host.address}:{slots}" for host in cluster.hosts)
     network = ["--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", first.interface]
-    network += ["--mca", "btl_tcp_if_include", first.interface, *(_TCP if tcp_only else [])]
+    network += [
+        "--mca",
+        "btl_tcp_if_include",
+        first.interface,
+        *_waiting(cluster.spec.num_ranks),
+        *(_TCP if tcp_only else []),
+    ]
     where = [
         "--host",
         hosts,
@@ -57,6 +67,10 @@ def cluster_command(cluster: EmulatedCluster, folder: Path, *, tcp_only: bool) -
     ]
     program = [sys.executable, *_PROGRAM, str(folder)]
     return first.command([_mpirun(), *_AS_ROOT, *where, *network, *program])
+
+
+def _waiting(num_ranks: int) -> list[str]:
+    return _YIELD if num_ranks > num_cores() else []
 
 
 def _mpirun() -> str:

@@ -1,4 +1,4 @@
-"""Which packages of peers are here? Nothing of the project needs them; benchmarks/peers-requirements.txt has them all."""
+"""Which packages of peers are here? Only benchmarks need them: benchmarks/peers-requirements.txt."""
 
 from __future__ import annotations
 

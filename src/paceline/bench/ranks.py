@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -27,6 +28,7 @@ from paceline.bench import job, mpi
 from paceline.bench.errors import RanksFailedError
 from paceline.bench.job import TellProgress
 from paceline.bench.protocol.progress import progress_bar
+from paceline.bench.remote_start import remote_start
 from paceline.errors import ConfigurationError
 from paceline.launch import Keeper, launch, parse
 from paceline.launch.keeper import MARK
@@ -102,9 +104,9 @@ class Ranks(ABC):
             tcp_only: Whether ranks of one host talk over TCP as well, instead of shared memory.
         """
         with self._prepared(task, config, title) as (folder, launch_id):
-            command = self._mpi_command(folder, tcp_only=tcp_only)
             variables = {**os.environ, **ONE_THREAD, MARK: launch_id}
-            done = subprocess.run(command, env=variables, stdout=sys.stderr, check=False)
+            with self._mpi_command(folder, variables, tcp_only=tcp_only) as command:
+                done = subprocess.run(command, env=variables, stdout=sys.stderr, check=False)
             if done.returncode != 0:
                 raise RanksFailedError(
                     f"mpirun ended with exit code {done.returncode} in {title!r}; its own output is above. "
@@ -132,7 +134,10 @@ class Ranks(ABC):
         """Run a program on every rank to its end; raise if one fails."""
 
     @abstractmethod
-    def _mpi_command(self, folder: Path, *, tcp_only: bool) -> list[str]: ...
+    def _mpi_command(
+        self, folder: Path, environment: Mapping[str, str], *, tcp_only: bool
+    ) -> contextlib.AbstractContextManager[list[str]]:
+        """Words that run a folder's job under mpirun; they work inside the block."""
 
 
 class LoopbackRanks(Ranks):
@@ -149,8 +154,11 @@ class LoopbackRanks(Ranks):
     def describe(self) -> dict[str, str]:
         return {"ranks": str(self.num_ranks), "network": "loopback: no rate, no latency, the cores copy"}
 
-    def _mpi_command(self, folder: Path, *, tcp_only: bool) -> list[str]:
-        return mpi.local_command(self.num_ranks, folder, tcp_only=tcp_only)
+    @contextmanager
+    def _mpi_command(
+        self, folder: Path, environment: Mapping[str, str], *, tcp_only: bool
+    ) -> Iterator[list[str]]:
+        yield mpi.local_command(self.num_ranks, folder, tcp_only=tcp_only)
 
     def _start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         local = ["--standalone", "--local-addr", "127.0.0.1", "--share-devices"]
@@ -182,9 +190,13 @@ class ClusterRanks(Ranks):
     def describe(self) -> dict[str, str]:
         return {str(name): str(value) for name, value in dict(self.spec.describe()).items()}
 
-    def _mpi_command(self, folder: Path, *, tcp_only: bool) -> list[str]:
+    @contextmanager
+    def _mpi_command(
+        self, folder: Path, environment: Mapping[str, str], *, tcp_only: bool
+    ) -> Iterator[list[str]]:
         assert self.cluster is not None
-        return mpi.cluster_command(self.cluster, folder, tcp_only=tcp_only)
+        with remote_start(self.cluster, folder, environment) as agent:
+            yield mpi.cluster_command(self.cluster, folder, agent, tcp_only=tcp_only)
 
     def _start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         assert self.cluster is not None

@@ -39,18 +39,30 @@ def layers_of(workload: Workload) -> tuple[Layer, ...]:
     """Return the layers in the order of their registration, which is about that of forward."""
     with torch.device("meta"):
         model = workload.make_model()
-    seen: set[int] = set()
     operations = workload.published().operations() or _count(workload.published())
-    layers: list[Layer] = []
+    layers = []
+    for name, (module, parameters) in owners(model).items():
+        shapes = tuple(tuple(parameter.shape) for parameter in parameters)
+        if isinstance(module, nn.ParameterList):
+            work = operations.get(name.rpartition(".")[0], 0.0) / len(module)
+        else:
+            work = operations.get(name, 0.0)
+        layers.append(Layer(name, shapes, work))
+    return tuple(layers)
+
+
+def owners(model: nn.Module) -> dict[str, tuple[nn.Module, list[nn.Parameter]]]:
+    """Return the layers of a model by name: the module and the parameters it owns, in the order of registration."""
+    found: dict[str, tuple[nn.Module, list[nn.Parameter]]] = {}
+    seen: set[int] = set()
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
         seen.update(id(parameter) for parameter in own)
         if isinstance(module, nn.ParameterList):
-            each = operations.get(name, 0.0) / max(1, len(own))
-            layers += [Layer(f"{name}.{i}", (tuple(p.shape),), each) for i, p in enumerate(own)]
+            found |= {f"{name}.{i}": (module, [parameter]) for i, parameter in enumerate(own)}
         elif own:
-            layers.append(Layer(name, tuple(tuple(p.shape) for p in own), operations.get(name, 0.0)))
-    return tuple(layers)
+            found[name] = (module, own)
+    return found
 
 
 def _count(workload: Workload) -> Mapping[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -110,3 +111,50 @@ def allreduce(
         congestion_control=congestion_control,
     )
     bench_allreduce(sizes, vs, rounds, place, report, as_json)
+
+
+@bench.command()
+def profile(
+    workload: Annotated[str, typer.Option(help="`paceline bench workloads` lists them.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    steps: Annotated[int, typer.Option(help="Timed steps; the median counts.")] = 5,
+) -> None:
+    """Record how long each layer of a workload computes, for `bench step --profile`."""
+    from paceline.bench.commands import bench_profile
+
+    found = bench_profile(workload, out, device, steps)
+    print(
+        f"{out}: {len(found.layers)} layers, forward {found.forward_s * 1e3:.1f} ms, backward "
+        f"{found.backward_s * 1e3:.1f} ms, optimizer {found.optimizer_s * 1e3:.1f} ms; {found.source}"
+    )
+
+
+@bench.command()
+def workloads(as_json: AsJson = False) -> None:
+    """List what can be trained, its size, and how long timed compute takes by default."""
+    from rich.console import Console
+
+    from paceline.bench.commands import workload_rows
+    from paceline.report import table
+
+    rows = workload_rows()
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    columns = ("workload", "tensors", "parameters", "gradients MB", "compute s", "from")
+    texts = [
+        (
+            row["workload"],
+            f"{row['tensors']:,}",
+            f"{row['parameters']:,}",
+            f"{4e-6 * row['parameters']:.1f}",
+            f"{row['compute_s']:.3f}",
+            row["from"],
+        )
+        for row in rows
+    ]
+    Console().print(table("Workloads; gradients in float32", columns, texts))
+    for row in rows:
+        if row["from"] == "published":
+            print(f"{row['workload']}: {row['source']}")

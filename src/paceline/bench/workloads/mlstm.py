@@ -124,7 +124,7 @@ class MlstmWorkload(Workload):
         self, model: nn.Module, batch: tuple[Tensor, Tensor], carry: State | None
     ) -> tuple[Tensor, State]:
         """Return the cross-entropy; the state is carried over, its history is not."""
-        zeros = torch.zeros(batch[0].shape[0], self.hidden_size)
+        zeros = torch.zeros(batch[0].shape[0], self.hidden_size, device=batch[0].device)
         logits, h, c = model(batch[0], carry or (zeros, zeros))
         return functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten()), (h.detach(), c.detach())
 
