@@ -18,9 +18,12 @@ import argparse
 import contextlib
 import json
 import math
+import shlex
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -247,6 +250,8 @@ def save(
     """Write mlstm-shakespeare.json and, where matplotlib is installed, the curve's picture."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {
+        "command": shlex.join(sys.argv),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "text": source,
         "ranks": num_ranks,
         "torch_version": torch.__version__,
