@@ -20,7 +20,7 @@ class BucketSizeStudy(ClusterStudy):
 
     name = "bucket-size"
     figure = "Li et al. 2020, figures 7 and 8"
-    defaults = StudyOptions(num_ranks=8, rate="100Mbit", compute_s=0.3, num_rounds=2)
+    defaults = StudyOptions(num_ranks=4, rate="100Mbit", compute_s=0.3, num_rounds=2)
     quick = StudyOptions(num_ranks=2, rate="100Mbit", compute_s=0.02, num_rounds=1, quick=True)
 
     def blocks(self, options: StudyOptions) -> tuple[Block, ...]:

@@ -22,7 +22,7 @@ class OverlapStudy(ClusterStudy):
 
     name = "overlap"
     figure = "Li et al. 2020, figure 6"
-    defaults = StudyOptions(num_ranks=8, rate="100Mbit", compute_s=0.3, num_rounds=3)
+    defaults = StudyOptions(num_ranks=4, rate="100Mbit", compute_s=0.3, num_rounds=3)
     quick = StudyOptions(num_ranks=2, rate="100Mbit", compute_s=0.02, num_rounds=1, quick=True)
 
     def blocks(self, options: StudyOptions) -> tuple[Block, ...]:

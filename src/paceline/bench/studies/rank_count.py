@@ -10,7 +10,7 @@ from paceline.bench.studies.chart import OURS, PAPER, TORCH, Line, Panel, draw_p
 from paceline.bench.studies.measure import Block, Outcome
 from paceline.bench.studies.published import BREAKDOWN, SCALING_GPUS, SCALING_SECONDS
 from paceline.bench.studies.study import ClusterStudy, Findings, StudyOptions
-from paceline.bench.studies.variant import Variant
+from paceline.bench.studies.variant import PAPERS_CAP_MB, Variant
 
 _COLORS = {"torch": TORCH, "ours": OURS}
 
@@ -20,7 +20,7 @@ class RankCountStudy(ClusterStudy):
 
     name = "rank-count"
     figure = "Li et al. 2020, figure 9"
-    defaults = StudyOptions(num_ranks=16, rate="100Mbit", compute_s=0.25, num_rounds=2)
+    defaults = StudyOptions(num_ranks=16, rate="100Mbit", compute_s=0.5, num_rounds=1)
     quick = StudyOptions(num_ranks=2, rate="100Mbit", compute_s=0.02, num_rounds=1, quick=True)
 
     def blocks(self, options: StudyOptions) -> tuple[Block, ...]:
@@ -32,7 +32,7 @@ class RankCountStudy(ClusterStudy):
             scale = scale_for(profile, options.num_ranks, options.rate_bytes_per_s, ratio)
             for num_ranks in _counts(options):
                 sides = ("none",) if num_ranks == 1 else ("torch", "ours")
-                variants = tuple(Variant(side, num_ranks) for side in sides)
+                variants = tuple(Variant(side, num_ranks, cap_mb=PAPERS_CAP_MB) for side in sides)
                 blocks.append(Block(f"{workload}, {backend}-like", profile, scale, variants))
         return tuple(blocks)
 

@@ -10,7 +10,7 @@ from paceline.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel,
 from paceline.bench.studies.measure import Block, Outcome
 from paceline.bench.studies.published import BREAKDOWN, GROUP_SECONDS, GROUPS
 from paceline.bench.studies.study import ClusterStudy, Findings, StudyOptions
-from paceline.bench.studies.variant import Variant
+from paceline.bench.studies.variant import PAPERS_CAP_MB, Variant
 
 FLOWS_A_LINK = 3  # with the cap, a connection gets this part of the link
 _COLORS = {"torch": TORCH, "ours": OURS}
@@ -35,6 +35,7 @@ class RoundRobinStudy(ClusterStudy):
             Variant(
                 side,
                 options.num_ranks,
+                cap_mb=PAPERS_CAP_MB,
                 num_groups=number,
                 flow_bytes_per_s=None if divisor is None else options.rate_bytes_per_s / divisor,
             )

@@ -10,7 +10,7 @@ from paceline.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel,
 from paceline.bench.studies.measure import Block, Outcome
 from paceline.bench.studies.published import SKIPPED_ALONE_S, SKIPPED_EVERY, SKIPPED_SECONDS
 from paceline.bench.studies.study import ClusterStudy, Findings, StudyOptions
-from paceline.bench.studies.variant import Variant
+from paceline.bench.studies.variant import PAPERS_CAP_MB, Variant
 
 _COLORS = {"torch": TORCH, "ours": OURS}
 _BACKWARD_RATIO = 2 / 3  # of forward and backward together; what communication hides behind
@@ -21,7 +21,7 @@ class SkippedSyncStudy(ClusterStudy):
 
     name = "skipped-sync"
     figure = "Li et al. 2020, figure 10"
-    defaults = StudyOptions(num_ranks=8, rate="100Mbit", compute_s=0.2, num_rounds=2)
+    defaults = StudyOptions(num_ranks=4, rate="100Mbit", compute_s=0.2, num_rounds=2)
     quick = StudyOptions(num_ranks=2, rate="100Mbit", compute_s=0.02, num_rounds=1, quick=True)
 
     def blocks(self, options: StudyOptions) -> tuple[Block, ...]:
@@ -33,7 +33,7 @@ class SkippedSyncStudy(ClusterStudy):
             scale = scale_for(profile, options.num_ranks, options.rate_bytes_per_s, ratio)
             every = SKIPPED_EVERY[:2] if options.quick else SKIPPED_EVERY
             variants = [
-                Variant(side, options.num_ranks, sync_every=n) for n in every for side in ("torch", "ours")
+                Variant(side, options.num_ranks, cap_mb=PAPERS_CAP_MB, sync_every=n) for n in every for side in ("torch", "ours")
             ]
             alone = Variant("none", options.num_ranks)
             blocks.append(Block(f"{backend}-like", profile, scale, (alone, *variants)))

@@ -26,6 +26,7 @@ from paceline.ddp.plan import MEBIBYTE, BucketCaps
 
 SIDES = ("ours", "torch", "after", "none")
 TORCH_CAPS_MB = (1.0, 25.0)
+PAPERS_CAP_MB = 25.0  # torch's default, so the paper's
 EXACT, HALF = 1e-6, 2e-3  # how far a mean may be from the exact one, relative
 
 
