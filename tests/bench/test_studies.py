@@ -33,7 +33,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="emulated hosts need r
 
 def measured(rank, num_ranks, blocks, num_rounds):
     """Outcomes, and this rank's own last word on whether gradients are the mean."""
-    return measure(StudyConfig(blocks, num_rounds), lambda ratio: None)
+    return measure(StudyConfig(blocks, num_rounds), bool)
 
 
 @pytest.mark.parametrize("side", ["ours", "torch", "after"])
@@ -49,8 +49,8 @@ def test_every_variant_computes_the_mean(side, setting):
     variant = Variant(side, **{"num_ranks": 3, **setting})
     blocks = (Block("tiny", TINY, 1.0, (Variant("none", variant.num_ranks), variant)),)
     outcomes = pool(3).run(measured, blocks, 2)
-    assert outcomes[0] == outcomes[2]
     alone, found = outcomes[0]
+    assert [x.per_rank for x in outcomes[2]] == [alone.per_rank, found.per_rank]
     check([alone, found])
     assert found.error <= (2e-3 if variant.half else 0.0 if variant.num_ranks == 2 else 1e-6)
     assert len(found.per_rank) == variant.num_ranks
@@ -71,7 +71,7 @@ def test_caps_cut_resnet50_as_torch_would(cap, buckets):
     variants = tuple(Variant(side, 2, cap_mb=cap) for side in ("torch", "ours"))
     for outcome in pool(2).run(measured, (Block("resnet50", profile, 64.0, variants),), 1)[0]:
         # Rounding the first size up moves a border at most.
-        assert abs(outcome.num_buckets - buckets) <= (0 if cap in (0.0, 25.0) else 1)
+        assert abs(outcome.num_buckets - buckets) <= (cap > 0)
 
 
 def in_turn(rank, num_ranks):
@@ -152,26 +152,29 @@ def test_skipping_is_set_against_exposed_time_divided():
     assert found["expected"] == pytest.approx(found["ours"])
 
 
-def scaling_findings(step_s):
-    """What the mLSTM study says if a step is as long as `step_s(workload, rate, ranks)`."""
-    options = dataclasses.replace(ScalingStudy.defaults, counts=(1, 4))
+def scaling_findings(communication_s):
+    """What the mLSTM study says if computing takes 1 s and an all-reduce `communication_s[workload, rate]`."""
+    options = dataclasses.replace(ScalingStudy.defaults, counts=(1, 4), num_ranks=4)
     outcomes = []
     for rate in options.rates:
         for name in options.workloads:
             outcomes.append((link_label(rate), outcome(name, Variant("none", 1), 1.0)))
             for side, half in METHODS.values():
-                length = step_s(name, rate, 4)
-                made = outcome(name, Variant(side, 4, half=half), length, sent_bytes=2 if half else 4)
+                extra_s = communication_s[name, rate]
+                made = outcome(
+                    name, Variant(side, 4, half=half), 1 + extra_s, extra_s, sent_bytes=2 if half else 4
+                )
                 outcomes.append((link_label(rate), made))
     return ScalingStudy().find(outcomes, options)
 
 
 def test_the_mlstms_claims_are_decided_by_the_figures():
     """Communication that only the link's rate decides: faster links win, size does not. A fixed cost: size wins."""
-    of_rate = scaling_findings(lambda name, rate, ranks: 1 + 1 / rate)
-    assert [note.rpartition(": ")[2] for note in of_rate.notes[-2:]] == ["yes", "no, or less than 2 points"]
-    fixed = scaling_findings(lambda name, rate, ranks: 1 + (0.4 if name == "mlstm-4k" else 0.1))
-    assert [note.rpartition(": ")[2] for note in fixed.notes[-2:]] == ["no, or less than 2 points", "yes"]
+    cases = [(name, rate) for name in ("mlstm-4k", "mlstm-8k") for rate in (10.0, 1.0)]
+    of_rate = scaling_findings({(name, rate): 1 / rate for name, rate in cases})
+    assert [note.rpartition(": ")[2] for note in of_rate.notes[2:4]] == ["yes", "no, or less than 2 points"]
+    fixed = scaling_findings({(name, rate): 0.4 if name == "mlstm-4k" else 0.1 for name, rate in cases})
+    assert [note.rpartition(": ")[2] for note in fixed.notes[2:4]] == ["no, or less than 2 points", "yes"]
     assert fixed.summaries["speed_up"]["mlstm-8k, rate 10"]["Paceline, 16 bits"] == [(1, 1.0), (4, 4 / 1.1)]
     assert all("= 0.50" in row[-1] for row in fixed.rows)
 
@@ -182,10 +185,10 @@ def test_scaling_keeps_the_studys_proportions():
     profile = options.model("mlstm-4k")
     slowest = options.link(1.0).rate_bits_per_s[0] / 8
     seconds = ring_bytes_per_rank(16, gradient_bytes(profile) // 2) / options.scale() / slowest / GOODPUT
-    assert 1 / (1 + seconds / 0.12) == pytest.approx(92.6 / 128)
+    assert 1 / (1 + seconds / 0.25) == pytest.approx(92.6 / 128)
     assert options.link(10.0).rate_bits_per_s[0] == 10 * options.link(1.0).rate_bits_per_s[0]
     large = options.model("mlstm-8k")
-    assert (large.forward_s + large.backward_s) / 0.12 == pytest.approx(3.71 / 0.94)
+    assert (large.forward_s + large.backward_s) / 0.25 == pytest.approx(3.71 / 0.94)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +225,7 @@ def test_every_study_has_a_quick_form_of_two_ranks():
 
 
 def workers(rank, num_ranks, num_threads):
-    return measure_workers(WorkersConfig(num_threads, num_steps=3, segment_length=2), lambda ratio: None)
+    return measure_workers(WorkersConfig(num_threads, num_steps=3, segment_length=2), bool)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_threads"), [(2, 1), (1, 2)])

@@ -26,7 +26,7 @@ from paceline.bench.ranks import TellProgress, gather
 from paceline.bench.studies.round_robin_hook import cap_flows
 from paceline.bench.studies.variant import Phases, Trainee, Variant
 
-NUM_WARM_UP = 2  # torch cuts its buckets anew after the first
+NUM_WARM_UP = {"torch": 2}  # cuts its buckets anew after the first; the others settle at once
 _COUNTERS = Path("/proc/self/net/dev")
 
 
@@ -104,7 +104,7 @@ def measure(config: StudyConfig, tell: TellProgress) -> list[Outcome]:
         trainees = [_trainee(block, variant, groups) for variant in block.variants]
         for trainee in trainees:
             if trainee is not None:
-                for _ in range(NUM_WARM_UP):
+                for _ in range(NUM_WARM_UP.get(trainee.variant.side, 1)):
                     trainee.step()
         gc.collect()
         phases = [Phases() for _ in trainees]
@@ -119,7 +119,7 @@ def measure(config: StudyConfig, tell: TellProgress) -> list[Outcome]:
                 sent[turn.side_index] += _sent_bytes() - before
             done += 1
             tell(done / (num_turns + 1))
-        errors = [0.0 if trainee is None else _checked_error(trainee) for trainee in trainees]
+        errors = [0.0 if trainee is None else trainee.error() for trainee in trainees]
         everyone = gather((phases, sent, errors))
         for i, variant in enumerate(block.variants):
             first = trainees[i]
@@ -168,14 +168,6 @@ def _trainee(block: Block, variant: Variant, groups: dict[int, list[dist.Process
     if dist.get_rank() >= variant.num_ranks:
         return None
     return Trainee(variant, block.profile, block.scale, groups[variant.num_ranks][: variant.num_groups])
-
-
-def _checked_error(trainee: Trainee) -> float:
-    """The error of the last step's gradients; they are dropped afterwards."""
-    trainee.step()
-    error = trainee.error()
-    trainee.module.zero_grad(set_to_none=True)
-    return error
 
 
 def _sent_bytes() -> int:

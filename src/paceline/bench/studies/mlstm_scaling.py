@@ -6,11 +6,13 @@ everything once after backward, in 16 bits: that is the variant its curves are c
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.bench.limit import ring_bytes_per_rank
 from paceline.bench.profile import Profile, default_profile
 from paceline.bench.studies.calibration import scale_for
 from paceline.bench.studies.chart import Line, Panel, draw_panels
@@ -98,7 +100,7 @@ class ScalingStudy(Study):
 
     name = "mlstm-scaling"
     figure = "Puri et al. 2018 and the sentiment-discovery page on scaling"
-    defaults = ScalingOptions(num_ranks=16, rate="500Mbit", compute_s=0.12, num_rounds=2)
+    defaults = ScalingOptions(num_ranks=16, rate="500Mbit", compute_s=0.25, num_rounds=1)
     quick = ScalingOptions(
         num_ranks=2,
         rate="500Mbit",
@@ -159,6 +161,7 @@ class ScalingStudy(Study):
             "speed-up, in brackets efficiency; weak scaling: every rank computes as much as one alone",
             _published_note(),
             *_claims(curves, options),
+            *_costs(outcomes, options),
         ]
         return Findings(
             "How does training an mLSTM scale, by size, link and precision?",
@@ -225,6 +228,31 @@ def _published_note() -> str:
         f"{label} {ys[-1] / MLSTM_GPUS[-1]:.0%}" for label, ys in MLSTM_SPEED_UP.items() if ys[-1]
     )
     return f"the study's efficiency on {MLSTM_GPUS[-1]} GPUs: {last}"
+
+
+def _costs(outcomes: Sequence[Any], options: ScalingOptions) -> list[str]:
+    """What an all-reduce costs at the largest number of ranks: a fixed part, and one by the byte (least squares)."""
+    notes = []
+    for proportion in options.rates:
+        points = [
+            (ring_bytes_per_rank(options.num_ranks, _reduced_bytes(x, options)), x.phase_s("communication_s"))
+            for link, x in outcomes
+            if link == link_label(proportion)
+            and (x.variant.side, x.variant.num_ranks) == ("after", options.num_ranks)
+        ]
+        slope, fixed_s = statistics.linear_regression(*zip(*points, strict=True))
+        link_bytes_per_s = options.rate_bytes_per_s * proportion / max(options.rates)
+        if slope > 0:
+            notes.append(
+                f"{link_label(proportion)}: an all-reduce among {options.num_ranks} ranks takes {fixed_s * 1e3:.0f} ms "
+                f"whatever its size, and its bytes go at {1 / slope / link_bytes_per_s:.0%} of the link's rate"
+            )
+    return notes
+
+
+def _reduced_bytes(outcome: Outcome, options: ScalingOptions) -> int:
+    num_bytes = gradient_bytes(options.model(outcome.block), options.scale())
+    return num_bytes // 2 if outcome.variant.half else num_bytes
 
 
 def _claims(curves: dict[str, Any], options: ScalingOptions) -> list[str]:

@@ -33,7 +33,9 @@ class SkippedSyncStudy(ClusterStudy):
             scale = scale_for(profile, options.num_ranks, options.rate_bytes_per_s, ratio)
             every = SKIPPED_EVERY[:2] if options.quick else SKIPPED_EVERY
             variants = [
-                Variant(side, options.num_ranks, cap_mb=PAPERS_CAP_MB, sync_every=n) for n in every for side in ("torch", "ours")
+                Variant(side, options.num_ranks, cap_mb=PAPERS_CAP_MB, sync_every=n)
+                for n in every
+                for side in ("torch", "ours")
             ]
             alone = Variant("none", options.num_ranks)
             blocks.append(Block(f"{backend}-like", profile, scale, (alone, *variants)))
