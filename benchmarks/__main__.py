@@ -13,12 +13,12 @@ from typing import Annotated
 import typer
 
 from benchmarks.options import REPOSITORY, RESULTS_FOLDER, Quick, ResultsFolder, run_cli
-from paceline.bench.workloads import WORKLOADS
 
+WORKLOADS = ("tiny", "wide_mlp", "resnet50", "transformer", "mlstm")  # those that two cores can compute
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
-    ("overlap", "--rate", "1gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
+    ("overlap", "--rate", "1Gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
     *[
         ("step_time", "--workload", workload, "--ranks", ranks)
         for ranks in ("2", "1")

@@ -6,7 +6,7 @@
 
 Computation is a timed sleep in every layer's forward and backward, so that it does not compete with Gloo
 for two cores; gradients and their traffic are real. On plain loopback, communication itself is cores
-copying, and competes with the copies of gradients; `--rate 1gbit` puts a slower wire between the ranks.
+copying, and competes with the copies of gradients; `--rate 1Gbit` puts each rank on a host of an emulated cluster.
 Forward, backward and optimizer are measured alone (the same module, unwrapped), communication alone by
 reducing buffers of the side's own bucket sizes, all launched at once. All of that alternates with the
 measured steps, round by round.
@@ -31,21 +31,21 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Rounds, Sides, run_cli
-from benchmarks.wire import restart_behind
+from paceline.bench.job import TellProgress
+from paceline.bench.places import choose_place
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
 from paceline.bench.protocol.alternation import turns
 from paceline.bench.protocol.figure import save_lines
 from paceline.bench.protocol.provenance import collect, load_average
 from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
 from paceline.bench.protocol.summary import Summary, slowest_rank
-from paceline.bench.ranks import LoopbackRanks, TellProgress, gather
+from paceline.bench.ranks import gather
 from paceline.bench.sides import labels, parse_sides, wrap
 from paceline.errors import ConfigurationError
 
 WARM_UP_STEPS = 4
 TARGET_SHARE = 0.95
 DEFAULT_CAP = "default"
-SEVERAL_HOSTS = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}  # what torchrun tells ranks that a wire joins
 
 
 @dataclass(frozen=True)
@@ -340,8 +340,9 @@ def report(
         verdicts=tuple(verdicts),
         notes=(
             "computation sleeps: it takes no core from Gloo, as a GPU would not; gradients and traffic are real",
-            "loopback: no latency and no loss; both directions share "
-            + (f"a wire of {config.rate}" if config.rate else "what two cores can copy"),
+            f"hosts of an emulated cluster, each behind {config.rate}: no added latency and no loss"
+            if config.rate
+            else "loopback: no latency and no loss; both directions share what two cores can copy",
         ),
         config=config,
         summaries={"cases": summaries},
@@ -351,7 +352,7 @@ def report(
 
 
 def _suffix(config: Config) -> str:
-    return (f"-{config.rate}" if config.rate else "") + ("-caps" if len(config.caps) > 1 else "")
+    return (f"-{config.rate.lower()}" if config.rate else "") + ("-caps" if len(config.caps) > 1 else "")
 
 
 def _draw(result: Report, config: Config, path: Any) -> None:
@@ -390,7 +391,7 @@ def main(
     floats_per_layer: Annotated[int, typer.Option(min=1)] = 2**18,
     rate: Annotated[
         str | None,
-        typer.Option(help="Rate of the wire, such as 4gbit (needs root); else as fast as loopback."),
+        typer.Option(help="Put each rank on a host of an emulated cluster behind a link of this rate."),
     ] = None,
     quick: Quick = False,
     as_json: AsJson = False,
@@ -400,13 +401,12 @@ def main(
     cap_names = tuple(cap.strip() for cap in caps.split(","))
     _floats(",".join(cap for cap in cap_names if cap != DEFAULT_CAP) or "0")
     config = Config(parse_sides(sides), _floats(ratios), cap_names, layers, floats_per_layer, rounds, rate)
-    if rate is not None:
-        restart_behind(rate, "benchmarks.overlap")
+    place = choose_place(None, ranks) if rate is None else choose_place(ranks, None, rate=rate)
     if quick:
         config = Config(config.side_names, (1.0,), (DEFAULT_CAP,), 4, 2**10, 2, rate)
     load_before = load_average()
-    environment = {**ENVIRONMENTS[Allocator.KEEP], **(SEVERAL_HOSTS if rate else {})}
-    cases = LoopbackRanks(ranks).run(measure, config, "overlap", environment)[0]
+    with place as where:
+        cases = where.run(measure, config, "overlap", ENVIRONMENTS[Allocator.KEEP])[0]
     result = report(config, cases, ranks, load_before, quick)
     publish(result, results_folder, as_json)
     _draw(result, config, figure_path(result, results_folder))

@@ -19,13 +19,14 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
 from paceline.bench.errors import WrongAnswerError
+from paceline.bench.job import TellProgress
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
 from paceline.bench.protocol.alternation import turns
 from paceline.bench.protocol.figure import save_bars
 from paceline.bench.protocol.provenance import collect, load_average
 from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
 from paceline.bench.protocol.summary import Summary, ratios, slowest_rank
-from paceline.bench.ranks import LoopbackRanks, TellProgress, gather
+from paceline.bench.ranks import LoopbackRanks, gather
 from paceline.bench.sides import labels, parse_sides
 from paceline.bench.training import StepTimes, Trainee
 from paceline.bench.workloads import Workload, make_workload
@@ -235,7 +236,7 @@ def main(
     """Compare the step time of one workload (tiny, resnet50, transformer, mlstm, wide_mlp)."""
     make_workload(workload)  # an unknown name fails here rather than in a process
     steps_per_block = STEPS_PER_BLOCK.get(workload, steps_per_block)
-    launches, rounds, steps_per_block = (2, 2, 1) if quick else (launches, rounds, steps_per_block)
+    launches, rounds, steps_per_block = (1, 2, 1) if quick else (launches, rounds, steps_per_block)
     config = Config(workload, parse_sides(sides), ranks, launches, rounds, steps_per_block, allocator, quick)
     load_before = load_average()
     result = report(config, run(config), load_before)

@@ -10,13 +10,14 @@ from typing import Any
 from paceline.bench import allreduce_report
 from paceline.bench.allreduce import ReduceConfig
 from paceline.bench.exchange import parse_reduce_sides
+from paceline.bench.footprint import available_bytes, check_memory
 from paceline.bench.profile import PUBLISHED, Profile, default_profile
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
 from paceline.bench.protocol.progress import progress_bar
 from paceline.bench.protocol.provenance import load_average
 from paceline.bench.protocol.report import Report, figure_path, publish
 from paceline.bench.ranks import Ranks
-from paceline.bench.recording import record
+from paceline.bench.recording import check_recordable, record
 from paceline.bench.sides import parse_sides
 from paceline.bench.sizes import parse_sizes
 from paceline.bench.step import StepConfig, StepOutcome, check, measure
@@ -55,6 +56,11 @@ class StepOptions:
                 "Drop them, or pass --compute timed."
             )
         sides = ("ours", *parse_sides(self.vs, "--vs"))
+        if "none" in sides:
+            raise ConfigurationError(
+                "--vs none does not synchronize the ranks, so it is no rival; computing alone is always measured. "
+                "Leave it out."
+            )
         profile = self._profile() if self.compute == "timed" else None
         return StepConfig(self.workload, sides, self.rounds, self.steps, profile, self.scale, baseline=1)
 
@@ -75,6 +81,7 @@ def bench_step(options: StepOptions, place: Ranks, folder: Path, as_json: bool) 
         WrongAnswerError: A side's ranks disagree, or its mean is wrong.
     """
     config = options.config()
+    check_memory(config, place.num_ranks, available_bytes())
     prepared = ReportFolder.prepare(folder)
     load_before = load_average()
     with place as ranks:
@@ -117,6 +124,7 @@ def bench_profile(workload: str, out: Path, device: str, steps: int) -> Profile:
         ConfigurationError: Something asked for is not possible; nothing was started.
     """
     make_workload(workload)
+    check_recordable(device, steps)
     if not out.parent.is_dir():
         raise ConfigurationError(f"--out {out} is in no folder that exists; make {out.parent} first.")
     with progress_bar(f"profile of {workload} on {device}") as show:

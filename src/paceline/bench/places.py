@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from paceline.bench.ranks import ClusterRanks, LoopbackRanks, Ranks
 from paceline.errors import ConfigurationError
 
@@ -22,7 +24,7 @@ def choose_place(
     Raises:
         ConfigurationError: The two are mixed, or the cluster cannot be.
     """
-    given = {name: value for name, value in links.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
     if hosts is None:
         if given or ranks_per_host != 1:
             names = ", ".join("--" + name.replace("_", "-") for name in (given or ["ranks_per_host"]))

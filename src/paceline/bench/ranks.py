@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -62,7 +63,9 @@ class Ranks(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         return None
 
     @abstractmethod
@@ -183,9 +186,11 @@ class ClusterRanks(Ranks):
         self.cluster.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.cluster is not None:
-            self.cluster.__exit__(*error)
+            self.cluster.__exit__(kind, error, trace)
 
     def describe(self) -> dict[str, str]:
         return {str(name): str(value) for name, value in dict(self.spec.describe()).items()}

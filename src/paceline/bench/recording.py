@@ -64,6 +64,20 @@ class _Step:
     optimizer_s: float
 
 
+def check_recordable(device: str, num_steps: int) -> None:
+    """Refuse what cannot be recorded here.
+
+    Raises:
+        ConfigurationError: There is no such device, or nothing to record.
+    """
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ConfigurationError(
+            f"--device {device} is not here. Pass cpu{', or cuda' if torch.cuda.is_available() else ''}."
+        )
+    if num_steps < 1:
+        raise ConfigurationError(f"--steps {num_steps} records nothing. Pass 1 or more.")
+
+
 def record(
     workload_name: str, device: str, num_steps: int, tell: Callable[[float], None], quick: bool = False
 ) -> Profile:
@@ -79,12 +93,7 @@ def record(
     Raises:
         ConfigurationError: There is no such workload or device.
     """
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ConfigurationError(
-            f"--device {device} is not here. Pass cpu{', or cuda' if torch.cuda.is_available() else ''}."
-        )
-    if num_steps < 1:
-        raise ConfigurationError(f"--steps {num_steps} records nothing. Pass 1 or more.")
+    check_recordable(device, num_steps)
     workload = make_workload(workload_name, quick)
     recorder = _Recorder(workload, device)
     steps = []

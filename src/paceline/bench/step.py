@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.bench.errors import WrongAnswerError
+from paceline.bench.job import TellProgress
 from paceline.bench.profile import Profile
 from paceline.bench.protocol.alternation import turns
-from paceline.bench.ranks import TellProgress, gather
+from paceline.bench.ranks import gather
 from paceline.bench.sides import SIDES, labels
 from paceline.bench.timed import TimedModel, TimedWorkload, gradient_bytes
 from paceline.bench.training import StepTimes, Trainee, digest

@@ -27,6 +27,7 @@ Rate = Annotated[
 Loss = Annotated[str | None, typer.Option(help="Of packets at random, such as 0.1%.")]
 Queue = Annotated[str | None, typer.Option(help="Of each switch port, such as 256KiB.")]
 Delay = Annotated[str | None, typer.Option(help="One way, such as 1ms.")]
+Jitter = Annotated[str | None, typer.Option(help="The delay's largest deviation, such as 200us.")]
 Cpu = Annotated[str | None, typer.Option(help="Share of a core for each host, such as 100%,50%.")]
 CongestionControl = Annotated[str | None, typer.Option(help="Of TCP.", show_default="cubic")]
 Rounds = Annotated[int, typer.Option(help="Every side takes two turns in each.")]
@@ -45,6 +46,7 @@ def step(
     loss: Loss = None,
     queue: Queue = None,
     delay: Delay = None,
+    jitter: Jitter = None,
     cpu: Cpu = None,
     congestion_control: CongestionControl = None,
     rounds: Rounds = 5,
@@ -71,6 +73,7 @@ def step(
         loss=loss,
         queue=queue,
         delay=delay,
+        jitter=jitter,
         cpu=cpu,
         congestion_control=congestion_control,
     )
@@ -89,6 +92,7 @@ def allreduce(
     loss: Loss = None,
     queue: Queue = None,
     delay: Delay = None,
+    jitter: Jitter = None,
     cpu: Cpu = None,
     congestion_control: CongestionControl = None,
     rounds: Rounds = 6,
@@ -107,6 +111,7 @@ def allreduce(
         loss=loss,
         queue=queue,
         delay=delay,
+        jitter=jitter,
         cpu=cpu,
         congestion_control=congestion_control,
     )
