@@ -188,11 +188,12 @@ class ScalingStudy(Study):
             Line(method, points, color)
             for (method, points), color in zip(curves[slowest].items(), _COLORS, strict=False)
         ]
-        most = max(x for curve in curves.values() for points in curve.values() for x, _ in points)
+        ticks = [x for x, _ in next(iter(curves.values()))[STUDYS_METHOD]]
+        most = ticks[-1]
         panels = [
             Panel("the study's chart", "GPUs", "speed-up", [_linear(128), *paper]),
-            Panel("here, the study's method", "ranks", "speed-up", [_linear(most), *ours]),
-            Panel(f"here, {slowest}", "ranks", "speed-up", [_linear(most), *methods]),
+            Panel("here, the study's method", "ranks", "speed-up", [_linear(most), *ours], ticks, linear_x=True),
+            Panel(f"here, {slowest}", "ranks", "speed-up", [_linear(most), *methods], ticks, linear_x=True),
         ]
         draw_panels(path, "mLSTM: speed-up over ranks, timed compute on emulated hosts", panels)
 
