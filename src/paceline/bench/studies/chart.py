@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class Bars:
     title: str
     y_label: str
     parts: Sequence[str]
-    bars: dict[str, Sequence[float]] = field(default_factory=dict)
+    bars: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def draw_bars(path: Path, title: str, panels: Sequence[Bars]) -> bool:

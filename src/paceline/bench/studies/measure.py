@@ -19,10 +19,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from paceline.bench.errors import WrongAnswerError
+from paceline.bench.job import TellProgress
 from paceline.bench.profile import Profile
 from paceline.bench.protocol.alternation import turns
 from paceline.bench.protocol.summary import Summary, slowest_rank
-from paceline.bench.ranks import TellProgress, gather
+from paceline.bench.ranks import gather
 from paceline.bench.studies.round_robin_hook import cap_flows
 from paceline.bench.studies.variant import Phases, Trainee, Variant
 

@@ -131,7 +131,9 @@ class ScalingStudy(Study):
     def find(self, outcomes: Sequence[Any], options: StudyOptions) -> Findings:
         """Set efficiencies at the largest number of ranks beside the published ones."""
         assert isinstance(options, ScalingOptions)
-        rows, curves, sent = [], {}, {}
+        rows: list[tuple[str, ...]] = []
+        curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
+        sent: dict[str, list[tuple[int, float, float]]] = {}
         for proportion in options.rates:
             for workload in options.workloads:
                 label = link_label(proportion)
@@ -142,7 +144,7 @@ class ScalingStudy(Study):
                 }
                 alone_s = found["none", False, 1].step.median
                 for count in options.counts[1:]:
-                    steps = {m: found[(*setting, count)] for m, setting in METHODS.items()}
+                    steps = {m: found[side, half, count] for m, (side, half) in METHODS.items()}
                     for method, outcome in steps.items():
                         curve = curves.setdefault(f"{workload}, {label}", {}).setdefault(method, [(1, 1.0)])
                         curve.append((count, count * alone_s / outcome.step.median))

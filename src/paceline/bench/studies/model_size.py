@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from paceline.bench.job import TellProgress
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
 from paceline.bench.protocol.summary import Summary, slowest_rank
-from paceline.bench.ranks import ClusterRanks, TellProgress, gather
+from paceline.bench.ranks import ClusterRanks, gather
 from paceline.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.bench.studies.study import Findings, Measured, Study, StudyOptions
 from paceline.bench.workloads.mlstm import Mlstm
@@ -68,7 +69,7 @@ def measure_sizes(config: SizesConfig, tell: TellProgress) -> list[SizeOutcome]:
             start_s = time.perf_counter()
             model.zero_grad(set_to_none=True)
             logits = model(tokens, (zeros, zeros))[0]
-            functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()  # type: ignore[no-untyped-call]
+            functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
             computing.append(time.perf_counter() - start_s)
             dist.barrier()
             start_s = time.perf_counter()

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.bench.job import TellProgress
 from paceline.bench.protocol.summary import Summary
-from paceline.bench.ranks import LoopbackRanks, TellProgress
+from paceline.bench.ranks import LoopbackRanks
 from paceline.bench.studies.chart import OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.bench.studies.study import Findings, Measured, Study, StudyOptions
 from paceline.bench.workloads.mlstm import Mlstm
@@ -81,7 +82,7 @@ class _Worker:
     def backward(self) -> None:
         self.bare.zero_grad(set_to_none=True)
         logits: Tensor = self.model(self.tokens, self.state)[0]
-        functional.cross_entropy(logits.flatten(0, 1), self.tokens.flatten()).backward()  # type: ignore[no-untyped-call]
+        functional.cross_entropy(logits.flatten(0, 1), self.tokens.flatten()).backward()
 
 
 def measure_workers(config: WorkersConfig, tell: TellProgress) -> dict[str, list[float]]:
