@@ -53,7 +53,7 @@ class BucketSizeStudy(ClusterStudy):
                         workload,
                         f"{cap:g}",
                         str(steps[0].num_buckets),
-                        *[x.step.text(1e3, 0) for x in steps],
+                        *[f"{x.step.median * 1e3:.0f}" for x in steps],
                         *[f"{x.step.median / best_s:.2f}" for x in steps],
                         *[f"{dict(points)[cap]:.2f}" for points in published.values()],
                     )
@@ -64,7 +64,7 @@ class BucketSizeStudy(ClusterStudy):
                     workload,
                     "default",
                     "/".join(str(x.num_buckets) for x in defaults),
-                    *[x.step.text(1e3, 0) for x in defaults],
+                    *[f"{x.step.median * 1e3:.0f}" for x in defaults],
                     *[f"{x.step.median / best_s:.2f}" for x in defaults],
                     *[""] * len(published),
                 )
@@ -112,10 +112,11 @@ class BucketSizeStudy(ClusterStudy):
             panels.append(
                 Panel(
                     workload,
-                    "bucket cap, MB: " + ", ".join(f"{cap:g}" for cap in caps),
+                    "bucket cap, MB",
                     "step / step of the best cap",
                     [*published, *ours],
                     ticks=tuple(range(len(caps))),
+                    tick_labels=[f"{cap:g}" for cap in caps],
                     linear_x=True,
                     from_zero=False,
                 )

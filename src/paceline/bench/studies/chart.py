@@ -31,6 +31,7 @@ class Panel:
     y_label: str
     lines: Sequence[Line]
     ticks: Sequence[float] = ()  # of x; also makes it logarithmic
+    tick_labels: Sequence[str] = ()  # instead of the ticks' values
     linear_x: bool = False
     from_zero: bool = True
 
@@ -49,7 +50,7 @@ def draw_panels(path: Path, title: str, panels: Sequence[Panel]) -> bool:
         if panel.ticks:
             if not panel.linear_x:
                 axes.set_xscale("log", base=2)
-            axes.set_xticks(list(panel.ticks), [f"{tick:g}" for tick in panel.ticks])
+            axes.set_xticks(list(panel.ticks), panel.tick_labels or [f"{tick:g}" for tick in panel.ticks])
             axes.minorticks_off()
         if panel.from_zero:
             axes.set_ylim(bottom=0)
@@ -92,6 +93,7 @@ def draw_bars(path: Path, title: str, panels: Sequence[Bars]) -> bool:
         axes.set_title(panel.title, fontsize=10)
         axes.grid(axis="y", alpha=0.3)
     all_axes[0].set_ylabel(panels[0].y_label)
+    all_axes[0].set_ylim(top=1.08 * max(sum(bar) for panel in panels for bar in panel.bars.values()))
     handles, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize="small"

@@ -20,7 +20,7 @@ class RankCountStudy(ClusterStudy):
 
     name = "rank-count"
     figure = "Li et al. 2020, figure 9"
-    defaults = StudyOptions(num_ranks=16, rate="100Mbit", compute_s=0.5, num_rounds=1)
+    defaults = StudyOptions(num_ranks=16, rate="100Mbit", compute_s=0.35, num_rounds=1)
     quick = StudyOptions(num_ranks=2, rate="100Mbit", compute_s=0.02, num_rounds=1, quick=True)
 
     def blocks(self, options: StudyOptions) -> tuple[Block, ...]:

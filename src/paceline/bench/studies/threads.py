@@ -22,12 +22,13 @@ from torch.nn import functional
 from paceline.bench.job import TellProgress
 from paceline.bench.protocol.summary import Summary
 from paceline.bench.ranks import LoopbackRanks
-from paceline.bench.studies.chart import OURS, PAPER, TORCH, Line, Panel, draw_panels
+from paceline.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.bench.studies.study import Findings, Measured, Study, StudyOptions
 from paceline.bench.workloads.mlstm import Mlstm
 from paceline.ddp import DistributedDataParallel
 
 NUM_WARM_UP = 3
+KINDS = ("processes", "threads", "independent")
 SIZES = {"Python-heavy": (32, 4), "compute-heavy": (512, 16)}  # cells, rows
 _SEGMENT, _QUICK_SEGMENT = 64, 4
 # Older page, thousand characters a second on Volta GPUs: threads (DataParallel) flat at 4 to 5.7 from 1 to 8 GPUs.
@@ -43,11 +44,13 @@ class WorkersConfig:
         num_threads: Workers within each process.
         num_steps: Timed, for each size.
         segment_length: Bytes a step and row.
+        independent: Processes do not average their gradients, nor wait for each other.
     """
 
     num_threads: int
     num_steps: int
     segment_length: int
+    independent: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class WorkersOutcome:
 
     Attributes:
         size: Which of SIZES.
-        kind: processes or threads.
+        kind: One of KINDS.
         num_workers: Processes or threads.
         characters_per_s: Samples of all launches.
     """
@@ -98,13 +101,13 @@ def measure_workers(config: WorkersConfig, tell: TellProgress) -> dict[str, list
 
 
 def _time_process(size: str, config: WorkersConfig) -> list[float]:
-    worker = _Worker(size, config, dist.get_rank(), wrapped=dist.get_world_size() > 1)
+    together = not config.independent and dist.get_world_size() > 1
+    worker = _Worker(size, config, dist.get_rank(), wrapped=together)
+    dist.barrier()
     seconds = []
     for _ in range(NUM_WARM_UP + config.num_steps):
-        dist.barrier()
         start_s = time.perf_counter()
         worker.backward()
-        dist.barrier()
         seconds.append(time.perf_counter() - start_s)
     return seconds[NUM_WARM_UP:]
 
@@ -146,14 +149,13 @@ class ThreadsStudy(Study):
 
     def measure(self, options: StudyOptions) -> Measured:
         """Launch each arrangement in turn."""
-        segment, steps = (_QUICK_SEGMENT, 2) if options.quick else (_SEGMENT, 20)
-        arrangements = [(kind, n) for n in (1, options.num_ranks) for kind in ("processes", "threads")]
-        arrangements.remove(("threads", 1))  # a process with one thread is one process
+        segment, steps = (_QUICK_SEGMENT, 2) if options.quick else (_SEGMENT, 30)
+        arrangements = [("processes", 1), *[(kind, options.num_ranks) for kind in KINDS]]
         samples: dict[tuple[str, str, int], list[float]] = {}
         for _ in range(options.num_rounds):
             for kind, number in arrangements:
-                num_processes = number if kind == "processes" else 1
-                config = WorkersConfig(1 if kind == "processes" else number, steps, segment)
+                num_processes, num_threads = (1, number) if kind == "threads" else (number, 1)
+                config = WorkersConfig(num_threads, steps, segment, independent=kind == "independent")
                 seconds = _launch(num_processes, config, f"{number} {kind}")
                 for size, values in seconds.items():
                     characters = number * SIZES[size][1] * segment
@@ -172,7 +174,7 @@ class ThreadsStudy(Study):
         for size, (num_cells, num_rows) in SIZES.items():
             alone = found[size, "processes", 1]
             row = [f"{size}: {num_cells} cells, {num_rows} rows", alone.text(1e-3, 1)]
-            for kind in ("processes", "threads"):
+            for kind in KINDS:
                 several = found[size, kind, most]
                 row += [several.text(1e-3, 1), f"{several.median / alone.median:.2f}"]
                 summaries[f"{size}, {kind}"] = [(1, 1.0), (most, several.median / alone.median)]
@@ -182,7 +184,7 @@ class ThreadsStudy(Study):
             (
                 "model",
                 "1 worker, 1000 char/s",
-                *[w for k in ("processes", "threads") for w in (f"{most} {k}", "speed-up")],
+                *[w for k in KINDS for w in (f"{most} {k}", "speed-up")],
             ),
             rows,
             (
@@ -210,7 +212,7 @@ class ThreadsStudy(Study):
             )
         ]
         for size in SIZES:
-            found = {kind: findings.summaries[f"{size}, {kind}"] for kind in ("processes", "threads")}
+            found = {kind: findings.summaries[f"{size}, {kind}"] for kind in KINDS}
             most = found["threads"][-1][0]
             panels.append(
                 Panel(
@@ -220,6 +222,7 @@ class ThreadsStudy(Study):
                     [
                         Line("processes", found["processes"], OURS),
                         Line("threads", found["threads"], TORCH),
+                        Line("independent processes: what the cores give", found["independent"], OTHER, ":"),
                         Line("linear", [(1, 1), (most, most)], "lightgray", "-", ""),
                     ],
                     ticks=(1, most),
