@@ -15,7 +15,7 @@ from paceline.bench.limit import ring_bytes_per_rank
 from paceline.bench.profile import LayerTime, Profile, default_profile
 from paceline.bench.studies import STUDIES, find_study
 from paceline.bench.studies import round_robin_hook as hook
-from paceline.bench.studies.calibration import GOODPUT, scale_for
+from paceline.bench.studies.calibration import GOODPUT, realisable, scale_for
 from paceline.bench.studies.measure import Block, Outcome, StudyConfig, check, measure
 from paceline.bench.studies.mlstm_scaling import (
     METHODS,
@@ -129,6 +129,12 @@ def test_the_scale_makes_communication_as_long_as_published():
     seconds = ring_bytes_per_rank(8, gradient_bytes(profile)) / scale / 12.5e6 / GOODPUT
     assert seconds == pytest.approx(0.94 * 0.4)
     assert scale_for(profile, 8, 1e15, 0.94) == 1.0  # never enlarges a model
+
+
+def test_what_is_ready_last_cannot_hide():
+    """BERT's words are a fifth of all bytes and come last; an mLSTM's matrices are ready when backward is over."""
+    found = {name: realisable(default_profile(name), 0.94) for name in ("resnet50", "bert", "mlstm-4k")}
+    assert found == pytest.approx({"resnet50": 1.0, "bert": 0.766, "mlstm-4k": 0.03}, abs=0.01)
 
 
 def test_the_published_shares_are_those_of_the_text():

@@ -12,7 +12,9 @@ that this stays about as small a part of a step as it was.
 
 from __future__ import annotations
 
-from paceline.bench.limit import ring_bytes_per_rank
+import math
+
+from paceline.bench.limit import StepLimit, ring_bytes_per_rank
 from paceline.bench.profile import Profile
 from paceline.bench.timed import gradient_bytes
 
@@ -38,3 +40,21 @@ def scale_for(
     compute_s = profile.forward_s + profile.backward_s
     affordable = communication_to_compute * compute_s * rate_bytes_per_s * GOODPUT
     return max(1.0, ring_bytes_per_rank(num_ranks, num_bytes or gradient_bytes(profile)) / affordable)
+
+
+def realisable(profile: Profile, communication_to_compute: float) -> float:
+    """Return the share of the ideal overlap's gain that the order of the gradients leaves possible.
+
+    A gradient can leave when its layer's backward is done, and the link carries one after the other: what is ready
+    last has nothing left to hide behind. 1 for a model whose last gradients are small, 0 for one with all at the end.
+    """
+    compute_s = profile.forward_s + profile.backward_s
+    communication_s = communication_to_compute * compute_s
+    num_bytes = gradient_bytes(profile)
+    ready_s = sent_s = 0.0
+    for layer in reversed(profile.layers):
+        ready_s += layer.backward_s
+        own = sum(4 * math.prod(shape) for shape in layer.shapes)
+        sent_s = max(sent_s, ready_s) + communication_s * own / num_bytes
+    limit = StepLimit(profile.forward_s, profile.backward_s, communication_s, profile.optimizer_s)
+    return limit.realised(profile.forward_s + max(sent_s, profile.backward_s) + profile.optimizer_s)
