@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from paceline import __version__
-from paceline.cli import bench, demo, emulate, run
+from paceline.cli import bench, bench_studies, demo, emulate, run
 from paceline.errors import ConfigurationError, PacelineError
 
 app = typer.Typer(
@@ -43,6 +43,8 @@ def _front_door(
 
 app.command("run", **run.SETTINGS)(run.run)
 app.command("demo")(demo.demo)
+bench.bench.command("study")(bench_studies.study)
+bench.bench.command("scaling")(bench_studies.scaling)
 app.add_typer(bench.bench)
 app.command("emulate", **emulate.SETTINGS)(emulate.emulate)
 

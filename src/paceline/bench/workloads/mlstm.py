@@ -61,9 +61,10 @@ class Mlstm(nn.Module):
         from_x_to_m = functional.linear(x, self.w_mx())
         from_x_to_gates = functional.linear(x, self.w_x(), self.bias)
         outputs = []
-        for t in range(tokens.shape[1]):
-            m = from_x_to_m[:, t] * functional.linear(h, w_mh)
-            gates = from_x_to_gates[:, t] + functional.linear(m, w_m)
+        # unbind, not [:, t]: an index's backward fills zeros of the whole tensor, T times
+        for m_from_x, gates_from_x in zip(from_x_to_m.unbind(1), from_x_to_gates.unbind(1), strict=True):
+            m = m_from_x * functional.linear(h, w_mh)
+            gates = gates_from_x + functional.linear(m, w_m)
             i, f, o, u = gates.chunk(4, dim=1)
             c = f.sigmoid() * c + i.sigmoid() * u.tanh()
             h = o.sigmoid() * c.tanh()
