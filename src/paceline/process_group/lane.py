@@ -1,0 +1,148 @@
+"""One thread that performs a group's collectives, in the order in which they were launched.
+
+Who launches a collective and waits for it at once need not pass it to another thread: when the lane is idle, it is
+performed by the caller.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+
+class LaneWork(dist.Work):  # type: ignore[misc]
+    """A collective that has been launched on a lane."""
+
+    def __init__(self, perform: Callable[[], None], outputs: list[Tensor], what: str) -> None:
+        super().__init__()
+        self._perform = perform
+        self._outputs = outputs
+        self._what = what
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._future: Future[Any] | None = None
+        self._lock = threading.Lock()
+
+    def perform(self) -> None:
+        """Do it, on this thread; an error is kept for whoever waits."""
+        try:
+            self._perform()
+        except BaseException as error:  # whatever it is, the waiters must hear of it
+            self._error = error
+        del self._perform  # and with it the references to inputs
+        with self._lock:
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self._outputs)
+        else:
+            future.set_exception(self._error)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end, at most `timeout` (0: as long as the group allows). Raises what went wrong."""
+        limit_s = timeout.total_seconds()
+        if not self._done.wait(limit_s if limit_s > 0 else None):
+            raise RuntimeError(f"{self._what} was not done after {limit_s:g} s; it is still under way")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the outputs, a list of tensors."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = Future()
+            is_done = self._done.is_set()
+        if is_done:
+            self._settle(self._future)
+        return self._future
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class Lane:
+    """Performs works one after another.
+
+    Args:
+        name: Of the thread, for those who look at stacks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[LaneWork | None] = queue.SimpleQueue()
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._num_queued = 0
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()  # held by whoever performs
+        self._closed = False
+
+    def launch(self, work: LaneWork, at_once: bool) -> LaneWork:
+        """Perform `work` after all that were launched before.
+
+        Args:
+            work: What to do.
+            at_once: The caller waits for it anyway: it may be performed by this very thread.
+        """
+        with self._lock:
+            inline = at_once and self._num_queued == 0 and self._turn.acquire(blocking=False)
+            if not inline:
+                self._num_queued += 1
+                self._start()
+                self._queue.put(work)
+        if inline:
+            try:
+                work.perform()
+            finally:
+                self._turn.release()
+        return work
+
+    def _start(self) -> None:
+        if self._closed:
+            raise RuntimeError("this process group has been destroyed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            with self._turn:
+                work.perform()
+            with self._lock:
+                self._num_queued -= 1
+            del work
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread after what is queued; says whether it has ended."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        self._queue.put(None)
+        thread.join(timeout_s)
+        return not thread.is_alive()
