@@ -1,5 +1,5 @@
-"""PERFORM a schedule on tensors: the c10d backend `paceline`."""
+"""PERFORM a collective on tensors: the c10d backend `paceline`."""
 
-from paceline.process_group.backend import NAME, ProcessGroup, register
+from paceline.process_group.registration import NAME, register
 
-__all__ = ["NAME", "ProcessGroup", "register"]
+__all__ = ["NAME", "register"]

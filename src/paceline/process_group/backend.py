@@ -24,10 +24,8 @@ from paceline.process_group.folding import fold_for
 from paceline.process_group.gloo import address_towards, make_gloo
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.lane import Lane, LaneWork
+from paceline.process_group.registration import NAME
 from paceline.transports.shared_memory import Host, Meetings, join_host
-
-NAME = "paceline"
-
 
 class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A c10d process group over shared memory and Gloo.
@@ -177,7 +175,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         opts = opts or dist.AllToAllOptions()
         return self._over_gloo(
             "all-to-all",
-            lambda: self._inner.all_to_all_single(output, tensor, output_sizes, input_sizes, opts),
+            lambda: self._inner.alltoall_base(output, tensor, output_sizes, input_sizes, opts),
             [output],
             opts,
         )
@@ -192,7 +190,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             received = flat.new_empty(sum(output_sizes))
             sizes = (output_sizes, [tensor.numel() for tensor in inputs])
             self._collectives.inner(
-                "all-to-all", lambda: self._inner.all_to_all_single(received, flat, *sizes, opts)
+                "all-to-all", lambda: self._inner.alltoall_base(received, flat, *sizes, opts)
             )
             for output, part in zip(outputs, received.split(output_sizes), strict=True):
                 output.copy_(part.view(output.shape))
@@ -238,7 +236,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 self._error = error
                 if not self._meetings.is_broken:
                     self._meetings.give_up(self._rank)
-                if isinstance(error, (PacelineError, TypeError, ValueError)):
+                if isinstance(error, PacelineError) or not isinstance(error, RuntimeError):
                     raise
                 raise PeerLostError(
                     f"rank {self._rank} was in {kind} when communication failed. The backend said: {error}"
@@ -287,13 +285,3 @@ def _only(tensors: list[Tensor]) -> Tensor:
     if len(tensors) != 1:
         raise ConfigurationError(f"this collective takes one tensor a rank, not {len(tensors)}.")
     return tensors[0]
-
-
-def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
-    return ProcessGroup(store, rank, size, timeout)
-
-
-def register() -> None:
-    """Make `init_process_group("paceline")` and `new_group(backend="paceline")` work. Local; a second call does nothing."""
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _make, devices=["cpu", "cuda"])

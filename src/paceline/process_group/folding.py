@@ -5,6 +5,8 @@ Half and quarter precision is accumulated in single precision and rounded once p
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +32,7 @@ _COMBINE: dict[Any, Callable[..., Tensor]] = {
     _R.BXOR: torch.bitwise_xor,
 }
 _NUMBERS = {kind: number for number, kind in enumerate(_COMBINE)}
-_SIZED = {_R.SUM, _R.AVG, _R.PREMUL_SUM}  # linear: a complex tensor is two real ones
+_LINEAR = {_R.SUM, _R.AVG, _R.PREMUL_SUM}  # linear: a complex tensor is two real ones
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,17 @@ class Fold:
 
     Attributes:
         number: Identifies the reduction in a notice.
+        name: What torch calls it.
         combine: What makes one slice of two.
         scale: What the result is multiplied with; None for nothing.
-        num_ranks: Over how many ranks, for messages.
+        is_linear: Whether complex numbers may be treated as pairs of real ones.
     """
 
     number: int
     name: str
     combine: Callable[..., Tensor]
     scale: float | None
+    is_linear: bool
 
     def into(self, target: Tensor, others: Sequence[Tensor]) -> None:
         """Replace `target` by the combination of it and `others`, all of one dtype and length.
@@ -84,30 +88,32 @@ def fold_for(operation: Any, dtype: torch.dtype, num_ranks: int) -> Fold:
     Raises:
         ConfigurationError: The operation cannot be done on the dtype.
     """
-    kind = next((kind for kind in _COMBINE if operation == kind), None)
-    if kind is None:
+    for kind in _COMBINE:  # a ReduceOp compares with its kinds, but does not hash like them
+        if operation == kind:
+            break
+    else:
         raise ConfigurationError(f"{operation} is not a reduction that the paceline backend knows.")
+    if kind is _R.PREMUL_SUM:
+        return dataclasses.replace(_make(kind, dtype, num_ranks), scale=_factor_of(operation))
+    return _make(kind, dtype, num_ranks)
+
+
+@functools.cache
+def _make(kind: Any, dtype: torch.dtype, num_ranks: int) -> Fold:
     bitwise = kind in {_R.BAND, _R.BOR, _R.BXOR}
     if bitwise and (dtype.is_floating_point or dtype.is_complex):
         raise ConfigurationError(f"ReduceOp.{kind.name} combines bits; a tensor of {dtype} has numbers. Use integers.")
     if kind in {_R.MIN, _R.MAX} and dtype.is_complex:
         raise ConfigurationError(f"ReduceOp.{kind.name} needs an order, and {dtype} has none.")
-    scale = None
-    if kind is _R.AVG:
-        scale = 1.0 / num_ranks
-    elif kind is _R.PREMUL_SUM:
-        scale = _factor_of(operation)
-    return Fold(_NUMBERS[kind], kind.name, _COMBINE[kind], scale)
+    scale = 1.0 / num_ranks if kind is _R.AVG else None
+    return Fold(_NUMBERS[kind], kind.name, _COMBINE[kind], scale, kind in _LINEAR)
 
 
 def real_view(flat: Tensor, fold: Fold) -> Tensor:
     """Alias complex numbers as pairs of real ones where the reduction is linear."""
-    if flat.is_complex() and _COMBINE_KINDS[fold.number] in _SIZED:
+    if fold.is_linear and flat.is_complex():
         return torch.view_as_real(flat).view(-1)
     return flat
-
-
-_COMBINE_KINDS = list(_COMBINE)
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:

@@ -50,6 +50,7 @@ class HostCollectives:
         self._meetings = meetings
         self._num_shares = num_shares
         self._num_small = 0
+        self._known_slots: dict[tuple[torch.dtype, int], tuple[Tensor, list[Tensor]]] = {}
         self._ranks = [neighbour.rank for neighbour in host.neighbours]
         self._areas = [neighbour.arena for neighbour in host.neighbours]
         self._kept = host.me.arena.allocate(STAGING_BYTES + 2 * SMALL_BYTES, torch.uint8)
@@ -70,18 +71,23 @@ class HostCollectives:
             self._copy_out(mine, pieces[self._host.index])
 
     def _all_reduce_small(self, what: Operation, flat: Tensor, fold: Fold) -> None:
-        start = self._staging + STAGING_BYTES + SMALL_BYTES * (self._num_small % 2)
+        num_elements = flat.numel()
+        mine, others = self._slots(flat.dtype, self._num_small % 2)
         self._num_small += 1
-        size_bytes = flat.numel() * flat.element_size()
-        place = Place(start, size_bytes)
-        if size_bytes:
-            self._areas[self._host.index].tensor(place, flat.dtype).copy_(flat)
-            self.copied_bytes += size_bytes
+        mine[:num_elements].copy_(flat)
+        self.copied_bytes += num_elements * flat.element_size()
         self._open(what, _STAGED)
-        if size_bytes:
-            first, *others = [arena.tensor(place, flat.dtype) for arena in self._areas]
-            flat.copy_(first)
-            fold.into(flat, others)
+        first, *rest = [slot[:num_elements] for slot in others]
+        flat.copy_(first)
+        fold.into(flat, rest)
+
+    def _slots(self, dtype: torch.dtype, which: int) -> tuple[Tensor, list[Tensor]]:
+        """Our slot for a small input, and everybody's."""
+        if (dtype, which) not in self._known_slots:
+            place = Place(self._staging + STAGING_BYTES + SMALL_BYTES * which, SMALL_BYTES)
+            slots = [arena.tensor(place, dtype) for arena in self._areas]
+            self._known_slots[dtype, which] = slots[self._host.index], slots
+        return self._known_slots[dtype, which]
 
     def _fold_my_share(self, pieces: Sequence[Tensor], fold: Fold, across: Across | None) -> None:
         """Fold this rank's share of everybody's piece, and write it to everybody."""

@@ -25,7 +25,9 @@ class LaneWork(dist.Work):  # type: ignore[misc]
         self._perform = perform
         self._outputs = outputs
         self._what = what
-        self._done = threading.Event()
+        self._ending = threading.Lock()  # held until the end: cheaper than an Event, one a collective
+        self._ending.acquire()
+        self._is_done = False
         self._error: BaseException | None = None
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()
@@ -38,7 +40,8 @@ class LaneWork(dist.Work):  # type: ignore[misc]
             self._error = error
         del self._perform  # and with it the references to inputs
         with self._lock:
-            self._done.set()
+            self._is_done = True
+            self._ending.release()
             future = self._future
         if future is not None:
             self._settle(future)
@@ -52,17 +55,19 @@ class LaneWork(dist.Work):  # type: ignore[misc]
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end, at most `timeout` (0: as long as the group allows). Raises what went wrong."""
         limit_s = timeout.total_seconds()
-        if not self._done.wait(limit_s if limit_s > 0 else None):
+        if self._ending.acquire(timeout=limit_s if limit_s > 0 else -1):
+            self._ending.release()
+        else:
             raise RuntimeError(f"{self._what} was not done after {limit_s:g} s; it is still under way")
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self._is_done
 
     def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
         return self._error
@@ -73,7 +78,7 @@ class LaneWork(dist.Work):  # type: ignore[misc]
             if self._future is not None:
                 return self._future
             self._future = Future()
-            is_done = self._done.is_set()
+            is_done = self.is_completed()
         if is_done:
             self._settle(self._future)
         return self._future

@@ -9,7 +9,17 @@ import torch
 
 from paceline.errors import ProtocolError
 
-KINDS = ("all-reduce", "broadcast", "all-gather", "reduce-scatter", "reduce", "barrier", "other")
+KINDS = (
+    "all-reduce",
+    "broadcast",
+    "all-gather",
+    "reduce-scatter",
+    "reduce",
+    "barrier",
+    "gather",
+    "scatter",
+    "all-to-all",
+)
 DTYPES = tuple(
     sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 )  # the same on every rank, as they run the same torch

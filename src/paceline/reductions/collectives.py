@@ -35,6 +35,17 @@ def launch_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup) -> Pendi
     return PendingWork(group.allgather([rows], [row], AllgatherOptions()))
 
 
+def allocate_zeros(
+    group: ProcessGroup, num_elements: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return zeros, 1-D; in memory that the group communicates from without a copy, if it has any. Local."""
+    offers = getattr(group, "supports_tensor_alloc", None)
+    if offers is not None and offers(device):
+        tensor: Tensor = group.allocate_tensor(num_elements, dtype=dtype, device=device)
+        return tensor
+    return torch.zeros(num_elements, dtype=dtype, device=device)
+
+
 def backend_of(group: ProcessGroup) -> str:
     """The group's backend, in lower case; of a group that is not registered, what it calls itself."""
     try:

@@ -49,6 +49,7 @@ class Arena:
             os.close(fd)
         self.bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address: int = self.bytes.ctypes.data
+        self._all = torch.from_numpy(self.bytes)
         self._lock = threading.Lock()
         self._starts = [_round_up(reserved_bytes)]  # of the free places, ascending
         self._sizes = [self.size_bytes - self._starts[0]]
@@ -62,8 +63,7 @@ class Arena:
 
     def tensor(self, place: Place, dtype: torch.dtype) -> Tensor:
         """Alias a place as a 1-D tensor. It keeps the mapping alive, not the place taken."""
-        base = self.bytes[place.start : place.start + place.size_bytes]
-        return _as_tensor(base, dtype)
+        return self._all[place.start : place.start + place.size_bytes].view(dtype)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed 1-D tensor in this arena.
