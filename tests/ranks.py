@@ -166,6 +166,8 @@ def _open_group(start: _Start, order: _Order) -> None:
     else:
         host, _, port = where.rpartition(":")
         store = dist.TCPStore(host, int(port), start.num_ranks, is_master=False, timeout=timeout)
+    import paceline  # noqa: F401  registers the backend of that name
+
     dist.init_process_group(os.environ.get(BACKEND, "gloo"), store=store, rank=start.rank, world_size=start.num_ranks, timeout=timeout)
 
 

@@ -52,6 +52,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._messages = make_gloo(dist.PrefixStore("messages", store), rank, size, timeout, self.address)
         self._collectives = Collectives(self.host, self._here, self._inner)
         self._lane = Lane(f"paceline lane of rank {rank}")
+        self._names = {"name": "", "description": ""}  # which c10d gives it
         self._error: BaseException | None = None
 
     # What c10d asks
@@ -62,11 +63,27 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def name(self) -> str:
         return NAME
 
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._names["name"] = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._names["name"]
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._names["description"] = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._names["description"]
+
     def rank(self) -> int:
         return self._rank
 
     def size(self) -> int:
         return self._size
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), torch.device("cuda")]
 
     @property
     def copied_bytes(self) -> int:
@@ -236,7 +253,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 self._error = error
                 if not self._meetings.is_broken:
                     self._meetings.give_up(self._rank)
-                if isinstance(error, PacelineError) or not isinstance(error, RuntimeError):
+                if isinstance(error, (PacelineError, NotImplementedError)) or not isinstance(error, RuntimeError):
                     raise
                 raise PeerLostError(
                     f"rank {self._rank} was in {kind} when communication failed. The backend said: {error}"

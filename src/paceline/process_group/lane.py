@@ -2,6 +2,9 @@
 
 Who launches a collective and waits for it at once need not pass it to another thread: when the lane is idle, it is
 performed by the caller.
+
+What a callback of a collective launches is performed before anything else that is queued. So it does not matter on which
+rank the callback was registered before the collective ended, and on which after: the order is the same.
 """
 
 from __future__ import annotations
@@ -9,12 +12,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import _profiler_enabled as _is_profiled
+from torch.autograd.profiler import record_function
 from torch.futures import Future
+
+from paceline.process_group.registration import NAME
 
 
 class LaneWork(dist.Work):  # type: ignore[misc]
@@ -35,7 +43,8 @@ class LaneWork(dist.Work):  # type: ignore[misc]
     def perform(self) -> None:
         """Do it, on this thread; an error is kept for whoever waits."""
         try:
-            self._perform()
+            with record_function(f"{NAME}:{self._what}") if _is_profiled() else nullcontext():
+                self._perform()
         except BaseException as error:  # whatever it is, the waiters must hear of it
             self._error = error
         del self._perform  # and with it the references to inputs
@@ -104,6 +113,7 @@ class Lane:
         self._num_queued = 0
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # held by whoever performs
+        self._performer = 0  # its thread
         self._closed = False
 
     def launch(self, work: LaneWork, at_once: bool) -> LaneWork:
@@ -113,6 +123,9 @@ class Lane:
             work: What to do.
             at_once: The caller waits for it anyway: it may be performed by this very thread.
         """
+        if self._performer == threading.get_ident():
+            work.perform()  # launched by a callback of the collective that has just ended
+            return work
         with self._lock:
             inline = at_once and self._num_queued == 0 and self._turn.acquire(blocking=False)
             if not inline:
@@ -121,10 +134,17 @@ class Lane:
                 self._queue.put(work)
         if inline:
             try:
-                work.perform()
+                self._perform(work)
             finally:
                 self._turn.release()
         return work
+
+    def _perform(self, work: LaneWork) -> None:
+        self._performer = threading.get_ident()
+        try:
+            work.perform()
+        finally:
+            self._performer = 0
 
     def _start(self) -> None:
         if self._closed:
@@ -136,7 +156,7 @@ class Lane:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             with self._turn:
-                work.perform()
+                self._perform(work)
             with self._lock:
                 self._num_queued -= 1
             del work
