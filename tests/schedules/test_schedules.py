@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.schedules import SCHEDULES, Link, Links, Schedule, Topology, Transfer, cut, price
-from paceline.schedules import halving_doubling, hierarchical, tree
+from paceline.schedules import (
+    SCHEDULES,
+    Link,
+    Links,
+    Schedule,
+    Topology,
+    Transfer,
+    cut,
+    halving_doubling,
+    hierarchical,
+    price,
+    tree,
+)
 from paceline.schedules.compose import mirror
 from paceline.schedules.part import part_of
 
@@ -35,9 +47,9 @@ CASES = [
 ]
 
 
-def follow(schedule, start=lambda rank, block: rank):
+def follow(schedule):
     """Every rank's blocks after the schedule, as expressions: a contribution, or a pair of folded expressions."""
-    held = [[start(rank, block) for block in range(schedule.num_blocks)] for rank in range(schedule.num_ranks)]
+    held = [[rank] * schedule.num_blocks for rank in range(schedule.num_ranks)]
     for transfers in schedule.rounds:
         before = [list(blocks) for blocks in held]
         for t in transfers:
@@ -172,7 +184,7 @@ def test_hosts_of_unequal_size_have_as_many_shards_as_the_smallest_has_ranks():
 @pytest.mark.parametrize("num_blocks", range(1, 18))
 def test_cut_covers_the_message_with_blocks_that_differ_by_at_most_one(num_elements, num_blocks):
     cuts = cut(num_elements, num_blocks)
-    sizes = [last - first for first, last in zip(cuts, cuts[1:], strict=False)]
+    sizes = [last - first for first, last in pairwise(cuts)]
     assert len(cuts) == num_blocks + 1
     assert sum(sizes) == num_elements
     assert max(sizes) - min(sizes) <= 1

@@ -72,7 +72,9 @@ def _reduce_to_owners(num_ranks: int) -> tuple[int, Rounds]:
     num_blocks = len(groups[0])
     rounds: list[Round] = []
     for t in range(_log2(groups[0]) + (len(groups) > 1)):
-        transfers = [transfer for group in groups if t < _log2(group) for transfer in _halve(group, t, num_blocks)]
+        transfers = [
+            transfer for group in groups if t < _log2(group) for transfer in _halve(group, t, num_blocks)
+        ]
         for larger, smaller in pairwise(groups):
             if t == _log2(larger):
                 transfers += _join(larger, smaller, num_blocks)

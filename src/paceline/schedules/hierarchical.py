@@ -44,7 +44,9 @@ def _hierarchical(topology: Topology, name: str, across: Callable[[int], Schedul
     hosts = topology.ranks_of_host
     num_shards = min(map(len, hosts))
     between = across(len(hosts))
-    distribute: Rounds = side_by_side([(_distribute(host, num_shards, between.num_blocks),) for host in hosts])
+    distribute: Rounds = side_by_side(
+        [(_distribute(host, num_shards, between.num_blocks),) for host in hosts]
+    )
     distribute = tuple(transfers for transfers in distribute if transfers)
     middle = side_by_side(
         place(between.rounds, [host[shard] for host in hosts], shard * between.num_blocks)

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from paceline.schedules.schedule import Round, Schedule
 
-HEADER_BYTES = 64
+HEADER_BYTES = 128
 """Size of the message that says which collective its sender is in. It goes beside a rank's first messages, and
 beside the first that a rank receives (`Schedule.introduces`)."""
 
@@ -58,7 +58,7 @@ class Part:
 @lru_cache(maxsize=64)
 def part_of(schedule: Schedule, rank: int) -> Part:
     """What `rank` does in `schedule`."""
-    live = set(range(schedule.num_blocks))  # not settled yet, and not given to another rank to fold
+    live: set[int] = set()  # folded here, not settled yet, and not given to another rank to fold
     accumulates: set[int] = set()
     turns = []
     for number, transfers in enumerate(schedule.rounds):

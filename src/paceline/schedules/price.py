@@ -63,7 +63,9 @@ def price(
         ConfigurationError: the topology has another number of ranks, or the message a fraction of an element.
     """
     if topology.num_ranks != schedule.num_ranks:
-        raise ConfigurationError(f"{schedule.name} is for {schedule.num_ranks} ranks, the topology has {topology}")
+        raise ConfigurationError(
+            f"{schedule.name} is for {schedule.num_ranks} ranks, the topology has {topology}"
+        )
     if message_bytes < 0 or message_bytes % element_bytes:
         raise ConfigurationError(f"{message_bytes} bytes are not a number of {element_bytes}-byte elements")
     counting = _Counting(
@@ -135,10 +137,7 @@ class _Counting:
 
     def _latency_s(self, messages: dict[Link, Counter[int]]) -> float:
         return max(
-            (
-                link.latency_s + (max(count.values()) - 1) * link.message_s
-                for link, count in messages.items()
-            ),
+            (link.latency_s + (max(count.values()) - 1) * link.message_s for link, count in messages.items()),
             default=0.0,
         )
 

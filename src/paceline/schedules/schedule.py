@@ -72,7 +72,7 @@ class Schedule:
 
     @cached_property
     def introduces(self) -> tuple[tuple[bool, ...], ...]:
-        """For each transfer of each round, whether it is its source's first to send or its target's first to receive."""
+        """For each transfer of each round, whether it is its source's first sent or its target's first received."""
         sent: set[int] = set()
         received: set[int] = set()
         answer = []
@@ -109,7 +109,9 @@ class _Check:
                 self._block(transfer, block)
         for (rank, block), times in self.overwritten.items():
             if times > 1 or (rank, block) in self.touched:
-                self._refuse(f"rank {rank} overwrites block {block} and sends or receives it otherwise (rule 5)")
+                self._refuse(
+                    f"rank {rank} overwrites block {block} and sends or receives it otherwise (rule 5)"
+                )
         for transfer in transfers:
             if not transfer.fold:
                 for block in _blocks(transfer):

@@ -1,0 +1,1 @@
+"""PERFORM a schedule on tensors."""
