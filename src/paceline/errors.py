@@ -43,3 +43,8 @@ class CollectiveMismatchError(ProtocolError):
 
 class PeerLostError(PacelineError, TimeoutError, RuntimeError):
     """A peer died, hung or cannot be reached; gradients are undefined, parameters untouched."""
+
+    def __init__(self, message: str = "", peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+        """Its rank in the group, where it is known."""

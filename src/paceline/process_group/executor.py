@@ -94,7 +94,9 @@ class Executor:
         try:
             call.perform()
         except PeerLostError as error:
-            raise PeerLostError(f"{descriptor} failed: {error}; its tensor is undefined") from error
+            raise PeerLostError(
+                f"{descriptor} failed: {error}. Its tensor is undefined.", error.peer
+            ) from error
 
 
 class _Call:

@@ -3,6 +3,7 @@
 Pure Python: no tensors, no clock, no network.
 """
 
+from paceline.schedules.choice import Choice, choose
 from paceline.schedules.price import Price, price
 from paceline.schedules.schedule import Round, Schedule, Transfer, cut
 from paceline.schedules.table import SCHEDULES, Algorithm, Operation
@@ -11,6 +12,7 @@ from paceline.schedules.topology import Link, Links, Topology
 __all__ = [
     "SCHEDULES",
     "Algorithm",
+    "Choice",
     "Link",
     "Links",
     "Operation",
@@ -19,6 +21,7 @@ __all__ = [
     "Schedule",
     "Topology",
     "Transfer",
+    "choose",
     "cut",
     "price",
 ]

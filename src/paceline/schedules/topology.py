@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,3 +78,34 @@ class Links:
     within: Link
     between: Link
     fold_s_per_byte: float = 0.0
+
+    def to_numbers(self) -> list[float]:
+        """As one list, for messages."""
+        sides = (self.within, self.between)
+        return [x for link in sides for x in (link.latency_s, link.bytes_per_s, link.message_s)] + [
+            self.fold_s_per_byte
+        ]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> Links:
+        return cls(Link(*numbers[:3]), Link(*numbers[3:6]), numbers[6])
+
+    @classmethod
+    def parse(cls, text: str) -> Links:
+        """Read "within=2e-5/4e9 between=1e-4/125e6": latency in seconds, rate in bytes per second.
+
+        Raises:
+            ConfigurationError: it is not of that form.
+        """
+        found = {}
+        try:
+            for word in text.split():
+                side, _, numbers = word.partition("=")
+                latency, rate = numbers.split("/")
+                found[side] = Link(float(latency), float(rate))
+            return cls(**found)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"links {text!r}: expected latency (s) and rate (bytes per s) of both links, as in "
+                f"'within=2e-5/4e9 between=1e-4/125e6' ({error})"
+            ) from error

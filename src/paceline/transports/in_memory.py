@@ -88,7 +88,8 @@ class InMemoryTransport(Transport):
             if received is None:
                 raise PeerLostError(
                     f"rank {self.rank} waited {timeout_s:g} s for {tensor.nbytes} bytes from rank {peer}, "
-                    "which did not send them"
+                    "which did not send them",
+                    peer,
                 )
             tensor.copy_(received.view(tensor.dtype))
             on_received(index)
