@@ -103,7 +103,7 @@ class Links:
                 side, _, numbers = word.partition("=")
                 latency, rate = numbers.split("/")
                 found[side] = Link(float(latency), float(rate))
-            return cls(**found)
+            return cls(found.pop("within"), found.pop("between"), **found)
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"links {text!r}: expected latency (s) and rate (bytes per s) of both links, as in "
