@@ -103,8 +103,10 @@ class Links:
                 side, _, numbers = word.partition("=")
                 latency, rate = numbers.split("/")
                 found[side] = Link(float(latency), float(rate))
-            return cls(found.pop("within"), found.pop("between"), **found)
-        except (TypeError, ValueError) as error:
+            if set(found) != {"within", "between"}:
+                raise ValueError(f"found {sorted(found)}")
+            return cls(found["within"], found["between"])
+        except ValueError as error:
             raise ConfigurationError(
                 f"links {text!r}: expected latency (s) and rate (bytes per s) of both links, as in "
                 f"'within=2e-5/4e9 between=1e-4/125e6' ({error})"
