@@ -78,8 +78,7 @@ class Executor:
             ConfigurationError: nothing was sent: the tensor or the operation cannot be reduced so.
         """
         _check(schedule, flat, self.transport)
-        folds = any(transfer.fold for transfers in schedule.rounds for transfer in transfers)
-        fold = fold_of(op_name(op), flat.dtype) if folds else None
+        fold = fold_of(op_name(op), flat.dtype) if schedule.folds else None
         descriptor = Descriptor(
             self.num_collectives,
             operation,

@@ -82,6 +82,11 @@ class Schedule:
             received.update(transfer.target for transfer in transfers)
         return tuple(answer)
 
+    @cached_property
+    def folds(self) -> bool:
+        """Whether anything is folded."""
+        return any(transfer.fold for transfers in self.rounds for transfer in transfers)
+
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.num_ranks} ranks, {self.num_blocks} blocks"]
         for number, transfers in enumerate(self.rounds):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from paceline.errors import ConfigurationError
+
+_LINKS = re.compile(r"within=(\S+)/(\S+)\s+between=(\S+)/(\S+)")
 
 
 @dataclass(frozen=True)
@@ -97,17 +100,12 @@ class Links:
         Raises:
             ConfigurationError: it is not of that form.
         """
-        found = {}
+        match = _LINKS.fullmatch(text.strip())
         try:
-            for word in text.split():
-                side, _, numbers = word.partition("=")
-                latency, rate = numbers.split("/")
-                found[side] = Link(float(latency), float(rate))
-            if set(found) != {"within", "between"}:
-                raise ValueError(f"found {sorted(found)}")
-            return cls(found["within"], found["between"])
+            within_s, within_per_s, between_s, between_per_s = map(float, match.groups() if match else ())
         except ValueError as error:
             raise ConfigurationError(
                 f"links {text!r}: expected latency (s) and rate (bytes per s) of both links, as in "
-                f"'within=2e-5/4e9 between=1e-4/125e6' ({error})"
+                "'within=2e-5/4e9 between=1e-4/125e6'"
             ) from error
+        return cls(Link(within_s, within_per_s), Link(between_s, between_per_s))
