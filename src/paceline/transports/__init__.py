@@ -1,1 +1,5 @@
-"""MOVE messages between ranks: through memory they share, through a c10d group, or within one process for tests."""
+"""MOVE messages: to which rank, how; not what they mean."""
+
+from paceline.transports.transport import Message, Transport
+
+__all__ = ["Message", "Transport"]
