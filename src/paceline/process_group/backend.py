@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError
-from paceline.process_group.collectives import Collectives
-from paceline.process_group.folding import fold_for
+from paceline.process_group.across_hosts import AcrossHosts
+from paceline.process_group.collectives import Collectives, check_reducible
 from paceline.process_group.gloo import address_towards, make_gloo
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.lane import Lane, LaneWork
@@ -46,11 +46,13 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._timeout = timeout
         self.host: Host = join_host(dist.PrefixStore("memory", store), rank, size)
         self._meetings = Meetings(self.host, timeout.total_seconds())
-        self._here = HostCollectives(self.host, self._meetings, min(len(ranks) for ranks in self.host.hosts))
+        num_shares = min(len(ranks) for ranks in self.host.hosts)
+        self._here = HostCollectives(self.host, self._meetings, num_shares, size)
         self.address = address_towards(len(self.host.hosts))
         self._inner = make_gloo(dist.PrefixStore("collectives", store), rank, size, timeout, self.address)
         self._messages = make_gloo(dist.PrefixStore("messages", store), rank, size, timeout, self.address)
-        self._collectives = Collectives(self.host, self._here, self._inner)
+        across = AcrossHosts(self._inner, self.host.hosts, self.host.index, timeout.total_seconds())
+        self._collectives = Collectives(self.host, self._here, across, self._inner)
         self._lane = Lane(f"paceline lane of rank {rank}")
         self._names = {"name": "", "description": ""}  # which c10d gives it
         self._error: BaseException | None = None
@@ -103,11 +105,12 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.AllreduceOptions()
-        folds = [fold_for(opts.reduceOp, tensor.dtype, self._size) for tensor in tensors]
+        for tensor in tensors:
+            check_reducible(opts.reduceOp, tensor)
 
         def perform() -> None:
-            for tensor, fold in zip(tensors, folds, strict=True):
-                self._collectives.all_reduce(tensor, fold, opts)
+            for tensor in tensors:
+                self._collectives.all_reduce(tensor, opts)
 
         return self._launch(perform, tensors, opts, "all-reduce")
 
@@ -116,20 +119,18 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         tensor = _only(tensors)
-        fold = fold_for(opts.reduceOp, tensor.dtype, self._size)
-        return self._launch(
-            lambda: self._collectives.reduce(tensor, fold, opts.rootRank, opts), tensors, opts, "reduce"
-        )
+        check_reducible(opts.reduceOp, tensor)
+        return self._launch(lambda: self._collectives.reduce(tensor, opts), tensors, opts, "reduce")
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
-        folds = [fold_for(opts.reduceOp, output.dtype, self._size) for output in outputs]
         for output, rows in zip(outputs, inputs, strict=True):
+            check_reducible(opts.reduceOp, output)
             self._check_rows("reduce-scatter", rows, output.numel())
 
         def perform() -> None:
-            for output, rows, fold in zip(outputs, inputs, folds, strict=True):
-                self._collectives.reduce_scatter(output, rows, fold, opts)
+            for output, rows in zip(outputs, inputs, strict=True):
+                self._collectives.reduce_scatter(output, rows, opts)
 
         return self._launch(perform, outputs, opts, "reduce-scatter")
 
@@ -148,9 +149,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         tensor = _only(tensors)
-        return self._launch(
-            lambda: self._collectives.broadcast(tensor, opts.rootRank, opts), tensors, opts, "broadcast"
-        )
+        return self._launch(lambda: self._collectives.broadcast(tensor, opts), tensors, opts, "broadcast")
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         for rows, tensor in zip(outputs, inputs, strict=True):

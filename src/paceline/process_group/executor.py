@@ -215,7 +215,8 @@ class _Call:
             return
         theirs = Descriptor.from_header(header)
         raise CollectiveMismatchError(
-            f"rank {self.transport.rank} is in {self.descriptor} while rank {peer} is in "
+            f"rank {self.transport.names[self.transport.rank]} is in {self.descriptor} while rank "
+            f"{self.transport.names[peer]} is in "
             f"{theirs or 'something that is not a collective of this version'}. Every rank calls the same "
             "collectives in the same order, with tensors of the same size and dtype. The tensors of both are "
             "undefined. See docs/troubleshooting.md#collective-mismatch."

@@ -6,7 +6,7 @@ block. Minimum, maximum and bitwise operations round nothing and stay in their d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.errors import ConfigurationError
 
+PREMULTIPLIED = "PREMUL_SUM"
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "SUM": torch.add,
     "AVG": torch.add,
@@ -51,6 +52,22 @@ class Fold:
         """Fold `received` into `accumulated`, shape (n,) both; who is the left operand decides the bits of a NaN."""
         left, right = (received, accumulated) if received_is_left else (accumulated, received)
         self.function(left, right, out=accumulated)
+
+    def all_into(self, target: Tensor, others: Sequence[Tensor], num_averaged: int) -> None:
+        """Fold `others` into `target`, shape (n,) each, in one go: rounded once.
+
+        Args:
+            target: As the message is stored; seen as `view_as`.
+            others: Likewise; unchanged.
+            num_averaged: Over how many ranks the result is averaged, if this is an average; 0: it is not complete yet.
+        """
+        accumulated = target.to(self.accumulate_in)  # the same tensor, unless it widens
+        for other in others:
+            self.function(accumulated, other.to(self.accumulate_in), out=accumulated)
+        if self.averages and num_averaged:
+            self.average(accumulated, num_averaged)
+        if self.widens:
+            target.copy_(accumulated)
 
     def average(self, completed: Tensor, num_ranks: int) -> None:
         """Divide a completed sum in place; integers are cut off towards zero."""
@@ -95,3 +112,11 @@ def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType | None) -> str:
     return str(getattr(op, "op", op)).rpartition(".")[
         2
     ]  # a ReduceOp holds its kind; a kind passes for a ReduceOp
+
+
+def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float | None:
+    """What a PREMUL_SUM multiplies every rank's input with; None for any other operation."""
+    if op_name(op) != PREMULTIPLIED:
+        return None
+    factor = op.__getstate__()[1]  # nothing else reveals it
+    return float(factor.item() if isinstance(factor, Tensor) else factor)

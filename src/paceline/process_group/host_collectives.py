@@ -24,11 +24,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.process_group.folding import CHUNK_BYTES, Fold
+from paceline.process_group.folds import Fold
 from paceline.process_group.operation import NUM_WORDS, Operation, check_agreement
 from paceline.transports.shared_memory import Host, Meetings
 from paceline.transports.shared_memory.arena import Place
 
+CHUNK_BYTES = 512 * 1024  # folded and handed on while it is in the cache
 SMALL_BYTES = 64 * 1024
 STAGING_BYTES = 4 * 2**20
 _STAGED = -1
@@ -43,12 +44,14 @@ class HostCollectives:
         host: The ranks.
         meetings: Their barriers.
         num_shares: How many of them fold; the first ones. Fewer than all where another host has fewer ranks.
+        num_averaged: Over how many ranks an average is taken: all of the group.
     """
 
-    def __init__(self, host: Host, meetings: Meetings, num_shares: int) -> None:
+    def __init__(self, host: Host, meetings: Meetings, num_shares: int, num_averaged: int) -> None:
         self._host = host
         self._meetings = meetings
         self._num_shares = num_shares
+        self._num_averaged = num_averaged
         self._num_small = 0
         self._known_slots: dict[tuple[torch.dtype, int], tuple[Tensor, list[Tensor]]] = {}
         self._ranks = [neighbour.rank for neighbour in host.neighbours]
@@ -79,7 +82,7 @@ class HostCollectives:
         self._open(what, _STAGED)
         first, *rest = [slot[:num_elements] for slot in others]
         flat.copy_(first)
-        fold.into(flat, rest)
+        fold.all_into(flat, rest, self._num_averaged)
 
     def _slots(self, dtype: torch.dtype, which: int) -> tuple[Tensor, list[Tensor]]:
         """Our slot for a small input, and everybody's."""
@@ -100,21 +103,22 @@ class HostCollectives:
         chunks = list(zip(*(piece[low:high].split(step) for piece in pieces), strict=True)) if high > low else []
         for chunk in chunks:
             mine, others = chunk[me], chunk[:me] + chunk[me + 1 :]
-            fold.into(mine, others)
+            fold.all_into(mine, others, 0 if across else self._num_averaged)
             if across is None:
                 for other in others:
                     other.copy_(mine)
         if across is not None and chunks:
-            across(pieces[me][low:high])
+            share = pieces[me][low:high]
+            across(share)
+            if fold.averages:
+                fold.average(share, self._num_averaged)
             for index, piece in enumerate(pieces):
                 if index != me:
-                    piece[low:high].copy_(pieces[me][low:high])
+                    piece[low:high].copy_(share)
 
-    def broadcast(self, what: Operation, flat: Tensor, root: int, across: Across | None = None) -> None:
-        """Replace `flat` by that of the host's rank number `root`, which may fetch it from another host first."""
+    def broadcast(self, what: Operation, flat: Tensor, root: int) -> None:
+        """Replace `flat` by that of the host's rank number `root`."""
         me = self._host.index
-        if across is not None and me == root:
-            across(flat)
         for pieces, mine in self._pieces(what, flat, copy_in=me == root):
             if me != root:
                 mine.copy_(pieces[root])
@@ -135,7 +139,7 @@ class HostCollectives:
         for pieces, mine in self._pieces(what, flat):
             if me == root:
                 others = [piece for index, piece in enumerate(pieces) if index != root]
-                fold.into(pieces[root], others)
+                fold.all_into(pieces[root], others, self._num_averaged)
                 self._copy_out(mine, pieces[root])
             self._meet(what)
 
@@ -156,7 +160,7 @@ class HostCollectives:
                 for index in [me, *(i for i in range(num_ranks) if i != me)]
             ]
             output[start:stop].copy_(mine)
-            fold.into(output[start:stop], others)
+            fold.all_into(output[start:stop], others, self._num_averaged)
             self._meet(what)
 
     def barrier(self, what: Operation) -> None:

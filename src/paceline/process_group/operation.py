@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from paceline.errors import ProtocolError
+from paceline.errors import CollectiveMismatchError
 
 KINDS = (
     "all-reduce",
@@ -23,7 +24,7 @@ KINDS = (
 DTYPES = tuple(
     sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 )  # the same on every rank, as they run the same torch
-REDUCTIONS = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,23 @@ class Operation:
 NUM_WORDS = len(Operation(0, 0).words())
 
 
-def operation(
-    number: int, kind: str, dtype: torch.dtype | None = None, num_elements: int = 0, reduction: int = -1, root: int = -1
-) -> Operation:
-    """Describe a collective."""
+def operation(number: int, kind: str, tensor: Tensor | None = None, reduction: str = "", root: int = -1) -> Operation:
+    """Describe a collective.
+
+    Args:
+        number: Its place in the sequence.
+        kind: One of KINDS.
+        tensor: Of one rank's part, for its dtype and number of elements.
+        reduction: One of REDUCTIONS, where it reduces.
+        root: Rank within the group, where it has one.
+    """
     return Operation(
-        number, KINDS.index(kind), 0 if dtype is None else DTYPES.index(dtype), num_elements, reduction, root
+        number,
+        KINDS.index(kind),
+        0 if tensor is None else DTYPES.index(tensor.dtype),
+        0 if tensor is None else tensor.numel(),
+        REDUCTIONS.index(reduction) if reduction else -1,
+        root,
     )
 
 
@@ -78,13 +90,13 @@ def check_agreement(mine: Operation, ranks: Sequence[int], notices: Sequence[Seq
     """Compare what all ranks of a host are about to do.
 
     Raises:
-        ProtocolError: Two differ; names both. Raised on every rank of the host.
+        CollectiveMismatchError: Two differ; names both. Raised on every rank of the host.
     """
     words = mine.words()
     for rank, notice in zip(ranks, notices, strict=True):
         if list(notice[:NUM_WORDS]) != words:
             theirs = Operation(*notice[:NUM_WORDS])
-            raise ProtocolError(
+            raise CollectiveMismatchError(
                 f"rank {my_rank} launched {mine} while rank {rank} launched {theirs}. Every rank of a process group "
                 "launches the same collectives in the same order, with equal shapes and dtypes. Look for a branch that "
                 "only some ranks take. The contents of both tensors are undefined, and the group can no longer be used."

@@ -33,6 +33,7 @@ def choose(
     *,
     element_bytes: int = 4,
     partial_bytes: int | None = None,
+    only: str | None = None,
 ) -> Choice:
     """The algorithm with the least predicted time.
 
@@ -43,6 +44,7 @@ def choose(
         links: What lies between them.
         element_bytes: Size of an element.
         partial_bytes: Size of an element of a partial result on the wire, where that differs (see `price`).
+        only: The name of the one algorithm to consider.
 
     Contract:
         Local. Ranks that pass the same arguments choose the same; links must be agreed on, not measured by each.
@@ -57,10 +59,13 @@ def choose(
             partial_bytes=partial_bytes,
         )
         for name, algorithm in SCHEDULES.items()
-        if algorithm.operation == operation and algorithm.fits(topology)
+        if algorithm.operation == operation and algorithm.fits(topology) and only in {None, name}
     }
     if not prices:
-        raise ConfigurationError(f"no schedule performs {operation!r} over {topology}")
+        asked = f" called {only!r}" if only else ""
+        raise ConfigurationError(
+            f"no schedule{asked} performs {operation!r} over {topology}; there are {', '.join(SCHEDULES)}"
+        )
     order = sorted(prices, key=lambda name: prices[name].time_s)  # ties: the table's order
     ranked = {name: prices[name] for name in order}
     return Choice(

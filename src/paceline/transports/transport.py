@@ -28,6 +28,8 @@ class Transport(ABC):
         self.num_ranks = num_ranks
         self.bytes_sent = 0
         """Of all exchanges that succeeded."""
+        self.names: Sequence[int] = range(num_ranks)
+        """What its ranks are called in errors."""
         self._failure: str | None = None
 
     def exchange(

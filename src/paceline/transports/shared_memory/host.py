@@ -22,7 +22,7 @@ from paceline.transports.shared_memory import futex
 from paceline.transports.shared_memory.arena import Arena
 from paceline.transports.shared_memory.board import Board
 
-SWITCH = "PACELINE_SHARED_MEMORY"  # "0": ranks of one host talk as if they were on several
+SWITCH = "PACELINE_SHARED_MEMORY"  # "0": share with nobody; any other word: only with ranks that say the same word
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,12 @@ def join_host(store: dist.Store, rank: int, num_ranks: int) -> Host:
 
 def _where() -> str:
     """What two processes must have in common before they try to share memory; empty if this one cannot."""
-    if not futex.IS_AVAILABLE or os.environ.get(SWITCH) == "0":
+    word = os.environ.get(SWITCH, "")
+    if not futex.IS_AVAILABLE or word == "0":
         return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.readlink('/proc/self/ns/pid')}/{word}"
     except OSError:
         return ""
 
