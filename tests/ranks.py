@@ -168,7 +168,13 @@ def _open_group(start: _Start, order: _Order) -> None:
         store = dist.TCPStore(host, int(port), start.num_ranks, is_master=False, timeout=timeout)
     import paceline  # noqa: F401  registers the backend of that name
 
-    dist.init_process_group(os.environ.get(BACKEND, "gloo"), store=store, rank=start.rank, world_size=start.num_ranks, timeout=timeout)
+    dist.init_process_group(
+        os.environ.get(BACKEND, "gloo"),
+        store=store,
+        rank=start.rank,
+        world_size=start.num_ranks,
+        timeout=timeout,
+    )
 
 
 def _die_with_parent() -> None:

@@ -76,7 +76,7 @@ def narrow_sums(rank, num_ranks, seed):
             wide += parts[(rank + step) % num_ranks].float()
         mine = parts[rank].clone()
         dist.all_reduce(mine, group=ours)
-        pairs.append(torch.allclose(mine.float(), wide.to(dtype).float(), rtol=2 ** -8, atol=0))
+        pairs.append(torch.allclose(mine.float(), wide.to(dtype).float(), rtol=2**-8, atol=0))
         exact = sum(part.double() for part in parts)
         rounded_once = exact.to(dtype).double()
         pairs.append(bool(((mine.double() - rounded_once).abs() <= 1e-2 * exact.abs()).all()))
@@ -116,8 +116,12 @@ def odd_reductions(rank, num_ranks):
     truths = torch.tensor([rank == 0, False])
     dist.all_reduce(truths, dist.ReduceOp.MAX, group=ours)
     return (
-        average.tolist(), premultiplied.tolist(), complex_sum.tolist(), strided.tolist(),
-        [tensor.tolist() for tensor in several], truths.tolist(),
+        average.tolist(),
+        premultiplied.tolist(),
+        complex_sum.tolist(),
+        strided.tolist(),
+        [tensor.tolist() for tensor in several],
+        truths.tolist(),
     )
 
 
@@ -212,7 +216,9 @@ def many_in_flight(rank, num_ranks, count):
     dist.all_reduce(torch.ones(3), group=ours)  # waits its turn
     done_before = all(work.is_completed() for work in works)
     sums = [future.wait() for future in futures]
-    expected = [(num_ranks * n + num_ranks * (num_ranks - 1) / 2) * tensor.numel() for n, tensor in enumerate(tensors)]
+    expected = [
+        (num_ranks * n + num_ranks * (num_ranks - 1) / 2) * tensor.numel() for n, tensor in enumerate(tensors)
+    ]
     return done_before, sums == expected
 
 

@@ -1,6 +1,5 @@
 """What runs on c10d runs on the backend `paceline`: torch's DDP, FSDP2, checkpoints, and our own DDP without a copy."""
 
-import os
 import tempfile
 
 import pytest
@@ -34,7 +33,9 @@ def digests(rank, _num_ranks, seed):
     ours, gloo = dist.new_group(backend="paceline"), dist.group.WORLD
     torch_ddp = nn.parallel.DistributedDataParallel
     results = [
-        digest(list(train(lambda module, g=group: torch_ddp(module, process_group=g), rank, seed).parameters()))
+        digest(
+            list(train(lambda module, g=group: torch_ddp(module, process_group=g), rank, seed).parameters())
+        )
         for group in (gloo, ours)
     ]
     model = train(lambda module: DistributedDataParallel(module, process_group=ours), rank, seed)
@@ -61,13 +62,13 @@ def copied_in_a_step(rank, _num_ranks, seed):
 
 
 def test_our_buckets_are_not_copied():
-    """Gradients live in shared memory: after the first step, which sends its order, no bucket passes through staging."""
+    """Gradients live in shared memory: after the first step, which sends its order, no bucket is staged."""
     for counts, size_bytes in pool(2).run(copied_in_a_step, 2):
         assert counts[-1] < size_bytes / 100
 
 
 def sharded(rank, num_ranks, folder, seed):
-    """FSDP2 on both groups, its checkpoint written and read over ours."""
+    """FSDP2 on both groups; its checkpoint written and read over ours."""
     full = []
     for group in (dist.group.WORLD, dist.new_group(backend="paceline")):
         mesh = DeviceMesh.from_group(group, "cpu")
@@ -94,7 +95,7 @@ def sharded(rank, num_ranks, folder, seed):
 def test_fsdp2_and_checkpoints():
     """fully_shard trains to Gloo's parameters; torch.distributed.checkpoint writes and reads them over our group."""
     with tempfile.TemporaryDirectory() as folder:
-        for worst, same in pool(2).run(sharded, os.path.join(folder, "checkpoint"), 3):
+        for worst, same in pool(2).run(sharded, f"{folder}/checkpoint", 3):
             assert worst == 0.0
             assert same
 

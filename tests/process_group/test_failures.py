@@ -76,7 +76,7 @@ def disagree(rank, _num_ranks, case):
             dist.barrier(group=ours)
         else:
             dist.broadcast(torch.ones(100_000), 0, group=ours)
-        return None
+        message = ""
     except RuntimeError as error:
         message = str(error)
     try:
@@ -141,7 +141,12 @@ def footprint():
     status = Path("/proc/self/status").read_text()
     resident_kib = int(status.split("VmRSS:")[1].split()[0])
     maps = Path("/proc/self/maps").read_text()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps.count("memfd:paceline"), resident_kib
+    return (
+        len(list(Path("/proc/self/fd").iterdir())),
+        threading.active_count(),
+        maps.count("memfd:paceline"),
+        resident_kib,
+    )
 
 
 def many_groups(rank, _num_ranks, count):
@@ -171,8 +176,8 @@ def hold(rank, _num_ranks):
 
 def test_nothing_is_left_when_every_rank_is_killed():
     """Shared memory has no name, so it goes with its last user."""
-    before = set(os.listdir("/dev/shm"))
+    before = set(Path("/dev/shm").iterdir())
     with Ranks(2) as ranks:
         outcomes = ranks.outcomes(hold, deadline_s=30)
     assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
-    assert set(os.listdir("/dev/shm")) <= before
+    assert set(Path("/dev/shm").iterdir()) <= before

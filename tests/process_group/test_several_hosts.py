@@ -20,8 +20,12 @@ LINKS = "within=2e-5/4e9 between=1e-4/1e9"
 
 @contextlib.contextmanager
 def group_on(hosts, rank, only=None):
-    """A group whose rank r believes to be on host hosts[r]; links are given, as three processes say little of a network."""
-    words = {SWITCH: f"host {hosts[rank]}", "PACELINE_LINKS": LINKS, **({"PACELINE_ALLREDUCE": only} if only else {})}
+    """A group whose rank r believes to be on host hosts[r]; the links are given, not measured."""
+    words = {
+        SWITCH: f"host {hosts[rank]}",
+        "PACELINE_LINKS": LINKS,
+        **({"PACELINE_ALLREDUCE": only} if only else {}),
+    }
     with mock.patch.dict(os.environ, words):
         ours = dist.new_group(backend="paceline", timeout=timedelta(seconds=20))
         yield ours
@@ -54,12 +58,20 @@ def reduced(ours, rank, num_ranks, seed):
     copy = torch.full((3,), float(rank))
     dist.broadcast(copy, num_ranks - 1, group=ours)
     scattered = torch.zeros(2, dtype=torch.bfloat16)
-    dist.reduce_scatter(scattered, [torch.full((2,), float(r + rank), dtype=torch.bfloat16) for r in range(num_ranks)], group=ours)
+    dist.reduce_scatter(
+        scattered,
+        [torch.full((2,), float(r + rank), dtype=torch.bfloat16) for r in range(num_ranks)],
+        group=ours,
+    )
     dist.barrier(group=ours)
-    others = (mean.tolist(), most.tolist(), [row[0].item() for row in rows], copy.tolist(), scattered.tolist())
+    others = (
+        mean.tolist(),
+        most.tolist(),
+        [row[0].item() for row in rows],
+        copy.tolist(),
+        scattered.tolist(),
+    )
     return shape, results, others
-
-
 
 
 @pytest.mark.parametrize("only", [None, "ring", "halving_doubling"])
@@ -99,7 +111,9 @@ def trained(ours, rank, num_ranks, seed):
                 squares(model(x)).backward()
             (squares(alone(x)) / num_ranks).backward()
     pairs = zip(model.module.parameters(), alone.parameters(), strict=True)
-    return max((p.grad - q.grad).abs().max().item() for p, q in pairs), digest([p.grad for p in model.parameters()])
+    return max((p.grad - q.grad).abs().max().item() for p, q in pairs), digest(
+        [p.grad for p in model.parameters()]
+    )
 
 
 def test_data_parallel_over_hosts():

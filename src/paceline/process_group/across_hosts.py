@@ -1,10 +1,10 @@
 """One share of a message, reduced over the hosts.
 
-The ranks of equal place on their hosts form a *column*. Each column reduces its own share, all at the same time, so every
-rank of a host works, and each byte crosses the host's link as often as if the host had one rank.
+The ranks of equal place on their hosts form a *column*. Each column reduces its own share, all at the same time, so
+every rank of a host works, and each byte crosses the host's link as often as if the host had one rank.
 
 Source:
-    Goyal et al. 2017, section 4: reduce within the server, halving-doubling or a ring between servers, broadcast within.
+    Goyal et al. 2017, section 4: reduce within the server, halving-doubling or a ring between servers, broadcast.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.process_group.executor import Executor
 from paceline.process_group.folds import Fold
+from paceline.process_group.gloo import Gloo
 from paceline.schedules import Choice, Links, Topology, choose
 from paceline.transports.c10d import C10dTransport
 from paceline.transports.probe import find_links
@@ -34,9 +35,7 @@ class AcrossHosts:
         timeout_s: For one collective.
     """
 
-    def __init__(
-        self, inner: dist.ProcessGroupGloo, hosts: tuple[tuple[int, ...], ...], index: int, timeout_s: float
-    ) -> None:
+    def __init__(self, inner: Gloo, hosts: tuple[tuple[int, ...], ...], index: int, timeout_s: float) -> None:
         self._transport = C10dTransport(inner)
         host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
         self._places = Topology(tuple(host_of[rank] for rank in range(len(host_of))))
@@ -57,7 +56,12 @@ class AcrossHosts:
         """Return the cheapest schedule for a message of all columns together. After `prepare`."""
         assert self._links is not None
         return choose(
-            "all_reduce", size_bytes, self._columns, self._links, element_bytes=itemsize, only=os.environ.get(CHOICE)
+            "all_reduce",
+            size_bytes,
+            self._columns,
+            self._links,
+            element_bytes=itemsize,
+            only=os.environ.get(CHOICE),
         )
 
     def all_reduce(self, share: Tensor, fold: Fold) -> None:

@@ -27,7 +27,8 @@ from paceline.process_group.lane import Lane, LaneWork
 from paceline.process_group.registration import NAME
 from paceline.transports.shared_memory import Host, Meetings, join_host
 
-class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+
+class ProcessGroup(dist.ProcessGroup):
     """A c10d process group over shared memory and Gloo.
 
     Args:
@@ -41,7 +42,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # as a group in Python is made
         self._rank, self._size = rank, size
         self._timeout = timeout
         self.host: Host = join_host(dist.PrefixStore("memory", store), rank, size)
@@ -122,7 +123,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         check_reducible(opts.reduceOp, tensor)
         return self._launch(lambda: self._collectives.reduce(tensor, opts), tensors, opts, "reduce")
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
         for output, rows in zip(outputs, inputs, strict=True):
             check_reducible(opts.reduceOp, output)
@@ -186,7 +189,12 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._over_gloo("scatter", lambda: self._inner.scatter(outputs, inputs, opts), outputs, opts)
 
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
     ) -> dist.Work:
         opts = opts or dist.AllToAllOptions()
         return self._over_gloo(
@@ -220,15 +228,18 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
         self._check_usable()
-        return self._messages.send(tensors, destination, tag)
+        work: dist.Work = self._messages.send(tensors, destination, tag)
+        return work
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         self._check_usable()
-        return self._messages.recv(tensors, source, tag)
+        work: dist.Work = self._messages.recv(tensors, source, tag)
+        return work
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         self._check_usable()
-        return self._messages.recv_anysource(tensors, tag)
+        work: dist.Work = self._messages.recv_anysource(tensors, tag)
+        return work
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._launch(self._collectives.barrier, [], opts, "barrier")
@@ -237,7 +248,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _launch(self, perform: Callable[[], None], outputs: list[Tensor], opts: Any, kind: str) -> dist.Work:
         self._check_usable()
-        streams = {tensor.device: torch.cuda.current_stream(tensor.device) for tensor in outputs if tensor.is_cuda}
+        streams = {
+            tensor.device: torch.cuda.current_stream(tensor.device) for tensor in outputs if tensor.is_cuda
+        }
 
         def guarded() -> None:
             self._check_usable()
@@ -252,7 +265,9 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 self._error = error
                 if not self._meetings.is_broken:
                     self._meetings.give_up(self._rank)
-                if isinstance(error, (PacelineError, NotImplementedError)) or not isinstance(error, RuntimeError):
+                if isinstance(error, (PacelineError, NotImplementedError)) or not isinstance(
+                    error, RuntimeError
+                ):
                     raise
                 raise PeerLostError(
                     f"rank {self._rank} was in {kind} when communication failed. The backend said: {error}"
@@ -283,7 +298,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _check_rows(self, kind: str, rows: Sequence[Tensor], num_elements: int) -> None:
         if len(rows) != self._size or any(row.numel() != num_elements for row in rows):
             raise ConfigurationError(
-                f"{kind} on rank {self._rank} needs {self._size} tensors of {num_elements} elements, one a rank; it got "
+                f"{kind} on rank {self._rank} needs {self._size} tensors of {num_elements} elements; it got "
                 f"{[row.numel() for row in rows]}."
             )
 
@@ -293,7 +308,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._meetings.give_up(self._rank)
 
     def shutdown(self) -> None:
-        """Let go of threads and mapped memory; tensors of `allocate_tensor` stay valid. What is under way ends first."""
+        """Let go of threads and mapped memory, after what is under way; tensors of `allocate_tensor` stay valid."""
         self._lane.close(self._timeout.total_seconds())
 
 

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.flat import flat_view, flat_views
 from paceline.process_group.folds import Fold, factor_of, fold_of, op_name
+from paceline.process_group.gloo import Gloo
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.operation import operation
 from paceline.transports.shared_memory import Host
@@ -27,9 +28,7 @@ class Collectives:
         inner: A Gloo group over all ranks, used by nobody else at the same time.
     """
 
-    def __init__(
-        self, host: Host, here: HostCollectives, across: AcrossHosts, inner: dist.ProcessGroupGloo
-    ) -> None:
+    def __init__(self, host: Host, here: HostCollectives, across: AcrossHosts, inner: Gloo) -> None:
         self._here = here
         self._across = across
         self._inner = inner

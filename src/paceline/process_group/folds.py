@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,5 +119,6 @@ def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float | None:
     """What a PREMUL_SUM multiplies every rank's input with; None for any other operation."""
     if op_name(op) != PREMULTIPLIED:
         return None
-    factor = op.__getstate__()[1]  # nothing else reveals it
+    premultiplied: Any = op
+    factor = premultiplied.__getstate__()[1]  # nothing else reveals it
     return float(factor.item() if isinstance(factor, Tensor) else factor)

@@ -100,7 +100,9 @@ class HostCollectives:
         num_elements = pieces[0].numel()
         low, high = (num_elements * part // self._num_shares for part in (me, me + 1))
         step = max(CHUNK_BYTES // pieces[0].element_size(), 1)
-        chunks = list(zip(*(piece[low:high].split(step) for piece in pieces), strict=True)) if high > low else []
+        chunks = (
+            list(zip(*(piece[low:high].split(step) for piece in pieces), strict=True)) if high > low else []
+        )
         for chunk in chunks:
             mine, others = chunk[me], chunk[:me] + chunk[me + 1 :]
             fold.all_into(mine, others, 0 if across else self._num_averaged)
@@ -166,7 +168,9 @@ class HostCollectives:
     def barrier(self, what: Operation) -> None:
         self._open(what, _STAGED)
 
-    def _pieces(self, what: Operation, flat: Tensor, copy_in: bool = True) -> Iterator[tuple[list[Tensor], Tensor]]:
+    def _pieces(
+        self, what: Operation, flat: Tensor, copy_in: bool = True
+    ) -> Iterator[tuple[list[Tensor], Tensor]]:
         """Open an operation and go through the tensor: yields everybody's view of a piece, and our part of `flat`."""
         me = self._host.index
         place = self._areas[me].place_of(flat)
@@ -182,7 +186,10 @@ class HostCollectives:
                 self._meet(what)
             yield (
                 [
-                    arena.tensor(Place(self._staging if at == _STAGED else at + start * itemsize, num_bytes), flat.dtype)
+                    arena.tensor(
+                        Place(self._staging if at == _STAGED else at + start * itemsize, num_bytes),
+                        flat.dtype,
+                    )
                     for arena, at in zip(self._areas, starts, strict=True)
                 ],
                 mine,

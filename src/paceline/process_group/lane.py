@@ -3,8 +3,8 @@
 Who launches a collective and waits for it at once need not pass it to another thread: when the lane is idle, it is
 performed by the caller.
 
-What a callback of a collective launches is performed before anything else that is queued. So it does not matter on which
-rank the callback was registered before the collective ended, and on which after: the order is the same.
+What a callback of a collective launches is performed before anything else that is queued. So it does not matter on
+which rank the callback was registered before the collective ended, and on which after: the order is the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +24,7 @@ from torch.futures import Future
 from paceline.process_group.registration import NAME
 
 
-class LaneWork(dist.Work):  # type: ignore[misc]
+class LaneWork(dist.Work):
     """A collective that has been launched on a lane."""
 
     def __init__(self, perform: Callable[[], None], outputs: list[Tensor], what: str) -> None:
@@ -37,7 +36,8 @@ class LaneWork(dist.Work):  # type: ignore[misc]
         self._ending.acquire()
         self._is_done = False
         self._error: BaseException | None = None
-        self._future: Future[Any] | None = None
+        self._ended: Future[None] | None = None
+        self._future: Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
 
     def perform(self) -> None:
@@ -45,21 +45,20 @@ class LaneWork(dist.Work):  # type: ignore[misc]
         try:
             with record_function(f"{NAME}:{self._what}") if _is_profiled() else nullcontext():
                 self._perform()
-        except BaseException as error:  # whatever it is, the waiters must hear of it
+        except BaseException as error:  # noqa: BLE001  whatever it is, the waiters must hear of it
             self._error = error
         del self._perform  # and with it the references to inputs
         with self._lock:
             self._is_done = True
             self._ending.release()
-            future = self._future
-        if future is not None:
-            self._settle(future)
+            ended = self._ended
+        if ended is not None:
+            ended.set_result(None)
 
-    def _settle(self, future: Future[Any]) -> None:
-        if self._error is None:
-            future.set_result(self._outputs)
-        else:
-            future.set_exception(self._error)
+    def _value(self, _: object) -> list[Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._outputs
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end, at most `timeout` (0: as long as the group allows). Raises what went wrong."""
@@ -81,15 +80,18 @@ class LaneWork(dist.Work):  # type: ignore[misc]
     def exception(self) -> BaseException | None:
         return self._error
 
-    def get_future(self) -> Future[Any]:
-        """Return a future of the outputs, a list of tensors."""
+    def get_future(self) -> Future[list[Tensor]]:
+        """Return a future of the outputs."""
         with self._lock:
-            if self._future is not None:
+            if self._future is None:
+                self._ended = Future()
+                # An error raised by a callback is one for C++ too, which `set_exception` is not.
+                self._future = self._ended.then(self._value)
+                if not self._is_done:
+                    return self._future
+            else:
                 return self._future
-            self._future = Future()
-            is_done = self.is_completed()
-        if is_done:
-            self._settle(self._future)
+        self._ended.set_result(None)
         return self._future
 
     def result(self) -> list[Tensor]:

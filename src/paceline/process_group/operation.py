@@ -55,7 +55,9 @@ class Operation:
         if self.kind != KINDS.index("barrier"):
             dtype = DTYPES[self.dtype]
             size_bytes = self.num_elements * dtype.itemsize
-            parts.append(f"of {self.num_elements} elements of {str(dtype).removeprefix('torch.')} ({_size(size_bytes)})")
+            parts.append(
+                f"of {self.num_elements} elements of {str(dtype).removeprefix('torch.')} ({_size(size_bytes)})"
+            )
         if self.reduction >= 0:
             parts.append(REDUCTIONS[self.reduction])
         if self.root >= 0:
@@ -66,7 +68,9 @@ class Operation:
 NUM_WORDS = len(Operation(0, 0).words())
 
 
-def operation(number: int, kind: str, tensor: Tensor | None = None, reduction: str = "", root: int = -1) -> Operation:
+def operation(
+    number: int, kind: str, tensor: Tensor | None = None, reduction: str = "", root: int = -1
+) -> Operation:
     """Describe a collective.
 
     Args:
@@ -86,7 +90,9 @@ def operation(number: int, kind: str, tensor: Tensor | None = None, reduction: s
     )
 
 
-def check_agreement(mine: Operation, ranks: Sequence[int], notices: Sequence[Sequence[int]], my_rank: int) -> None:
+def check_agreement(
+    mine: Operation, ranks: Sequence[int], notices: Sequence[Sequence[int]], my_rank: int
+) -> None:
     """Compare what all ranks of a host are about to do.
 
     Raises:

@@ -37,7 +37,7 @@ def _tell_c10d(c10d: Any) -> None:
 
 
 def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    from paceline.process_group.backend import ProcessGroup  # only those who ask for one pay for it
+    from paceline.process_group.backend import ProcessGroup  # noqa: PLC0415  only those who ask for one pay for it
 
     return ProcessGroup(store, rank, size, timeout)
 

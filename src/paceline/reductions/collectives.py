@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,9 +41,9 @@ def allocate_zeros(
     group: ProcessGroup, num_elements: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return zeros, 1-D; in memory that the group communicates from without a copy, if it has any. Local."""
-    offers = getattr(group, "supports_tensor_alloc", None)
-    if offers is not None and offers(device):
-        tensor: Tensor = group.allocate_tensor(num_elements, dtype=dtype, device=device)
+    ours: Any = group
+    if getattr(group, "supports_tensor_alloc", None) is not None and ours.supports_tensor_alloc(device):
+        tensor: Tensor = ours.allocate_tensor(num_elements, dtype=dtype, device=device)
         return tensor
     return torch.zeros(num_elements, dtype=dtype, device=device)
 

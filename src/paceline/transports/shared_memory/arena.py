@@ -44,7 +44,9 @@ class Arena:
     def __init__(self, fd: int, reserved_bytes: int) -> None:
         try:
             self.size_bytes = os.fstat(fd).st_size
-            self._map = mmap.mmap(fd, self.size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0))
+            self._map = mmap.mmap(
+                fd, self.size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0)
+            )
         finally:
             os.close(fd)
         self.bytes = np.frombuffer(self._map, dtype=np.uint8)
@@ -84,7 +86,7 @@ class Arena:
         """Where a contiguous tensor lies in this arena, or None when it does not."""
         start = tensor.data_ptr() - self.address
         size_bytes = tensor.numel() * tensor.element_size()
-        if 0 <= start and start + size_bytes <= self.size_bytes:
+        if start >= 0 and start + size_bytes <= self.size_bytes:
             return Place(start, size_bytes)
         return None
 
@@ -112,7 +114,10 @@ class Arena:
 
     def _join(self, index: int) -> None:
         """Make one of a free place and the next, if they touch."""
-        if index + 1 < len(self._starts) and self._starts[index] + self._sizes[index] == self._starts[index + 1]:
+        if (
+            index + 1 < len(self._starts)
+            and self._starts[index] + self._sizes[index] == self._starts[index + 1]
+        ):
             self._sizes[index] += self._sizes[index + 1]
             del self._starts[index + 1], self._sizes[index + 1]
 

@@ -22,7 +22,9 @@ from paceline.transports.shared_memory import futex
 from paceline.transports.shared_memory.arena import Arena
 from paceline.transports.shared_memory.board import Board
 
-SWITCH = "PACELINE_SHARED_MEMORY"  # "0": share with nobody; any other word: only with ranks that say the same word
+SWITCH = (
+    "PACELINE_SHARED_MEMORY"  # "0": share with nobody; any other word: only with ranks that say the same word
+)
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,12 @@ def join_host(store: dist.Store, rank: int, num_ranks: int) -> Host:
 
     Args:
         store: Of this group alone; its timeout bounds the wait for the others.
+        rank: In this group.
+        num_ranks: Of this group.
 
     Contract:
-        Collective over the group. Blocks: until every rank has come here. Afterwards no rank needs `/proc` any more, and
-        nothing is left on disk: there never was anything.
+        Collective over the group. Blocks: until every rank has come here.
+        Nothing is left on disk: there never was anything.
     """
     fd = Arena.create()
     lent = os.dup(fd)  # for the neighbours to open, until all have
@@ -97,7 +101,7 @@ def _where() -> str:
         return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.readlink('/proc/self/ns/pid')}/{word}"
+        return f"{boot}/{'/'.join(str(Path(f'/proc/self/ns/{kind}').readlink()) for kind in ('net', 'pid'))}/{word}"
     except OSError:
         return ""
 
@@ -110,7 +114,9 @@ def _map_neighbours(me: Neighbour, cards: Sequence[dict[str, Any]]) -> dict[int,
         if rank == me.rank or not where or card["where"] != where:
             continue
         try:
-            arena = Arena(os.open(f"/proc/{int(card['pid'])}/fd/{int(card['fd'])}", os.O_RDWR), boards.SIZE_BYTES)
+            arena = Arena(
+                os.open(f"/proc/{int(card['pid'])}/fd/{int(card['fd'])}", os.O_RDWR), boards.SIZE_BYTES
+            )
         except (OSError, ValueError):
             continue
         board = Board(arena)

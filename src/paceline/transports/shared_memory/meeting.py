@@ -3,8 +3,8 @@
 Rules
 1. A meeting is a barrier: who has left it knows that every rank of the host has come.
 2. A notice laid down before a meeting can be read by all after it, and until the next but one.
-3. Who waits looks every `SLICE_S` whether those it waits for are alive. It raises, and says so on its board, when one is
-   gone, when one gave up, and at the time limit. After that the host's ranks never meet again.
+3. Who waits looks every `SLICE_S` whether those it waits for are alive. It raises, and says so on its board, when one
+   is gone, when one gave up, and at the time limit. After that the host's ranks never meet again.
 """
 
 from __future__ import annotations
