@@ -49,6 +49,7 @@ GROUP_TIMEOUT_S = 30.0
 DEADLINE_S = 60.0
 STOPPED_CHECK_S = 0.5
 MARK = "PACELINE_TEST_MARK"
+BACKEND = "PACELINE_TEST_BACKEND"  # which c10d backend the pools open; gloo by default
 _PR_SET_PDEATHSIG = 1
 _SPAWNER = mp.get_context("forkserver")
 _SPAWNER.set_forkserver_preload(["ranks", "pytest", "numpy", "torch", "torch.distributed"])
@@ -165,7 +166,15 @@ def _open_group(start: _Start, order: _Order) -> None:
     else:
         host, _, port = where.rpartition(":")
         store = dist.TCPStore(host, int(port), start.num_ranks, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=start.rank, world_size=start.num_ranks, timeout=timeout)
+    import paceline  # noqa: F401  registers the backend of that name
+
+    dist.init_process_group(
+        os.environ.get(BACKEND, "gloo"),
+        store=store,
+        rank=start.rank,
+        world_size=start.num_ranks,
+        timeout=timeout,
+    )
 
 
 def _die_with_parent() -> None:

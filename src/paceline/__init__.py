@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from paceline.process_group.registration import register as _register_backend
+
 if TYPE_CHECKING:
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm
 
@@ -34,3 +36,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_register_backend()  # init_process_group("paceline"); imports no torch

@@ -8,7 +8,8 @@ PacelineError
 │   └── UnsupportedError                       this machine or user cannot emulate one, or not like this
 ├── ReplicaMismatchError (also RuntimeError)   the ranks do not hold the same model
 ├── ProtocolError        (also RuntimeError)   the ranks stopped agreeing on what to communicate
-│   └── PeerAbortedError                       another rank gave up its backward; this one is told
+│   ├── PeerAbortedError                       another rank gave up its backward; this one is told
+│   └── CollectiveMismatchError                two ranks are not in the same collective
 └── PeerLostError        (also TimeoutError)   a rank died, hung or is unreachable
 """
 
@@ -61,5 +62,14 @@ class PeerAbortedError(ProtocolError):
     """Another rank abandoned its backward; the gradients of this step are undefined on every rank."""
 
 
+class CollectiveMismatchError(ProtocolError):
+    """Two ranks called different collectives, or one with different tensors; its result is undefined everywhere."""
+
+
 class PeerLostError(PacelineError, TimeoutError, RuntimeError):
     """A peer died, hung or cannot be reached; gradients are undefined, parameters untouched."""
+
+    def __init__(self, message: str = "", peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+        """Its rank in the group, where it is known."""

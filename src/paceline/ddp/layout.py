@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from paceline.ddp.sparse_bucket import SparseBucket
 
 Key = tuple[torch.dtype, torch.device]
 AnyBucket = Bucket | SparseBucket
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]  # zeros, 1-D, where communication likes them
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,25 @@ class ManagedParameters:
 
 
 class GradientMemory:
-    """The flat buffers. Cutting them anew moves no memory: only the boundaries change."""
+    """The flat buffers. Cutting them anew moves no memory: only the boundaries change.
 
-    def __init__(self, managed: ManagedParameters, caps: BucketCaps, control: ControlWords) -> None:
+    Args:
+        managed: Whose gradients.
+        caps: How large a bucket may become.
+        control: The words that travel behind the last bucket.
+        allocate: Makes a buffer; a process group may have memory from which it sends without a copy.
+    """
+
+    def __init__(
+        self, managed: ManagedParameters, caps: BucketCaps, control: ControlWords, allocate: Allocate
+    ) -> None:
         self._managed = managed
         self._caps = caps
         self._control = control
         self._flat: dict[Key, Tensor] = {}
         for key, num_elements in self._elements_by_key().items():
             dtype, device = key
-            self._flat[key] = torch.zeros(
-                num_elements + control.num_words, dtype=real_dtype(dtype), device=device
-            )
+            self._flat[key] = allocate(num_elements + control.num_words, real_dtype(dtype), device)
 
     def _elements_by_key(self) -> dict[Key, int]:
         elements: dict[Key, int] = {}

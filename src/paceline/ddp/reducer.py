@@ -19,6 +19,7 @@ The stations of a gradient: autograd -> `Bucket.enter` or `collect` -> `Reductio
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ from paceline.ddp.remarks import Remarks
 from paceline.errors import PeerAbortedError, ProtocolError
 from paceline.observe import StepTiming, StepTimings
 from paceline.reductions import Mean, Reduction
-from paceline.reductions.collectives import launch_sum
+from paceline.reductions.collectives import allocate_zeros, launch_sum
 from paceline.reductions.sparse import launch_sparse_sum
 
 
@@ -115,7 +116,9 @@ class Reducer:
         self._buffers = buffers
         self._rank, self._num_ranks = self.process_groups[0].rank(), self.process_groups[0].size()
         self._control = ControlWords(len(managed), self._num_ranks, self._rank)
-        self._memory = GradientMemory(managed, options.caps, self._control)
+        self._memory = GradientMemory(
+            managed, options.caps, self._control, functools.partial(allocate_zeros, self.process_groups[0])
+        )
         self.expectations = Expectations(managed, options.find_unused_parameters, options.static_graph)
         self._remarks = Remarks(self._rank, managed.names)
         self._hooks: list[Any] = []

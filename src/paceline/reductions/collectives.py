@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +35,17 @@ def launch_broadcast(tensor: Tensor, group: ProcessGroup, source: int) -> Pendin
 def launch_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup) -> PendingWork:
     """Fill `rows` with every rank's `row`. Collective; does not wait."""
     return PendingWork(group.allgather([rows], [row], AllgatherOptions()))
+
+
+def allocate_zeros(
+    group: ProcessGroup, num_elements: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return zeros, 1-D; in memory that the group communicates from without a copy, if it has any. Local."""
+    ours: Any = group
+    if getattr(group, "supports_tensor_alloc", None) is not None and ours.supports_tensor_alloc(device):
+        tensor: Tensor = ours.allocate_tensor(num_elements, dtype=dtype, device=device)
+        return tensor
+    return torch.zeros(num_elements, dtype=dtype, device=device)
 
 
 def backend_of(group: ProcessGroup) -> str:

@@ -1,0 +1,73 @@
+"""One share of a message, reduced over the hosts.
+
+The ranks of equal place on their hosts form a *column*. Each column reduces its own share, all at the same time, so
+every rank of a host works, and each byte crosses the host's link as often as if the host had one rank.
+
+Source:
+    Goyal et al. 2017, section 4: reduce within the server, halving-doubling or a ring between servers, broadcast.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.process_group.executor import Executor
+from paceline.process_group.folds import Fold
+from paceline.process_group.gloo import Gloo
+from paceline.schedules import Choice, Links, Topology, choose
+from paceline.transports.c10d import C10dTransport
+from paceline.transports.probe import find_links
+from paceline.transports.subset import Subset
+
+CHOICE = "PACELINE_ALLREDUCE"  # the name of a schedule, for those who know better
+
+
+class AcrossHosts:
+    """What a rank does with the ranks of other hosts.
+
+    Args:
+        inner: A Gloo group over all ranks, used by nobody else at the same time.
+        hosts: The ranks of every host.
+        index: This rank's place on its host.
+        timeout_s: For one collective.
+    """
+
+    def __init__(self, inner: Gloo, hosts: tuple[tuple[int, ...], ...], index: int, timeout_s: float) -> None:
+        self._transport = C10dTransport(inner)
+        host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
+        self._places = Topology(tuple(host_of[rank] for rank in range(len(host_of))))
+        self._columns = Topology.one_rank_a_host(len(hosts))
+        self._num_columns = min(len(ranks) for ranks in hosts)
+        self._timeout_s = timeout_s
+        self._executor: Executor | None = None
+        if index < self._num_columns:
+            self._executor = Executor(Subset(self._transport, [ranks[index] for ranks in hosts]))
+        self._links: Links | None = None
+
+    def prepare(self) -> None:
+        """Learn what the links can do, at the first use. Collective over all ranks of the group."""
+        if self._links is None:
+            self._links = find_links(self._transport, self._places, self._timeout_s)
+
+    def choose(self, size_bytes: int, itemsize: int) -> Choice:
+        """Return the cheapest schedule for a message of all columns together. After `prepare`."""
+        assert self._links is not None
+        return choose(
+            "all_reduce",
+            size_bytes,
+            self._columns,
+            self._links,
+            element_bytes=itemsize,
+            only=os.environ.get(CHOICE),
+        )
+
+    def all_reduce(self, share: Tensor, fold: Fold) -> None:
+        """Replace a column's share by the fold of all hosts' shares; an average is left a sum."""
+        assert self._executor is not None
+        operation = "SUM" if fold.averages else fold.name
+        size_bytes = share.numel() * share.element_size() * self._num_columns
+        schedule = self.choose(size_bytes, share.element_size()).schedule
+        self._executor.run(schedule, share, getattr(dist.ReduceOp, operation), self._timeout_s)

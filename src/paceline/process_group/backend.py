@@ -1,0 +1,318 @@
+"""`init_process_group("paceline")`: a c10d process group for CPU tensors that uses the memory ranks share.
+
+Rules
+1. Collectives are performed in the order of their launch, the same on every rank, by the group's lane.
+2. Reductions, gathers and broadcasts between ranks of one host go through shared memory; what leaves the host, and
+   messages between two ranks, through an inner Gloo group.
+3. A tensor of a GPU is staged through pinned memory, on the stream that was current at the launch.
+4. After an error the group is broken: every further call says so. Destroy it and make a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError
+from paceline.process_group.across_hosts import AcrossHosts
+from paceline.process_group.collectives import Collectives, check_reducible
+from paceline.process_group.gloo import address_towards, make_gloo
+from paceline.process_group.host_collectives import HostCollectives
+from paceline.process_group.lane import Lane, LaneWork
+from paceline.process_group.registration import NAME
+from paceline.transports.shared_memory import Host, Meetings, join_host
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """A c10d process group over shared memory and Gloo.
+
+    Args:
+        store: Of this group alone.
+        rank: Within the group.
+        size: Of the group.
+        timeout: How long a rank waits for the others in one collective.
+
+    Contract:
+        Collective: making one, and every method but `send`, `recv`, `allocate_tensor` and the queries.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # as a group in Python is made
+        self._rank, self._size = rank, size
+        self._timeout = timeout
+        self.host: Host = join_host(dist.PrefixStore("memory", store), rank, size)
+        self._meetings = Meetings(self.host, timeout.total_seconds())
+        num_shares = min(len(ranks) for ranks in self.host.hosts)
+        self._here = HostCollectives(self.host, self._meetings, num_shares, size)
+        self.address = address_towards(len(self.host.hosts))
+        self._inner = make_gloo(dist.PrefixStore("collectives", store), rank, size, timeout, self.address)
+        self._messages = make_gloo(dist.PrefixStore("messages", store), rank, size, timeout, self.address)
+        across = AcrossHosts(self._inner, self.host.hosts, self.host.index, timeout.total_seconds())
+        self._collectives = Collectives(self.host, self._here, across, self._inner)
+        self._lane = Lane(f"paceline lane of rank {rank}")
+        self._names = {"name": "", "description": ""}  # which c10d gives it
+        self._error: BaseException | None = None
+
+    # What c10d asks
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._names["name"] = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._names["name"]
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._names["description"] = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._names["description"]
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), torch.device("cuda")]
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes copied into and out of staging so far; tensors of `allocate_tensor` add none."""
+        return self._here.copied_bytes
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return torch.device(device).type == "cpu" and self.host.num_ranks > 1
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a zeroed 1-D tensor that collectives of this group work on where it is. Local."""
+        if not self.supports_tensor_alloc(device):
+            return torch.zeros(size, dtype=dtype, device=device)
+        return self.host.me.arena.allocate(size, dtype)
+
+    # Reductions
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        opts = opts or dist.AllreduceOptions()
+        for tensor in tensors:
+            check_reducible(opts.reduceOp, tensor)
+
+        def perform() -> None:
+            for tensor in tensors:
+                self._collectives.all_reduce(tensor, opts)
+
+        return self._launch(perform, tensors, opts, "all-reduce")
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        tensor = _only(tensors)
+        check_reducible(opts.reduceOp, tensor)
+        return self._launch(lambda: self._collectives.reduce(tensor, opts), tensors, opts, "reduce")
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        for output, rows in zip(outputs, inputs, strict=True):
+            check_reducible(opts.reduceOp, output)
+            self._check_rows("reduce-scatter", rows, output.numel())
+
+        def perform() -> None:
+            for output, rows in zip(outputs, inputs, strict=True):
+                self._collectives.reduce_scatter(output, rows, opts)
+
+        return self._launch(perform, outputs, opts, "reduce-scatter")
+
+    def reduce_scatter_single(self, output: Tensor, rows: Tensor, opts: Any = None) -> dist.Work:
+        return self.reduce_scatter([output], [self._cut("reduce-scatter", rows, output.numel())], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        pairs = zip(inputs, outputs, strict=True)
+        return self.reduce_scatter(
+            outputs, [self._cut("reduce-scatter", rows, output.numel()) for rows, output in pairs], opts
+        )
+
+    # Gathers and broadcasts
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        tensor = _only(tensors)
+        return self._launch(lambda: self._collectives.broadcast(tensor, opts), tensors, opts, "broadcast")
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        for rows, tensor in zip(outputs, inputs, strict=True):
+            self._check_rows("all-gather", rows, tensor.numel())
+
+        def perform() -> None:
+            for rows, tensor in zip(outputs, inputs, strict=True):
+                self._collectives.all_gather(rows, tensor)
+
+        return self._launch(perform, [row for rows in outputs for row in rows], opts, "all-gather")
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        return self.allgather([self._cut("all-gather", output, tensor.numel())], [tensor], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        pairs = zip(outputs, inputs, strict=True)
+        rows = [self._cut("all-gather", output, tensor.numel()) for output, tensor in pairs]
+        return self.allgather(rows, inputs, opts)
+
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        by_input = [[rows[index] for rows in outputs] for index in range(len(inputs))]
+        return self.allgather(by_input, inputs, opts)
+
+    # What goes over Gloo whoever shares memory
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        return self._over_gloo("gather", lambda: self._inner.gather(outputs, inputs, opts), inputs, opts)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        return self._over_gloo("scatter", lambda: self._inner.scatter(outputs, inputs, opts), outputs, opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        opts = opts or dist.AllToAllOptions()
+        return self._over_gloo(
+            "all-to-all",
+            lambda: self._inner.alltoall_base(output, tensor, output_sizes, input_sizes, opts),
+            [output],
+            opts,
+        )
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """Exchange lists of tensors, which Gloo itself cannot do: through one flat buffer."""
+        opts = opts or dist.AllToAllOptions()
+
+        def perform() -> None:
+            flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
+            output_sizes = [tensor.numel() for tensor in outputs]
+            received = flat.new_empty(sum(output_sizes))
+            sizes = (output_sizes, [tensor.numel() for tensor in inputs])
+            self._collectives.inner(
+                "all-to-all", lambda: self._inner.alltoall_base(received, flat, *sizes, opts)
+            )
+            for output, part in zip(outputs, received.split(output_sizes), strict=True):
+                output.copy_(part.view(output.shape))
+
+        return self._launch(perform, outputs, opts, "all-to-all")
+
+    def _over_gloo(
+        self, kind: str, launch: Callable[[], dist.Work], outputs: list[Tensor], opts: Any
+    ) -> dist.Work:
+        return self._launch(lambda: self._collectives.inner(kind, launch), outputs, opts, kind)
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
+        self._check_usable()
+        work: dist.Work = self._messages.send(tensors, destination, tag)
+        return work
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        self._check_usable()
+        work: dist.Work = self._messages.recv(tensors, source, tag)
+        return work
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
+        self._check_usable()
+        work: dist.Work = self._messages.recv_anysource(tensors, tag)
+        return work
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._launch(self._collectives.barrier, [], opts, "barrier")
+
+    # Launching, failing, ending
+
+    def _launch(self, perform: Callable[[], None], outputs: list[Tensor], opts: Any, kind: str) -> dist.Work:
+        self._check_usable()
+        streams = {
+            tensor.device: torch.cuda.current_stream(tensor.device) for tensor in outputs if tensor.is_cuda
+        }
+
+        def guarded() -> None:
+            self._check_usable()
+            try:
+                with torch.no_grad():
+                    if streams:
+                        with torch.cuda.stream(next(iter(streams.values()))):
+                            perform()
+                    else:
+                        perform()
+            except BaseException as error:
+                self._error = error
+                if not self._meetings.is_broken:
+                    self._meetings.give_up(self._rank)
+                if isinstance(error, (PacelineError, NotImplementedError)) or not isinstance(
+                    error, RuntimeError
+                ):
+                    raise
+                raise PeerLostError(
+                    f"rank {self._rank} was in {kind} when communication failed. The backend said: {error}"
+                ) from error
+
+        work = LaneWork(guarded, outputs, kind)
+        self._lane.launch(work, at_once=not getattr(opts, "asyncOp", True))
+        return work
+
+    def _check_usable(self) -> None:
+        if self._error is not None:
+            raise ProtocolError(
+                "this process group can no longer be used, because an earlier collective failed: "
+                f"{self._error} Destroy it (destroy_process_group) and make a new one."
+            ) from self._error
+
+    def _cut(self, kind: str, tensor: Tensor, num_elements: int) -> list[Tensor]:
+        if tensor.numel() != num_elements * self._size:
+            raise ConfigurationError(
+                f"{kind} on rank {self._rank}: the large tensor has {tensor.numel()} elements, which is not "
+                f"{self._size} (ranks) times {num_elements}."
+            )
+        if not tensor.is_contiguous():
+            raise ConfigurationError(f"{kind} on rank {self._rank}: the large tensor must be contiguous.")
+        flat = tensor.detach().view(-1)
+        return list(flat.split(num_elements)) if num_elements else [flat] * self._size
+
+    def _check_rows(self, kind: str, rows: Sequence[Tensor], num_elements: int) -> None:
+        if len(rows) != self._size or any(row.numel() != num_elements for row in rows):
+            raise ConfigurationError(
+                f"{kind} on rank {self._rank} needs {self._size} tensors of {num_elements} elements; it got "
+                f"{[row.numel() for row in rows]}."
+            )
+
+    def abort(self) -> None:
+        """Give up what is under way, on this rank and so on all; then the group is broken."""
+        self._error = self._error or RuntimeError("it was aborted.")
+        self._meetings.give_up(self._rank)
+
+    def shutdown(self) -> None:
+        """Let go of threads and mapped memory, after what is under way; tensors of `allocate_tensor` stay valid."""
+        self._lane.close(self._timeout.total_seconds())
+
+
+def _only(tensors: list[Tensor]) -> Tensor:
+    if len(tensors) != 1:
+        raise ConfigurationError(f"this collective takes one tensor a rank, not {len(tensors)}.")
+    return tensors[0]

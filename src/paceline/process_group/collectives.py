@@ -1,0 +1,151 @@
+"""What to perform, and where: in the memory of this host, between the hosts, or over Gloo. All of it blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from paceline.process_group.across_hosts import AcrossHosts
+from paceline.process_group.flat import flat_view, flat_views
+from paceline.process_group.folds import Fold, factor_of, fold_of, op_name
+from paceline.process_group.gloo import Gloo
+from paceline.process_group.host_collectives import HostCollectives
+from paceline.process_group.operation import operation
+from paceline.transports.shared_memory import Host
+
+
+class Collectives:
+    """The blocking form of every collective. Called in one order on every rank.
+
+    Args:
+        host: The ranks of this host, and which others there are.
+        here: What they do together.
+        across: What they do with the other hosts.
+        inner: A Gloo group over all ranks, used by nobody else at the same time.
+    """
+
+    def __init__(self, host: Host, here: HostCollectives, across: AcrossHosts, inner: Gloo) -> None:
+        self._here = here
+        self._across = across
+        self._inner = inner
+        self._alone = len(host.hosts) == 1
+        self._num_ranks = inner.size()
+        self._number = 0
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def all_reduce(self, tensor: Tensor, options: dist.AllreduceOptions) -> None:
+        if tensor.is_sparse:
+            self.inner("all-reduce", lambda: self._inner.allreduce([tensor], options))
+            return
+        fold = _fold(options.reduceOp, tensor)
+        what = operation(self._next(), "all-reduce", tensor, fold.name)
+        with flat_view(tensor, is_output=True) as flat:
+            _premultiply([flat], options.reduceOp)
+            values = flat.view(fold.view_as)
+            if self._alone:
+                self._here.all_reduce(what, values, fold)
+            else:
+                self._across.prepare()
+                self._here.all_reduce(what, values, fold, lambda share: self._across.all_reduce(share, fold))
+
+    def broadcast(self, tensor: Tensor, options: dist.BroadcastOptions) -> None:
+        if not self._alone:
+            self.inner("broadcast", lambda: self._inner.broadcast([tensor], options))
+            return
+        what = operation(self._next(), "broadcast", tensor, root=options.rootRank)
+        with flat_view(tensor, is_output=True) as flat:
+            self._here.broadcast(what, flat, options.rootRank)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        if not self._alone:
+            options = AllgatherOptions()
+            self.inner("all-gather", lambda: self._inner.allgather([list(outputs)], [tensor], options))
+            return
+        what = operation(self._next(), "all-gather", tensor)
+        with flat_view(tensor, is_output=False) as flat, flat_views(outputs, are_outputs=True) as rows:
+            self._here.all_gather(what, rows, flat)
+
+    def reduce(self, tensor: Tensor, options: dist.ReduceOptions) -> None:
+        fold = _fold(options.reduceOp, tensor)
+        what = operation(self._next(), "reduce", tensor, fold.name, options.rootRank)
+        with flat_view(tensor, is_output=True) as flat:
+            _premultiply([flat], options.reduceOp)
+            if self._alone:
+                self._here.reduce(what, flat.view(fold.view_as), fold, options.rootRank)
+                return
+            wide = flat.view(fold.view_as).to(fold.accumulate_in)
+            _simplify(options, fold)
+            self._inner.reduce([wide], options).wait()
+            if self._inner.rank() == options.rootRank:
+                self._settle(flat.view(fold.view_as), wide, fold)
+
+    def reduce_scatter(
+        self, output: Tensor, rows: Sequence[Tensor], options: dist.ReduceScatterOptions
+    ) -> None:
+        fold = _fold(options.reduceOp, output)
+        what = operation(self._next(), "reduce-scatter", output, fold.name)
+        if factor_of(options.reduceOp) is not None:
+            rows = [row.clone() for row in rows]
+            _premultiply(rows, options.reduceOp)
+        with flat_view(output, is_output=True) as flat, flat_views(rows, are_outputs=False) as flat_rows:
+            seen = [row.view(fold.view_as) for row in flat_rows]
+            if self._alone:
+                self._here.reduce_scatter(what, flat.view(fold.view_as), seen, fold)
+                return
+            wide = flat.view(fold.view_as).to(fold.accumulate_in)
+            _simplify(options, fold)
+            wide_rows = [row.to(fold.accumulate_in) for row in seen]
+            self._inner.reduce_scatter([wide], [wide_rows], options).wait()
+            self._settle(flat.view(fold.view_as), wide, fold)
+
+    def _settle(self, target: Tensor, completed: Tensor, fold: Fold) -> None:
+        """Finish what Gloo has summed: average it, round it."""
+        if fold.averages:
+            fold.average(completed, self._num_ranks)
+        if completed.data_ptr() != target.data_ptr():
+            target.copy_(completed)
+
+    def barrier(self) -> None:
+        if not self._alone:
+            self.inner("barrier", lambda: self._inner.barrier(dist.BarrierOptions()))
+            return
+        self._here.barrier(operation(self._next(), "barrier"))
+
+    def inner(self, kind: str, launch: Callable[[], dist.Work]) -> None:
+        """Perform something over Gloo; on one host the ranks compare first what it is."""
+        if self._alone:
+            self._here.barrier(operation(self._next(), kind))
+        launch().wait()
+
+
+def _fold(op: Any, tensor: Tensor) -> Fold:
+    return fold_of("SUM" if factor_of(op) is not None else op_name(op), tensor.dtype)
+
+
+def check_reducible(op: Any, tensor: Tensor) -> None:
+    """Refuse, before anything is launched, what cannot be reduced.
+
+    Raises:
+        ConfigurationError: The operation does not exist for the dtype.
+    """
+    if not tensor.is_sparse:
+        _fold(op, tensor)
+
+
+def _premultiply(tensors: Sequence[Tensor], op: Any) -> None:
+    factor = factor_of(op)
+    if factor is not None:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def _simplify(options: Any, fold: Fold) -> None:
+    """Ask Gloo for what it knows: an average begins as a sum."""
+    options.reduceOp = getattr(dist.ReduceOp, "SUM" if fold.averages else fold.name)

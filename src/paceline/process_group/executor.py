@@ -1,0 +1,264 @@
+"""Performs a schedule on a tensor over a transport.
+
+Rules
+1. In place: blocks that overwrite are received into the tensor itself; what is folded arrives in scratch memory
+   that is kept for the next call (at most what a rank receives in one round; (P-1)/P of the message for `direct`,
+   half of it for `halving_doubling`, a P-th for `ring`).
+2. A message to be folded is cut into pieces: one is folded while the next ones are under way.
+3. 16-bit sums are accumulated in float32. A partial result travels as float32; what has not been folded yet, and what
+   is complete, travels as 16 bits. So there is one rounding, and the bytes it costs are those of partial results:
+   none for `direct`, up to 1/4 more for `halving_doubling`, up to 1/2 more for `ring`.
+4. A rank's first messages, in and out, come with a header (`Descriptor`); a peer in another collective is found by it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import CollectiveMismatchError, ConfigurationError, PeerLostError
+from paceline.process_group.descriptor import Descriptor
+from paceline.process_group.folds import Fold, fold_of, op_name
+from paceline.schedules.part import HEADER_BYTES, Part, Range, Turn, part_of
+from paceline.schedules.part import Message as BlockMessage
+from paceline.schedules.schedule import Schedule, cut
+from paceline.transports import Message, Transport
+
+PIECE_BYTES = 1 << 20
+_ALIGNMENT = 64
+
+_Reaction = Callable[[], None]
+
+
+class Executor:
+    """Performs collectives over one transport, one after another.
+
+    Args:
+        transport: Moves the messages; nothing else may use it meanwhile.
+        piece_bytes: Longer messages that are to be folded are cut into pieces of this size.
+    """
+
+    def __init__(self, transport: Transport, *, piece_bytes: int = PIECE_BYTES) -> None:
+        self.transport = transport
+        self.piece_bytes = piece_bytes
+        self.num_collectives = 0
+        self._scratch = _Scratch()
+
+    def run(
+        self,
+        schedule: Schedule,
+        flat: Tensor,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType | None,
+        timeout_s: float,
+        *,
+        operation: str = "all_reduce",
+    ) -> None:
+        """Perform `schedule` on `flat`.
+
+        Args:
+            schedule: For as many ranks as the transport has; equal on every rank.
+            flat: This rank's message, shape (N,), contiguous, on the CPU, N and dtype as on every rank.
+            op: How to fold; None where nothing is folded.
+            timeout_s: For the whole collective.
+            operation: What the user called, for messages.
+
+        Contract:
+            Collective: every rank, same order.  Blocks: yes.  Mutates: `flat`; after an error it is undefined,
+            and the transport can't be used any more.
+            Afterwards: what the schedule's operation says; an all-reduce is bitwise equal on all ranks.
+
+        Raises:
+            CollectiveMismatchError: a peer is in another collective, or has another tensor.
+            PeerLostError: a peer died or did not do its part in time.
+            ConfigurationError: nothing was sent: the tensor or the operation cannot be reduced so.
+        """
+        _check(schedule, flat, self.transport)
+        fold = fold_of(op_name(op), flat.dtype) if schedule.folds else None
+        descriptor = Descriptor(
+            self.num_collectives,
+            operation,
+            op_name(op),
+            str(flat.dtype).removeprefix("torch."),
+            flat.numel(),
+            schedule.name,
+        )
+        self.num_collectives += 1
+        part = part_of(schedule, self.transport.rank)
+        call = _Call(self, part, cut(flat.numel(), schedule.num_blocks), flat, fold, descriptor, timeout_s)
+        try:
+            call.perform()
+        except PeerLostError as error:
+            raise PeerLostError(
+                f"{descriptor} failed: {error}. Its tensor is undefined.", error.peer
+            ) from error
+
+
+class _Call:
+    """One collective under way."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        part: Part,
+        cuts: tuple[int, ...],
+        flat: Tensor,
+        fold: Fold | None,
+        descriptor: Descriptor,
+        timeout_s: float,
+    ) -> None:
+        self.transport = executor.transport
+        self.piece_bytes = executor.piece_bytes
+        self.scratch = executor._scratch
+        self.part = part
+        self.cuts = cuts
+        self.fold = fold
+        self.descriptor = descriptor
+        self.deadline = time.monotonic() + timeout_s
+        self.flat = flat if fold is None else flat.view(fold.view_as)  # shape (N,)
+        self.accumulated = self.flat  # shape (N,); the same memory unless the fold widens
+        self.header = descriptor.to_header()
+
+    def perform(self) -> None:
+        self.scratch.restart()
+        if self.fold is not None and self.fold.widens:
+            self.accumulated = self.scratch.take(self.flat.numel(), self.fold.accumulate_in)
+            for first, last in self.part.accumulates:
+                self._of(self.accumulated, first, last).copy_(self._of(self.flat, first, last))
+        held = self.scratch.mark()
+        for turn in self.part.turns:
+            self.scratch.restart(held)
+            self._take(turn)
+        for blocks in self.part.settle:
+            self._settle(blocks)
+
+    def _take(self, turn: Turn) -> None:
+        """One round."""
+        for blocks in turn.settle:
+            self._settle(blocks)
+        sends: list[Message] = [(m.peer, self.header) for m in turn.sends if m.introduces]
+        for m in turn.sends:
+            sends += [(m.peer, piece) for piece in self._pieces(self._outgoing(m), m.fold)]
+        receives: list[Message] = []
+        reactions: list[_Reaction | None] = []
+        for m in turn.receives:
+            if m.introduces:
+                header = self.scratch.take(HEADER_BYTES, torch.uint8)
+                receives.append((m.peer, header))
+                reactions.append(partial(self._compare, m.peer, header))
+        later: list[_Reaction] = []
+        for m in turn.receives:
+            for tensor, reaction in self._incoming(m):
+                receives.append((m.peer, tensor))
+                if reaction is not None and turn.fold_later:
+                    later.append(reaction)
+                    reactions.append(None)
+                else:
+                    reactions.append(reaction)
+        if not sends and not receives:
+            return  # empty blocks
+
+        def react(index: int) -> None:
+            reaction = reactions[index]
+            if reaction is not None:
+                reaction()
+
+        self.transport.exchange(sends, receives, max(self.deadline - time.monotonic(), 0.0), react)
+        for reaction in later:
+            reaction()
+
+    def _outgoing(self, m: BlockMessage) -> Tensor:
+        """What to send: a partial result as accumulated, everything else as the user stores it."""
+        return self._of(self.accumulated if m.partial else self.flat, m.first, m.last)
+
+    def _incoming(self, m: BlockMessage) -> Iterator[tuple[Tensor, _Reaction | None]]:
+        """Where to receive, and what to do with it then."""
+        if not m.fold:
+            yield from ((piece, None) for piece in self._pieces(self._of(self.flat, m.first, m.last), m.fold))
+            return
+        assert self.fold is not None
+        mine = self._of(self.accumulated, m.first, m.last)
+        dtype = self.accumulated.dtype if m.partial else self.flat.dtype
+        staged = self.scratch.take(mine.numel(), dtype)
+        first = 0
+        for piece in self._pieces(staged, m.fold):
+            accumulated = mine[first : first + piece.numel()]
+            first += piece.numel()
+            yield piece, partial(self.fold.into, accumulated, piece, m.peer < self.transport.rank)
+
+    def _pieces(self, tensor: Tensor, fold: bool) -> tuple[Tensor, ...]:
+        """What is folded travels in pieces (rule 2); nothing travels for an empty block."""
+        if not tensor.numel():
+            return ()
+        if not fold or tensor.nbytes <= self.piece_bytes:
+            return (tensor,)
+        pieces: tuple[Tensor, ...] = tensor.split(max(self.piece_bytes // tensor.itemsize, 1))
+        return pieces
+
+    def _settle(self, blocks: Range) -> None:
+        """Finish blocks that this rank has completed: average them, round them."""
+        fold = self.fold
+        if fold is None:
+            return
+        completed = self._of(self.accumulated, *blocks)
+        if fold.averages:
+            fold.average(completed, self.transport.num_ranks)
+        if fold.widens:
+            self._of(self.flat, *blocks).copy_(completed)
+
+    def _compare(self, peer: int, header: Tensor) -> None:
+        if torch.equal(header, self.header):
+            return
+        theirs = Descriptor.from_header(header)
+        raise CollectiveMismatchError(
+            f"rank {self.transport.names[self.transport.rank]} is in {self.descriptor} while rank "
+            f"{self.transport.names[peer]} is in "
+            f"{theirs or 'something that is not a collective of this version'}. Every rank calls the same "
+            "collectives in the same order, with tensors of the same size and dtype. The tensors of both are "
+            "undefined. See docs/troubleshooting.md#collective-mismatch."
+        )
+
+    def _of(self, tensor: Tensor, first: int, last: int) -> Tensor:
+        return tensor[self.cuts[first] : self.cuts[last]]
+
+
+class _Scratch:
+    """Memory that is kept from call to call; taken piece by piece, given back all at once."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def restart(self, used: int = 0) -> None:
+        """Give back all that was taken after `used`."""
+        self._used = used
+
+    def mark(self) -> int:
+        return self._used
+
+    def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialized, shape (num_elements,)."""
+        num_bytes = num_elements * dtype.itemsize
+        last = self._used + num_bytes
+        if last > self._memory.numel():
+            # What was taken before keeps its own memory alive; it is given back with the rest.
+            self._memory = torch.empty(max(last, 2 * self._memory.numel()), dtype=torch.uint8)
+        taken = self._memory[self._used : last].view(dtype)
+        self._used = -(-last // _ALIGNMENT) * _ALIGNMENT
+        return taken
+
+
+def _check(schedule: Schedule, flat: Tensor, transport: Transport) -> None:
+    if schedule.num_ranks != transport.num_ranks:
+        raise ConfigurationError(
+            f"{schedule.name} is for {schedule.num_ranks} ranks, the transport has {transport.num_ranks}"
+        )
+    if flat.dim() != 1 or not flat.is_contiguous() or flat.device.type != "cpu":
+        raise ConfigurationError(
+            f"a collective works on a contiguous CPU tensor of one dimension, not on one of shape {tuple(flat.shape)}, "
+            f"strides {flat.stride()}, on {flat.device}"
+        )

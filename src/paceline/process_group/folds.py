@@ -1,0 +1,124 @@
+"""What a reduction does to two slices, for every operation and dtype that has one.
+
+16-bit floating-point sums and products are accumulated in float32 and rounded once, by the rank that completes the
+block. Minimum, maximum and bitwise operations round nothing and stay in their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import ConfigurationError
+
+PREMULTIPLIED = "PREMUL_SUM"
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_NARROW = (torch.float16, torch.bfloat16)
+# torch has no arithmetic for these; in two's complement that of the signed ones has the same bits.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+@dataclass(frozen=True)
+class Fold:
+    """How to reduce tensors of one dtype by one operation."""
+
+    name: str
+    view_as: torch.dtype
+    """What the message is seen as: its dtype, or a signed one of the same size."""
+    accumulate_in: torch.dtype
+    """The dtype of partial results, in memory and on the wire."""
+    function: Callable[..., Tensor]
+    averages: bool
+
+    @property
+    def widens(self) -> bool:
+        return self.accumulate_in != self.view_as
+
+    def into(self, accumulated: Tensor, received: Tensor, received_is_left: bool) -> None:
+        """Fold `received` into `accumulated`, shape (n,) both; who is the left operand decides the bits of a NaN."""
+        left, right = (received, accumulated) if received_is_left else (accumulated, received)
+        self.function(left, right, out=accumulated)
+
+    def all_into(self, target: Tensor, others: Sequence[Tensor], num_averaged: int) -> None:
+        """Fold `others` into `target`, shape (n,) each, in one go: rounded once.
+
+        Args:
+            target: As the message is stored; seen as `view_as`.
+            others: Likewise; unchanged.
+            num_averaged: Over how many ranks the result is averaged, if this is an average; 0: it is not complete yet.
+        """
+        accumulated = target.to(self.accumulate_in)  # the same tensor, unless it widens
+        for other in others:
+            self.function(accumulated, other.to(self.accumulate_in), out=accumulated)
+        if self.averages and num_averaged:
+            self.average(accumulated, num_averaged)
+        if self.widens:
+            target.copy_(accumulated)
+
+    def average(self, completed: Tensor, num_ranks: int) -> None:
+        """Divide a completed sum in place; integers are cut off towards zero."""
+        rounding = None if completed.is_floating_point() or completed.is_complex() else "trunc"
+        torch.div(completed, num_ranks, rounding_mode=rounding, out=completed)
+
+
+@lru_cache(maxsize=256)
+def fold_of(op_name: str, dtype: torch.dtype) -> Fold:
+    """The fold for an operation, by its name in `torch.distributed.ReduceOp`.
+
+    Raises:
+        ConfigurationError: there is no such operation for this dtype.
+    """
+    function = _FUNCTIONS.get(op_name)
+    floating, is_complex = dtype.is_floating_point, dtype.is_complex
+    ordered = op_name in {"MIN", "MAX"}
+    reason = None
+    if function is None:
+        reason = f"the operations are {', '.join(_FUNCTIONS)}"
+    elif (floating or is_complex) and op_name in {"BAND", "BOR", "BXOR"}:
+        reason = "bitwise operations are for integers and booleans"
+    elif is_complex and ordered:
+        reason = "complex numbers have no order"
+    elif floating and dtype.itemsize == 1:
+        reason = "8-bit floating point has no arithmetic; cast to bfloat16 first"
+    elif dtype in _SIGNED and (ordered or op_name == "AVG"):
+        reason = "torch has no such arithmetic for it; cast to int64 first"
+    elif dtype is torch.bool and op_name == "AVG":
+        reason = "booleans have no mean; cast first"
+    if function is None or reason is not None:
+        raise ConfigurationError(f"cannot reduce {dtype} by {op_name}: {reason}")
+    view_as = _SIGNED.get(dtype, dtype)
+    widens = dtype in _NARROW and not ordered
+    return Fold(op_name, view_as, torch.float32 if widens else view_as, function, op_name == "AVG")
+
+
+def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType | None) -> str:
+    """The name of a `torch.distributed` operation; "" for none."""
+    if op is None:
+        return ""
+    return str(getattr(op, "op", op)).rpartition(".")[
+        2
+    ]  # a ReduceOp holds its kind; a kind passes for a ReduceOp
+
+
+def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float | None:
+    """What a PREMUL_SUM multiplies every rank's input with; None for any other operation."""
+    if op_name(op) != PREMULTIPLIED:
+        return None
+    premultiplied: Any = op
+    factor = premultiplied.__getstate__()[1]  # nothing else reveals it
+    return float(factor.item() if isinstance(factor, Tensor) else factor)

@@ -1,0 +1,46 @@
+"""The Gloo group inside ours, on an interface that the other ranks can reach."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+Gloo = Any  # a ProcessGroupGloo; torch's stubs know none of its methods
+
+_DISCARD_PORT = 9  # nothing is sent: connecting a datagram socket only asks the kernel for the route
+
+
+def address_towards(num_hosts: int) -> str:
+    """Return the address under which the other hosts reach this one: that of the route to the job's master.
+
+    It is "" where GLOO_SOCKET_IFNAME decides, or nothing is known.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    if num_hosts == 1:
+        return "127.0.0.1"
+    master = os.environ.get("MASTER_ADDR", "")
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(master, _DISCARD_PORT, type=socket.SOCK_DGRAM)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> Gloo:
+    """Make a Gloo group that listens on `address` ("": where Gloo thinks best), and connects when first used."""
+    if not address:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=address, lazy_init=True)]
+    return dist.ProcessGroupGloo(store, rank, size, options)

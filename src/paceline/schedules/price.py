@@ -1,0 +1,150 @@
+"""What a schedule costs: exact rounds and bytes, and the time that an alpha-beta model predicts.
+
+The model, for a round in which a host's ranks send w bytes to each other and its ranks send and receive b bytes
+from other hosts (each direction by itself; the larger counts), with at most m messages from one rank:
+
+    t = alpha + (m - 1) message_s + max over hosts of max(w / B_within, b / B_between) + folding
+
+alpha is the larger latency of the links in use, B a link's rate. Rounds follow each other; a schedule's time is
+their sum. Not in the model: one rank's round starts before another's has ended; congestion beyond a host's link.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import ConfigurationError
+from paceline.schedules.part import HEADER_BYTES
+from paceline.schedules.schedule import Round, Schedule, cut
+from paceline.schedules.topology import Link, Links, Topology
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one collective costs."""
+
+    rounds: int
+    bytes_sent: tuple[int, ...]
+    """By each rank, without headers."""
+    header_bytes: tuple[int, ...]
+    """By each rank, for the headers that go with its first messages."""
+    bytes_over_links: tuple[int, ...]
+    """Sent by each host to other hosts, without headers."""
+    time_s: float
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """Of the rank that sends most."""
+        return max(self.bytes_sent)
+
+
+def price(
+    schedule: Schedule,
+    message_bytes: int,
+    topology: Topology,
+    links: Links,
+    *,
+    element_bytes: int = 1,
+    partial_bytes: int | None = None,
+) -> Price:
+    """Count what `schedule` sends, and predict how long it takes.
+
+    Args:
+        schedule: For as many ranks as `topology` has.
+        message_bytes: Length of the buffer, as stored.
+        topology: Where the ranks are.
+        links: What lies between them.
+        element_bytes: Size of an element; elements are not cut. With it the bytes are exact.
+        partial_bytes: Size of an element of a partial result on the wire, where that differs.
+
+    Raises:
+        ConfigurationError: the topology has another number of ranks, or the message a fraction of an element.
+    """
+    if topology.num_ranks != schedule.num_ranks:
+        raise ConfigurationError(
+            f"{schedule.name} is for {schedule.num_ranks} ranks, the topology has {topology}"
+        )
+    if message_bytes < 0 or message_bytes % element_bytes:
+        raise ConfigurationError(f"{message_bytes} bytes are not a number of {element_bytes}-byte elements")
+    counting = _Counting(
+        topology,
+        links,
+        cut(message_bytes // element_bytes, schedule.num_blocks),
+        element_bytes,
+        element_bytes if partial_bytes is None else partial_bytes,
+    )
+    time_s = sum(
+        counting.round_s(*round_)
+        for round_ in zip(schedule.rounds, schedule.partial, schedule.introduces, strict=True)
+    )
+    return Price(
+        rounds=len(schedule.rounds),
+        bytes_sent=tuple(counting.sent[rank] for rank in range(topology.num_ranks)),
+        header_bytes=tuple(counting.headers[rank] for rank in range(topology.num_ranks)),
+        bytes_over_links=tuple(counting.over_link[host] for host in range(topology.num_hosts)),
+        time_s=time_s,
+    )
+
+
+class _Counting:
+    """Adds up rounds."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        links: Links,
+        cuts: tuple[int, ...],
+        element_bytes: int,
+        partial_bytes: int,
+    ) -> None:
+        self.host_of_rank = topology.host_of_rank
+        self.links = links
+        self.cuts = cuts
+        self.element_bytes = element_bytes
+        self.partial_bytes = partial_bytes
+        self.sent: Counter[int] = Counter()
+        self.headers: Counter[int] = Counter()
+        self.over_link: Counter[int] = Counter()
+
+    def round_s(self, transfers: Round, partials: Sequence[bool], introduces: Sequence[bool]) -> float:
+        """Count one round; how long it takes."""
+        within: Counter[int] = Counter()  # bytes inside each host
+        out: Counter[int] = Counter()  # from each host
+        into: Counter[int] = Counter()  # to each host
+        folded: Counter[int] = Counter()  # by each rank
+        messages: dict[Link, Counter[int]] = {}  # from each rank, by link
+        for t, partial, header in zip(transfers, partials, introduces, strict=True):
+            each = self.partial_bytes if partial else self.element_bytes
+            size = (self.cuts[t.last] - self.cuts[t.first]) * each
+            if not size and not header:
+                continue  # nothing is sent for an empty block
+            source, target = self.host_of_rank[t.source], self.host_of_rank[t.target]
+            self.sent[t.source] += size
+            self.headers[t.source] += HEADER_BYTES * header
+            link = self.links.within if source == target else self.links.between
+            messages.setdefault(link, Counter())[t.source] += (size > 0) + header
+            if source == target:
+                within[source] += size
+            else:
+                out[source] += size
+                into[target] += size
+                self.over_link[source] += size
+            if t.fold:
+                folded[t.target] += size
+        return self._latency_s(messages) + self._sending_s(within, out, into) + self._folding_s(folded)
+
+    def _latency_s(self, messages: dict[Link, Counter[int]]) -> float:
+        return max(
+            (link.latency_s + (max(count.values()) - 1) * link.message_s for link, count in messages.items()),
+            default=0.0,
+        )
+
+    def _sending_s(self, within: Counter[int], out: Counter[int], into: Counter[int]) -> float:
+        inside = max(within.values(), default=0) / self.links.within.bytes_per_s
+        outside = max([*out.values(), *into.values()], default=0) / self.links.between.bytes_per_s
+        return max(inside, outside)
+
+    def _folding_s(self, folded: Counter[int]) -> float:
+        return max(folded.values(), default=0) * self.links.fold_s_per_byte

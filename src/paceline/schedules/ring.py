@@ -1,0 +1,46 @@
+"""Ring: every rank passes blocks to its neighbour.
+
+Rounds: P-1 for each half, 2(P-1) for an all-reduce.  Bytes: (P-1)/P n sent per rank and half.
+Every host's link carries each block once in each direction if ranks of a host are neighbours.
+
+Source: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms". Uneven blocks are cut, not padded.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from paceline.schedules.compose import Rounds, mirror
+from paceline.schedules.schedule import Schedule, Transfer
+
+
+def _gather(num_ranks: int) -> Rounds:
+    """Round t: rank r passes on block r-t, which it received the round before."""
+    return tuple(
+        tuple(
+            Transfer(
+                rank, (rank + 1) % num_ranks, (rank - t) % num_ranks, (rank - t) % num_ranks + 1, fold=False
+            )
+            for rank in range(num_ranks)
+        )
+        for t in range(num_ranks - 1)
+    )
+
+
+@lru_cache(maxsize=32)
+def all_gather(num_ranks: int) -> Schedule:
+    """Rank r's block r reaches every rank."""
+    return Schedule("all_gather_ring", num_ranks, num_ranks, _gather(num_ranks))
+
+
+@lru_cache(maxsize=32)
+def reduce_scatter(num_ranks: int) -> Schedule:
+    """Rank r ends with block r of the reduction; its other blocks are undefined."""
+    return Schedule("reduce_scatter_ring", num_ranks, num_ranks, mirror(_gather(num_ranks)))
+
+
+@lru_cache(maxsize=32)
+def all_reduce(num_ranks: int) -> Schedule:
+    """Reduce-scatter, then all-gather."""
+    gather = _gather(num_ranks)
+    return Schedule("ring", num_ranks, num_ranks, mirror(gather) + gather)

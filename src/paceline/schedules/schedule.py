@@ -1,0 +1,167 @@
+"""A collective as data: rounds of who sends which blocks to whom.
+
+Rules
+1. The message, a flat buffer of the same length on every rank, is cut into `num_blocks` blocks (`cut`).
+2. A round's transfers are concurrent: each sends what its source held before the round. The target folds what
+   arrives into its own blocks, in the order of the round, or overwrites them.
+3. Folding is commutative; the smaller rank's value is the left operand, so two ranks that exchange and fold the
+   same two values hold the same bits.
+4. What overwrites is final. A rank that sent a block so, or received it so, neither folds into it nor sends it
+   to be folded again. (A 16-bit message relies on it: partial sums travel as 32 bits, results as 16.)
+5. A rank does not overwrite, in one round, a block that it sends or receives otherwise in that round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from paceline.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One message of one round: blocks `first` to `last` (excluded) go from `source` to `target`."""
+
+    source: int
+    target: int
+    first: int
+    last: int
+    fold: bool
+    """Whether the target folds what it receives into its own blocks; else it overwrites them."""
+
+
+Round = tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The rounds of one collective over `num_ranks` ranks; equal only to itself."""
+
+    name: str
+    num_ranks: int
+    num_blocks: int
+    rounds: tuple[Round, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.num_blocks < 1:
+            raise ConfigurationError(
+                f"schedule {self.name!r} has {self.num_ranks} ranks and {self.num_blocks} blocks; both start at 1"
+            )
+        final: set[tuple[int, int]] = set()
+        for number, transfers in enumerate(self.rounds):
+            _Check(self, number, final).run(transfers)
+
+    @cached_property
+    def partial(self) -> tuple[tuple[bool, ...], ...]:
+        """For each transfer of each round, whether it carries a partial result: to be folded, and folded before."""
+        folded: set[tuple[int, int]] = set()
+        answer = []
+        for transfers in self.rounds:
+            answer.append(
+                tuple(
+                    transfer.fold and any((transfer.source, block) in folded for block in _blocks(transfer))
+                    for transfer in transfers
+                )
+            )
+            for transfer in transfers:
+                if transfer.fold:
+                    folded.update((transfer.target, block) for block in _blocks(transfer))
+        return tuple(answer)
+
+    @cached_property
+    def introduces(self) -> tuple[tuple[bool, ...], ...]:
+        """For each transfer of each round, whether it is its source's first sent or its target's first received."""
+        sent: set[int] = set()
+        received: set[int] = set()
+        answer = []
+        for transfers in self.rounds:
+            answer.append(tuple(t.source not in sent or t.target not in received for t in transfers))
+            sent.update(transfer.source for transfer in transfers)
+            received.update(transfer.target for transfer in transfers)
+        return tuple(answer)
+
+    @cached_property
+    def folds(self) -> bool:
+        """Whether anything is folded."""
+        return any(transfer.fold for transfers in self.rounds for transfer in transfers)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.num_ranks} ranks, {self.num_blocks} blocks"]
+        for number, transfers in enumerate(self.rounds):
+            words = ", ".join(
+                f"{t.source}{'+>' if t.fold else '->'}{t.target} [{t.first},{t.last})" for t in transfers
+            )
+            lines.append(f"  round {number}: {words}")
+        return "\n".join(lines)
+
+
+@dataclass
+class _Check:
+    """Rules 1, 4 and 5, for one round."""
+
+    schedule: Schedule
+    number: int
+    final: set[tuple[int, int]]
+    overwritten: Counter[tuple[int, int]] = field(default_factory=Counter)
+    touched: set[tuple[int, int]] = field(default_factory=set)
+
+    def run(self, transfers: Round) -> None:
+        for transfer in transfers:
+            self._bounds(transfer)
+            for block in _blocks(transfer):
+                self._block(transfer, block)
+        for (rank, block), times in self.overwritten.items():
+            if times > 1 or (rank, block) in self.touched:
+                self._refuse(
+                    f"rank {rank} overwrites block {block} and sends or receives it otherwise (rule 5)"
+                )
+        for transfer in transfers:
+            if not transfer.fold:
+                for block in _blocks(transfer):
+                    self.final.update(((transfer.source, block), (transfer.target, block)))
+
+    def _bounds(self, transfer: Transfer) -> None:
+        size = self.schedule.num_ranks
+        if not (0 <= transfer.source < size and 0 <= transfer.target < size):
+            self._refuse(f"{transfer} names a rank outside 0 to {size - 1}")
+        if transfer.source == transfer.target:
+            self._refuse(f"{transfer} sends to itself")
+        if not 0 <= transfer.first < transfer.last <= self.schedule.num_blocks:
+            self._refuse(f"{transfer} is empty or outside the {self.schedule.num_blocks} blocks")
+
+    def _block(self, transfer: Transfer, block: int) -> None:
+        source, target = (transfer.source, block), (transfer.target, block)
+        if transfer.fold and (source in self.final or target in self.final):
+            self._refuse(f"{transfer} folds block {block}, which is final (rule 4)")
+        self.touched.add(source)
+        if transfer.fold:
+            self.touched.add(target)
+        else:
+            self.overwritten[target] += 1
+
+    def _refuse(self, reason: str) -> None:
+        raise ConfigurationError(f"schedule {self.schedule.name!r}, round {self.number}: {reason}")
+
+
+def _blocks(transfer: Transfer) -> range:
+    return range(transfer.first, transfer.last)
+
+
+def cut(num_elements: int, num_blocks: int) -> tuple[int, ...]:
+    """Where blocks begin and end: block b is elements [cut[b], cut[b + 1]); sizes differ by at most 1.
+
+    Args:
+        num_elements: Length of the message; 0 is allowed.
+        num_blocks: How many blocks; the first ones are the longer ones.
+
+    Returns:
+        `num_blocks + 1` boundaries, from 0 to `num_elements`.
+    """
+    if num_elements < 0 or num_blocks < 1:
+        raise ConfigurationError(
+            f"cannot cut {num_elements} elements into {num_blocks} blocks; at least 0 elements and 1 block"
+        )
+    size, longer = divmod(num_elements, num_blocks)
+    return tuple(block * size + min(block, longer) for block in range(num_blocks + 1))

@@ -1,0 +1,60 @@
+"""Every algorithm, by name: the choice takes its candidates from here, and one contract test takes all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.schedules import (
+    circulant,
+    direct,
+    halving_doubling,
+    hierarchical,
+    recursive_doubling,
+    ring,
+    tree,
+)
+from paceline.schedules.schedule import Schedule
+from paceline.schedules.topology import Topology
+
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A way to perform an operation."""
+
+    operation: Operation
+    build: Callable[[Topology], Schedule]
+    """For the ranks of a topology; rooted operations have rank 0 as the root."""
+    needs_hosts: bool = False
+    """Whether it only makes sense for several hosts of which one has several ranks."""
+
+    def fits(self, topology: Topology) -> bool:
+        return not self.needs_hosts or 1 < topology.num_hosts < topology.num_ranks
+
+
+def _flat(operation: Operation, build: Callable[[int], Schedule]) -> Algorithm:
+    return Algorithm(operation, lambda topology: build(topology.num_ranks))
+
+
+SCHEDULES: dict[str, Algorithm] = {
+    "recursive_doubling": _flat("all_reduce", recursive_doubling.all_reduce),
+    "direct": _flat("all_reduce", direct.all_reduce),
+    "halving_doubling": _flat("all_reduce", halving_doubling.all_reduce),
+    "circulant": _flat("all_reduce", circulant.all_reduce),
+    "ring": _flat("all_reduce", ring.all_reduce),
+    "hierarchical_ring": Algorithm("all_reduce", hierarchical.over_ring, needs_hosts=True),
+    "hierarchical_halving_doubling": Algorithm(
+        "all_reduce", hierarchical.over_halving_doubling, needs_hosts=True
+    ),
+    "reduce_scatter_direct": _flat("reduce_scatter", direct.reduce_scatter),
+    "reduce_scatter_circulant": _flat("reduce_scatter", circulant.reduce_scatter),
+    "reduce_scatter_ring": _flat("reduce_scatter", ring.reduce_scatter),
+    "all_gather_direct": _flat("all_gather", direct.all_gather),
+    "all_gather_circulant": _flat("all_gather", circulant.all_gather),
+    "all_gather_ring": _flat("all_gather", ring.all_gather),
+    "broadcast_tree": _flat("broadcast", tree.broadcast),
+    "reduce_tree": _flat("reduce", tree.reduce),
+}

@@ -1,0 +1,111 @@
+"""Where the ranks are, and what lies between them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from paceline.errors import ConfigurationError
+
+_LINKS = re.compile(r"within=(\S+)/(\S+)\s+between=(\S+)/(\S+)")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which host each rank is on; hosts are numbered 0 to H-1 in any order."""
+
+    host_of_rank: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        hosts = set(self.host_of_rank)
+        if not hosts or hosts != set(range(len(hosts))):
+            raise ConfigurationError(
+                f"host_of_rank is {self.host_of_rank}; every rank has a host, numbered from 0 without gaps"
+            )
+
+    @classmethod
+    def one_host(cls, num_ranks: int) -> Topology:
+        return cls((0,) * num_ranks)
+
+    @classmethod
+    def one_rank_a_host(cls, num_ranks: int) -> Topology:
+        return cls(tuple(range(num_ranks)))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.host_of_rank)
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.ranks_of_host)
+
+    @cached_property
+    def ranks_of_host(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host in ascending order; a rank's place in it is its local index."""
+        ranks: list[list[int]] = [[] for _ in set(self.host_of_rank)]
+        for rank, host in enumerate(self.host_of_rank):
+            ranks[host].append(rank)
+        return tuple(map(tuple, ranks))
+
+    def __str__(self) -> str:
+        if self.num_hosts == 1:
+            return f"{self.num_ranks} ranks on one host"
+        sizes = {len(ranks) for ranks in self.ranks_of_host}
+        each = f" x {sizes.pop()}" if len(sizes) == 1 else ""
+        return f"{self.num_ranks} ranks on {self.num_hosts} hosts{each}"
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a host can send (and, at the same time, receive) by one way, shared by all its ranks."""
+
+    latency_s: float
+    """From the start of a round to the arrival of an empty message, when every rank sends one."""
+    bytes_per_s: float
+    """All ranks of a host together, when all send."""
+    message_s: float = 0.0
+    """What each further message of a rank in the same round costs it."""
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s <= 0 or min(self.latency_s, self.message_s) < 0 or math.isnan(self.latency_s):
+            raise ConfigurationError(f"{self}: the rate is above 0, the times are at least 0")
+
+
+@dataclass(frozen=True)
+class Links:
+    """The link inside a host, the link of a host to all others, and what folding costs a rank."""
+
+    within: Link
+    between: Link
+    fold_s_per_byte: float = 0.0
+
+    def to_numbers(self) -> list[float]:
+        """As one list, for messages."""
+        sides = (self.within, self.between)
+        return [x for link in sides for x in (link.latency_s, link.bytes_per_s, link.message_s)] + [
+            self.fold_s_per_byte
+        ]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> Links:
+        return cls(Link(*numbers[:3]), Link(*numbers[3:6]), numbers[6])
+
+    @classmethod
+    def parse(cls, text: str) -> Links:
+        """Read "within=2e-5/4e9 between=1e-4/125e6": latency in seconds, rate in bytes per second.
+
+        Raises:
+            ConfigurationError: it is not of that form.
+        """
+        match = _LINKS.fullmatch(text.strip())
+        try:
+            within_s, within_per_s, between_s, between_per_s = map(float, match.groups() if match else ())
+        except ValueError as error:
+            raise ConfigurationError(
+                f"links {text!r}: expected latency (s) and rate (bytes per s) of both links, as in "
+                "'within=2e-5/4e9 between=1e-4/125e6'"
+            ) from error
+        return cls(Link(within_s, within_per_s), Link(between_s, between_per_s))

@@ -1,0 +1,90 @@
+"""Messages through a c10d backend with point-to-point operations, such as Gloo's.
+
+Gloo announces a message, waits until the peer has a buffer for it, and sends it straight into that; several
+messages are under way at once. A message larger than its receiver's buffer would end the process, so its size is its
+tag: it finds no receiver, and the exchange times out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import PeerLostError
+from paceline.transports.transport import Message, Transport
+
+GRACE_S = 1.0
+_MAX_TAG = 2**31 - 1
+
+
+class C10dTransport(Transport):
+    """Uses `backend`, which nothing else may use meanwhile.
+
+    Args:
+        backend: A c10d backend for CPU tensors with send and recv, such as a `ProcessGroupGloo`.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__(backend.rank(), backend.size())
+        self._backend = backend
+        self._abandoned: list[Any] = []
+        """Messages of a failed exchange: the backend may still write into a tensor that is among them."""
+
+    def _exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        timeout_s: float,
+        on_received: Callable[[int], None],
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        receiving: list[dist.Work] = []
+        sending: list[dist.Work] = []
+        try:
+            for peer, tensor in receives:
+                receiving.append(self._launch(self._backend.recv, peer, tensor))
+            for peer, tensor in sends:
+                sending.append(self._launch(self._backend.send, peer, tensor))
+            for index, (peer, _) in enumerate(receives):
+                self._wait(receiving[index], peer, deadline, timeout_s)
+                on_received(index)
+            for work, (peer, _) in zip(sending, sends, strict=True):
+                self._wait(work, peer, deadline, timeout_s)
+        except BaseException:
+            self._abandoned = [receiving, sending, list(sends), list(receives)]
+            _let_leave(sending)
+            raise
+
+    def _launch(self, operation: Callable[..., dist.Work], peer: int, tensor: Tensor) -> dist.Work:
+        try:
+            return operation([tensor], peer, tensor.nbytes & _MAX_TAG)
+        except RuntimeError as error:
+            raise self._lost(peer, error, 0.0) from error
+
+    def _wait(self, work: dist.Work, peer: int, deadline: float, timeout_s: float) -> None:
+        """Wait for a message. Gloo takes 0 for no timeout, and counts in milliseconds."""
+        try:
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            raise self._lost(peer, error, timeout_s) from error
+
+    def _lost(self, peer: int, error: RuntimeError, timeout_s: float) -> PeerLostError:
+        if "imed out" in str(error):
+            words = f"heard nothing from rank {peer} for {timeout_s:g} s: it is stuck, stopped or unreachable"
+        else:
+            words = f"lost rank {peer}, which ended or gave up"
+        return PeerLostError(f"rank {self.rank} {words}", peer)
+
+
+def _let_leave(sending: Sequence[dist.Work]) -> None:
+    """Wait a moment for what is on its way: a peer whose header we have is to be told what we were told."""
+    deadline = time.monotonic() + GRACE_S
+    with suppress(RuntimeError):
+        for work in sending:
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))

@@ -1,0 +1,95 @@
+"""Ranks as threads of one process, for tests: exact, quick, and with faults on request."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Condition
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import PeerLostError
+from paceline.transports.transport import Message, Transport
+
+Route = tuple[int, int, int]
+"""Source, target and number of bytes."""
+
+
+class InMemoryNetwork:
+    """Joins `num_ranks` in-memory transports.
+
+    Faults: `lose` a rank, `delay` what one rank sends to another.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.transports = [InMemoryTransport(self, rank, num_ranks) for rank in range(num_ranks)]
+        self._arrived = Condition()
+        self._messages: defaultdict[Route, deque[Tensor]] = defaultdict(deque)
+        self._delayed: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}
+        self._lost: set[int] = set()
+
+    def run(self, function: Callable[[InMemoryTransport], Any]) -> list[Any]:
+        """What `function` returned, or the exception that it raised, for each rank in a thread of its own."""
+        with ThreadPoolExecutor(len(self.transports)) as threads:
+            futures = [threads.submit(function, transport) for transport in self.transports]
+            return [future.exception() or future.result() for future in futures]
+
+    def lose(self, rank: int) -> None:
+        """From now on nothing that `rank` sends arrives."""
+        self._lost.add(rank)
+
+    def delay(self, source: int, target: int, num_messages: int) -> None:
+        """Keep what `source` sends to `target` under way until there are so many messages; then all arrive."""
+        self._delayed[source, target] = num_messages, []
+
+    def deliver(self, source: int, target: int, tensor: Tensor) -> None:
+        """Take a message from `source`."""
+        if source in self._lost:
+            return
+        with self._arrived:
+            num_messages, under_way = self._delayed.get((source, target), (1, []))
+            under_way.append(tensor)
+            if len(under_way) < num_messages:
+                return
+            self._delayed.pop((source, target), None)
+            for message in under_way:
+                self._messages[source, target, message.nbytes].append(message)
+            self._arrived.notify_all()
+
+    def take(self, route: Route, timeout_s: float) -> Tensor | None:
+        """The oldest message of `route`, waiting for it if need be; None if there is none in time."""
+        with self._arrived:
+            queue = self._messages[route]
+            return queue.popleft() if self._arrived.wait_for(lambda: queue, timeout_s) else None
+
+
+class InMemoryTransport(Transport):
+    """One rank's end of an `InMemoryNetwork`."""
+
+    def __init__(self, network: InMemoryNetwork, rank: int, num_ranks: int) -> None:
+        super().__init__(rank, num_ranks)
+        self._network = network
+
+    def _exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        timeout_s: float,
+        on_received: Callable[[int], None],
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        for peer, tensor in sends:
+            self._network.deliver(self.rank, peer, tensor.clone())
+        for index, (peer, tensor) in enumerate(receives):
+            received = self._network.take((peer, self.rank, tensor.nbytes), deadline - time.monotonic())
+            if received is None:
+                raise PeerLostError(
+                    f"rank {self.rank} waited {timeout_s:g} s for {tensor.nbytes} bytes from rank {peer}, "
+                    "which did not send them",
+                    peer,
+                )
+            tensor.copy_(received.view(tensor.dtype))
+            on_received(index)

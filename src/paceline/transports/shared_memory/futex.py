@@ -1,0 +1,48 @@
+"""Waiting in the kernel until a shared 32-bit word changes, and waking those who wait (futex(2)).
+
+No spinning: two ranks may share a core, and the one that spins keeps the other from arriving.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import threading
+
+_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
+_WAIT, _WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the word is shared between processes
+_EVERYBODY = 2**31 - 1
+_NUMBER = _NUMBERS.get(platform.machine())
+IS_AVAILABLE = sys.platform == "linux" and _NUMBER is not None and sys.maxsize > 2**32
+
+_libc = ctypes.CDLL(None)  # a call through it releases the interpreter's lock
+_syscall = _libc.syscall
+_fence_lock = threading.Lock()
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64))
+
+
+def wait_while(address: int, value: int, timeout_s: float) -> None:
+    """Sleep while the word at `address` is `value`; returns when woken, on a signal, or after `timeout_s`."""
+    limit = _TimeSpec(int(timeout_s), int(timeout_s % 1 * 1e9))
+    _syscall(_NUMBER, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(value), ctypes.byref(limit), None, 0)
+
+
+def wake(address: int) -> None:
+    """Wake everyone who waits for the word at `address`."""
+    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _EVERYBODY, None, None, 0)
+
+
+def fence() -> None:
+    """Let what was written so far be seen before what is written next.
+
+    x86 keeps stores in order by itself. Elsewhere a lock's release followed by its acquisition is a full fence.
+    """
+    if platform.machine() != "x86_64":
+        with _fence_lock:
+            pass
+        with _fence_lock:
+            pass

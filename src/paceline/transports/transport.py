@@ -1,0 +1,98 @@
+"""What moves messages between ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from paceline.errors import ConfigurationError, ProtocolError
+
+Message = tuple[int, Tensor]
+"""A peer, and the tensor that is sent to it or received from it: one-dimensional, contiguous, not empty."""
+
+
+class Transport(ABC):
+    """Moves messages between `num_ranks` ranks, of which this is `rank`.
+
+    Messages are bytes: a receive takes the oldest message from its peer that has its number of bytes. A message of
+    any other size is never delivered into it, so ranks that disagree on sizes run into the timeout instead of
+    overwriting memory.
+
+    After an error the transport can't be used any more: messages may be under way that nobody awaits.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.bytes_sent = 0
+        """Of all exchanges that succeeded."""
+        self.names: Sequence[int] = range(num_ranks)
+        """What its ranks are called in errors."""
+        self._failure: str | None = None
+
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        timeout_s: float,
+        on_received: Callable[[int], None] | None = None,
+    ) -> None:
+        """Perform one round: all messages are under way at once.
+
+        Args:
+            sends: To whom, what; unchanged until this returns.
+            receives: From whom, into what.
+            timeout_s: For the whole round.
+            on_received: Called with 0, 1, ... in the order of `receives`, each as soon as that tensor and those
+                before it are filled, while others are still under way. What it raises ends the exchange; what was
+                to be sent still leaves if its receiver takes it within a second.
+
+        Contract:
+            Collective: every message has a counterpart, in the same order between two ranks.  Blocks: until
+            `receives` are filled and `sends` may be changed.  Mutates: `receives`; after an error they are
+            undefined.
+
+        Raises:
+            PeerLostError: a peer died, or did not send or take its message in time. Names it.
+            ProtocolError: an earlier exchange failed.
+        """
+        if self._failure is not None:
+            raise ProtocolError(
+                f"rank {self.rank} can't communicate any more: {self._failure}. "
+                "Destroy the process group and make a new one."
+            )
+        self._check(sends)
+        self._check(receives)
+        try:
+            self._exchange(sends, receives, timeout_s, on_received or _ignore)
+        except BaseException as error:
+            self._failure = f"an earlier exchange failed ({error})"
+            raise
+        self.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
+
+    @abstractmethod
+    def _exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        timeout_s: float,
+        on_received: Callable[[int], None],
+    ) -> None: ...
+
+    def _check(self, messages: Sequence[Message]) -> None:
+        for peer, tensor in messages:
+            if not 0 <= peer < self.num_ranks or peer == self.rank:
+                raise ConfigurationError(
+                    f"rank {self.rank} of {self.num_ranks} can't exchange a message with rank {peer}"
+                )
+            if tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.numel():
+                raise ConfigurationError(
+                    f"a message is a contiguous tensor of one dimension with at least one element, not one of "
+                    f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+                )
+
+
+def _ignore(index: int) -> None:
+    pass

@@ -1,0 +1,247 @@
+"""The backend `paceline` against Gloo: the same calls on the same tensors give the same results."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline  # noqa: F401  registers the backend
+from models import digest, generator
+from paceline.process_group.host_collectives import SMALL_BYTES, STAGING_BYTES
+from ranks import pool
+
+OPS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+FLOATS = [torch.float64, torch.float32]
+NARROW = [torch.float16, torch.bfloat16]
+INTEGERS = [torch.uint8, torch.int8, torch.int32, torch.int64]
+SIZES = [0, 1, 5, SMALL_BYTES // 8 + 3, STAGING_BYTES // 8 + 11]
+
+
+def numbers(dtype, shape, *seed):
+    values = torch.randint(1, 5, shape, generator=generator(*seed))
+    if dtype.is_floating_point:
+        return (values + torch.randn(shape, generator=generator(*seed, 1)) / 8).to(dtype)
+    return values.to(dtype)
+
+
+def both_groups():
+    return dist.new_group(backend="paceline"), dist.group.WORLD
+
+
+def in_arena(group, tensor):
+    """A copy that lives where the group works without staging it."""
+    copy = group.allocate_tensor(tensor.numel(), dtype=tensor.dtype, device=torch.device("cpu"))
+    return copy.copy_(tensor.reshape(-1)).view(tensor.shape)
+
+
+def all_reduces(rank, _num_ranks, seed):
+    """For every dtype, operation and size: ours, ours in the arena, Gloo's."""
+    ours, gloo = both_groups()
+    rows = []
+    for dtype, name, size in itertools.product([*FLOATS, *INTEGERS], OPS, SIZES):
+        if name.startswith("B") and dtype.is_floating_point:
+            continue
+        values = numbers(dtype, (size,), seed, size, rank)
+        theirs, mine, resident = values.clone(), values.clone(), in_arena(ours, values)
+        for tensor, group in ((theirs, gloo), (mine, ours), (resident, ours)):
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, name), group=group)
+        error = (mine.double() - theirs.double()).abs().max().item() if size else 0.0
+        scale = theirs.double().abs().max().item() if size else 1.0
+        rows.append((str(dtype), name, size, error / max(scale, 1.0), digest([mine]), digest([resident])))
+    return rows
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_all_reduce(num_ranks):
+    """Gloo's values (up to summation order, none with two ranks), the same bits on all ranks, staged or resident."""
+    results = pool(num_ranks).run(all_reduces, 1)
+    for rows in zip(*results, strict=True):
+        dtype, name, size, error, bits, resident_bits = rows[0]
+        limit = 0.0 if num_ranks == 2 or "int" in dtype else (1e-15 if "64" in dtype else 1e-6)
+        assert all(row[3] <= limit for row in rows), (dtype, name, size, rows)
+        assert {bits, resident_bits} == {bits}, (dtype, name, size)
+        assert {row[4] for row in rows} == {bits}, (dtype, name, size)
+        assert error <= limit
+
+
+def narrow_sums(rank, num_ranks, seed):
+    """Ours, and the sum in single precision rounded once."""
+    ours, _ = both_groups()
+    pairs = []
+    for dtype, size in itertools.product(NARROW, SIZES):
+        parts = [numbers(dtype, (size,), seed, size, r) for r in range(num_ranks)]
+        wide = parts[rank].float()
+        for step in range(1, num_ranks):  # the folding rank adds the others, in order, to its own
+            wide += parts[(rank + step) % num_ranks].float()
+        mine = parts[rank].clone()
+        dist.all_reduce(mine, group=ours)
+        pairs.append(torch.allclose(mine.float(), wide.to(dtype).float(), rtol=2**-8, atol=0))
+        exact = sum(part.double() for part in parts)
+        rounded_once = exact.to(dtype).double()
+        pairs.append(bool(((mine.double() - rounded_once).abs() <= 1e-2 * exact.abs()).all()))
+    return pairs
+
+
+def accumulated_in_single(rank, num_ranks):
+    """2048 + 1 + 1 + ... in half precision: rounding after every addition would lose every 1."""
+    ours, _ = both_groups()
+    tensor = torch.full((9,), 2048.0 if rank == 0 else 1.0, dtype=torch.float16)
+    dist.all_reduce(tensor, group=ours)
+    big = torch.full((100_000,), 2048.0 if rank == 0 else 1.0, dtype=torch.float16)
+    dist.all_reduce(big, group=ours)
+    return tensor.tolist(), big.unique().tolist()
+
+
+def test_half_precision_is_accumulated_in_single():
+    """Gloo adds in half precision, where 2048 + 1 = 2048; we round once."""
+    for small, big in pool(4).run(accumulated_in_single):
+        assert small == [2052.0] * 9  # 2051 is not a half; it rounds to even
+        assert big == [2052.0]
+    assert all(all(pairs) for pairs in pool(3).run(narrow_sums, 2))
+
+
+def odd_reductions(rank, num_ranks):
+    ours, _ = both_groups()
+    average = torch.tensor([1.0 + rank, 10.0])
+    dist.all_reduce(average, dist.ReduceOp.AVG, group=ours)
+    premultiplied = torch.tensor([2.0, 4.0])
+    dist.all_reduce(premultiplied, torch.distributed._make_nccl_premul_sum(0.5), group=ours)
+    complex_sum = torch.tensor([1 + 2j, rank * 1j])
+    dist.all_reduce(complex_sum, group=ours)
+    strided = torch.arange(12.0).view(3, 4).t()
+    dist.all_reduce(strided, group=ours)
+    several = [torch.ones(3), torch.full((2, 2), 2.0)]
+    ours.allreduce_coalesced(several).wait()
+    truths = torch.tensor([rank == 0, False])
+    dist.all_reduce(truths, dist.ReduceOp.MAX, group=ours)
+    return (
+        average.tolist(),
+        premultiplied.tolist(),
+        complex_sum.tolist(),
+        strided.tolist(),
+        [tensor.tolist() for tensor in several],
+        truths.tolist(),
+    )
+
+
+def test_reductions_that_gloo_lacks():
+    """AVG, PREMUL_SUM, complex numbers, strides, several at once, booleans."""
+    for average, premultiplied, complex_sum, strided, several, truths in pool(3).run(odd_reductions):
+        assert average == [2.0, 10.0]
+        assert premultiplied == [3.0, 6.0]
+        assert complex_sum == [3 + 6j, 3j]
+        assert strided == (3 * torch.arange(12.0).view(3, 4).t()).tolist()
+        assert several == [[3.0] * 3, [[6.0] * 2] * 2]
+        assert truths == [True, False]
+
+
+def moves(rank, num_ranks, seed, dtype, size):
+    """Every collective that moves data, on ours and on Gloo: digests of what each rank ends with."""
+    digests = []
+    for group in both_groups():
+        mine = numbers(dtype, (size,), seed, rank)
+        found = []
+        for root in range(num_ranks):
+            copy = mine.clone()
+            dist.broadcast(copy, root, group=group)
+            found.append(copy)
+        rows = [torch.zeros_like(mine) for _ in range(num_ranks)]
+        dist.all_gather(rows, mine, group=group)
+        found += rows
+        flat = torch.zeros(num_ranks * size, dtype=dtype)
+        group.all_gather_single(flat, mine).wait()
+        found.append(flat)
+        table = numbers(dtype, (num_ranks, size), seed, rank, 2)
+        output = torch.zeros_like(mine)
+        dist.reduce_scatter(output, list(table), group=group)
+        found.append(output.clone())
+        group.reduce_scatter_single(output, table.view(-1), dist.ReduceScatterOptions()).wait()
+        found.append(output)
+        for root in range(num_ranks):
+            copy = mine.clone()
+            dist.reduce(copy, root, group=group)
+            found += [copy] if rank == root else []
+        gathered = [torch.zeros_like(mine) for _ in range(num_ranks)] if rank == 1 else None
+        dist.gather(mine, gathered, dst=1, group=group)
+        found += gathered or []
+        part = torch.zeros_like(mine)
+        dist.scatter(part, list(table) if rank == 0 else None, src=0, group=group)
+        found.append(part)
+        exchanged = torch.zeros_like(table)
+        group.all_to_all_single(exchanged, table, [], [], dist.AllToAllOptions()).wait()
+        found.append(exchanged)
+        objects = [None] * num_ranks
+        dist.all_gather_object(objects, {"rank": rank}, group=group)
+        assert objects == [{"rank": r} for r in range(num_ranks)]
+        neighbour = torch.zeros_like(mine)
+        sending = dist.isend(mine, (rank + 1) % num_ranks, group=group, tag=3)
+        dist.recv(neighbour, (rank - 1) % num_ranks, group=group, tag=3)
+        sending.wait()
+        found.append(neighbour)
+        dist.barrier(group=group)
+        digests.append([digest([tensor.double()]) for tensor in found])
+    return digests
+
+
+@pytest.mark.parametrize("size", [1, 1000, STAGING_BYTES // 16 + 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_other_collective(num_ranks, dtype, size):
+    """Broadcast, gathers, scatters, reductions to one, exchanges and messages end with Gloo's values."""
+    dtype = torch.int64 if num_ranks > 2 and dtype.is_floating_point else dtype  # summation order
+    for ours, gloo in pool(num_ranks).run(moves, 4, dtype, size):
+        assert ours == gloo
+
+
+def lists_to_all(rank, num_ranks):
+    ours, _ = both_groups()
+    outputs = [torch.zeros(rank + 1) for _ in range(num_ranks)]
+    inputs = [torch.full((r + 1,), 10.0 * rank + r) for r in range(num_ranks)]
+    dist.all_to_all(outputs, inputs, group=ours)
+    return [output.tolist() for output in outputs]
+
+
+def test_all_to_all_of_lists_of_unequal_lengths():
+    """Gloo itself cannot do it."""
+    for rank, outputs in enumerate(pool(3).run(lists_to_all)):
+        assert outputs == [[10.0 * r + rank] * (rank + 1) for r in range(3)]
+
+
+def many_in_flight(rank, num_ranks, count):
+    ours, _ = both_groups()
+    tensors = [torch.full((n * 37 % 5000 + 1,), float(rank + n)) for n in range(count)]
+    works = [dist.all_reduce(tensor, group=ours, async_op=True) for tensor in tensors]
+    futures = [work.get_future().then(lambda future: future.value()[0].sum().item()) for work in works]
+    dist.all_reduce(torch.ones(3), group=ours)  # waits its turn
+    done_before = all(work.is_completed() for work in works)
+    sums = [future.wait() for future in futures]
+    expected = [
+        (num_ranks * n + num_ranks * (num_ranks - 1) / 2) * tensor.numel() for n, tensor in enumerate(tensors)
+    ]
+    return done_before, sums == expected
+
+
+def test_works_end_in_order_and_have_futures():
+    """A hundred all-reduces in flight; a synchronous one comes after them."""
+    assert pool(2).run(many_in_flight, 100) == [(True, True)] * 2
+
+
+def copied(rank, _num_ranks):
+    ours, _ = both_groups()
+    resident = ours.allocate_tensor(1_000_000, dtype=torch.float32, device=torch.device("cpu"))
+    resident += rank
+    before = ours.copied_bytes
+    dist.all_reduce(resident, group=ours)
+    dist.all_reduce(resident[17:900_000], group=ours)
+    zero = ours.copied_bytes - before
+    dist.all_reduce(torch.ones(1_000_000), group=ours)
+    return zero, ours.copied_bytes - before, resident[:18].tolist()
+
+
+def test_a_resident_tensor_is_not_copied():
+    """The counter of bytes in and out of staging: none for a tensor in the arena, twice its size for another."""
+    for zero, staged, values in pool(2).run(copied):
+        assert zero == 0
+        assert staged == 2 * 4_000_000
+        assert values == [1.0] * 17 + [2.0]

@@ -1,0 +1,183 @@
+"""A rank that dies, stops, leaves or does something else: the others raise in time, and say who and what."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline  # noqa: F401  registers the backend
+from ranks import Ranks, pool
+
+TIMEOUT_S = 3.0
+
+
+def group(timeout_s=TIMEOUT_S):
+    return dist.new_group(backend="paceline", timeout=timedelta(seconds=timeout_s))
+
+
+def lose(rank, _num_ranks, how, victim, num_elements, asynchronous):
+    ours = group()
+    tensor = torch.ones(num_elements)
+    dist.all_reduce(tensor, group=ours)
+    if rank == victim:
+        if how == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), how)
+    start_s = time.monotonic()
+    try:
+        for _ in range(5):
+            work = dist.all_reduce(tensor, group=ours, async_op=asynchronous)
+            if asynchronous:
+                work.wait()
+    except TimeoutError as error:
+        return type(error).__name__, str(error), time.monotonic() - start_s
+    return None
+
+
+@pytest.mark.parametrize(
+    ("how", "word", "num_elements", "asynchronous"),
+    [
+        (signal.SIGKILL, "died", 3_000_000, True),
+        ("exit", "died", 10, False),
+        (signal.SIGSTOP, "is stopped", 3_000_000, False),
+    ],
+)
+def test_a_lost_rank_is_named(how, word, num_elements, asynchronous):
+    """Killed, ended or stopped between two collectives: all others name it, what they were in, its number and size."""
+    with Ranks(3) as ranks:
+        outcomes = ranks.outcomes(lose, how, 1, num_elements, asynchronous, deadline_s=30)
+    for outcome in (outcomes[0], outcomes[2]):
+        kind, message, waited_s = outcome.value
+        assert kind == "PeerLostError"
+        assert "rank 1" in message
+        assert word in message
+        assert f"of {num_elements} elements of float32" in message
+        assert "all-reduce number" in message
+        assert waited_s < TIMEOUT_S + 5
+
+
+def disagree(rank, _num_ranks, case):
+    ours = group()
+    try:
+        if case == "size":
+            dist.all_reduce(torch.ones(10 + rank), group=ours)
+        elif case == "dtype":
+            dist.all_reduce(torch.ones(10, dtype=torch.int32 if rank else torch.float32), group=ours)
+        elif case == "operation":
+            dist.all_reduce(torch.ones(10), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM, group=ours)
+        elif rank:
+            dist.barrier(group=ours)
+        else:
+            dist.broadcast(torch.ones(100_000), 0, group=ours)
+        message = ""
+    except RuntimeError as error:
+        message = str(error)
+    try:
+        dist.barrier(group=ours)
+        again = None
+    except RuntimeError as error:
+        again = str(error)
+    fresh = group()
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor, group=fresh)
+    return message, again, tensor.tolist()
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("size", ["of 10 elements", "of 11 elements"]),
+        ("dtype", ["of float32", "of int32"]),
+        ("operation", ["SUM", "MAX"]),
+        ("order", ["barrier", "broadcast"]),
+    ],
+)
+def test_disagreement_is_named(case, words):
+    """Different sizes, dtypes, operations or order: an error on both, not an abort; then a new group works."""
+    for rank, (message, again, values) in enumerate(pool(2).run(disagree, case)):
+        assert f"rank {rank} launched" in message
+        assert f"while rank {1 - rank} launched" in message
+        assert all(word in message for word in words)
+        assert "can no longer be used" in again
+        assert values == [2.0] * 5
+
+
+def raise_inside(rank, _num_ranks):
+    """Rank 1 fails by itself before it comes; rank 0 is told long before the time limit."""
+    ours = group(60.0)
+    if rank == 1:
+        ours.abort()
+        return 0.0
+    start_s = time.monotonic()
+    with pytest.raises(TimeoutError, match="rank 1"):
+        dist.all_reduce(torch.ones(4), group=ours)
+    return time.monotonic() - start_s
+
+
+def test_abort_is_told():
+    """`abort` on one rank ends the others' waiting."""
+    assert max(pool(2).run(raise_inside)) < 30
+
+
+def use(rank):
+    ours = group(20.0)
+    resident = ours.allocate_tensor(50_000, dtype=torch.float32, device=torch.device("cpu"))
+    works = [dist.all_reduce(resident, group=ours, async_op=True) for _ in range(3)]
+    dist.all_reduce(torch.ones(2_000_000), group=ours)
+    for work in works:
+        work.wait()
+    dist.destroy_process_group(ours)
+
+
+def footprint():
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    resident_kib = int(status.split("VmRSS:")[1].split()[0])
+    maps = Path("/proc/self/maps").read_text()
+    return (
+        len(list(Path("/proc/self/fd").iterdir())),
+        threading.active_count(),
+        maps.count("memfd:paceline"),
+        resident_kib,
+    )
+
+
+def many_groups(rank, _num_ranks, count):
+    for _ in range(10):
+        use(rank)
+    before = footprint()
+    for _ in range(count):
+        use(rank)
+    return before, footprint()
+
+
+def test_a_hundred_groups_leave_nothing():
+    """Made, used and destroyed a hundred times: no more descriptors, threads or mappings, and no more memory."""
+    for (fds, threads, maps, resident_kib), after in pool(2).run(many_groups, 100, deadline_s=100):
+        assert after[0] <= fds
+        assert after[1] <= threads
+        assert after[2] <= maps
+        assert after[3] <= resident_kib + 20_000
+
+
+def hold(rank, _num_ranks):
+    ours = group()
+    resident = ours.allocate_tensor(1_000_000, dtype=torch.float32, device=torch.device("cpu"))
+    dist.all_reduce(resident, group=ours)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_is_left_when_every_rank_is_killed():
+    """Shared memory has no name, so it goes with its last user."""
+    before = set(Path("/dev/shm").iterdir())
+    with Ranks(2) as ranks:
+        outcomes = ranks.outcomes(hold, deadline_s=30)
+    assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
+    assert set(Path("/dev/shm").iterdir()) <= before

@@ -1,0 +1,138 @@
+"""Ranks on several hosts: reduced in each host, then by columns across hosts, with Gloo's results."""
+
+import contextlib
+import os
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline  # noqa: F401  registers the backend
+from models import digest, generator, squares
+from paceline import DistributedDataParallel
+from paceline.transports.shared_memory.host import SWITCH
+from ranks import pool
+
+LINKS = "within=2e-5/4e9 between=1e-4/1e9"
+
+
+@contextlib.contextmanager
+def group_on(hosts, rank, only=None):
+    """A group whose rank r believes to be on host hosts[r]; the links are given, not measured."""
+    words = {
+        SWITCH: f"host {hosts[rank]}",
+        "PACELINE_LINKS": LINKS,
+        **({"PACELINE_ALLREDUCE": only} if only else {}),
+    }
+    with mock.patch.dict(os.environ, words):
+        ours = dist.new_group(backend="paceline", timeout=timedelta(seconds=20))
+        yield ours
+        dist.destroy_process_group(ours)
+
+
+def reductions(rank, num_ranks, hosts, only, seed):
+    with group_on(hosts, rank, only) as ours:
+        return reduced(ours, rank, num_ranks, seed)
+
+
+def reduced(ours, rank, num_ranks, seed):
+    shape = (ours.host.num_ranks, len(ours.host.hosts))
+    results = []
+    for size in (1, 5, 1000, 300_001):
+        for dtype in (torch.int64, torch.float64, torch.bfloat16):
+            values = torch.randint(-50, 50, (size,), generator=generator(seed, size, rank)).to(dtype)
+            theirs = values.double().clone()
+            dist.all_reduce(theirs)
+            mine = values.clone()
+            dist.all_reduce(mine, group=ours)
+            results.append(bool(torch.equal(mine.double(), theirs.to(dtype).double())))
+            results.append(digest([mine]))
+    mean = torch.tensor([float(rank), 7.0])
+    dist.all_reduce(mean, dist.ReduceOp.AVG, group=ours)
+    most = torch.tensor([float(rank)])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=ours)
+    rows = [torch.zeros(3) for _ in range(num_ranks)]
+    dist.all_gather(rows, torch.full((3,), float(rank)), group=ours)
+    copy = torch.full((3,), float(rank))
+    dist.broadcast(copy, num_ranks - 1, group=ours)
+    scattered = torch.zeros(2, dtype=torch.bfloat16)
+    dist.reduce_scatter(
+        scattered,
+        [torch.full((2,), float(r + rank), dtype=torch.bfloat16) for r in range(num_ranks)],
+        group=ours,
+    )
+    dist.barrier(group=ours)
+    others = (
+        mean.tolist(),
+        most.tolist(),
+        [row[0].item() for row in rows],
+        copy.tolist(),
+        scattered.tolist(),
+    )
+    return shape, results, others
+
+
+@pytest.mark.parametrize("only", [None, "ring", "halving_doubling"])
+@pytest.mark.parametrize("hosts", ["01", "0011", "0101", "0012"])
+def test_reductions_over_hosts(hosts, only):
+    """One and two ranks a host, hosts of unequal size, ranks in any order: exact sums, one value on all ranks."""
+    num_ranks = len(hosts)
+    answers = pool(num_ranks).run(reductions, hosts, only, 1)
+    for rank, (shape, results, others) in enumerate(answers):
+        assert shape == (hosts.count(hosts[rank]), len(set(hosts)))
+        assert results == answers[0][1]
+        assert all(result is not False for result in results)
+        mean, most, rows, copy, scattered = others
+        assert mean == [(num_ranks - 1) / 2, 7.0]
+        assert most == [num_ranks - 1.0]
+        assert rows == [float(r) for r in range(num_ranks)]
+        assert copy == [num_ranks - 1.0] * 3
+        assert scattered == [float(num_ranks * rank + sum(range(num_ranks)))] * 2
+
+
+def train(rank, num_ranks, hosts, seed):
+    with group_on(hosts, rank) as ours:
+        return trained(ours, rank, num_ranks, seed)
+
+
+def trained(ours, rank, num_ranks, seed):
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(torch.nn.Linear(300, 200).double(), process_group=ours)
+    torch.manual_seed(seed)
+    alone = torch.nn.Linear(300, 200).double()
+    for step in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        for r in range(num_ranks):
+            x = torch.randn(4, 300, generator=generator(seed, step, r), dtype=torch.float64)
+            if r == rank:
+                squares(model(x)).backward()
+            (squares(alone(x)) / num_ranks).backward()
+    pairs = zip(model.module.parameters(), alone.parameters(), strict=True)
+    return max((p.grad - q.grad).abs().max().item() for p, q in pairs), digest(
+        [p.grad for p in model.parameters()]
+    )
+
+
+def test_data_parallel_over_hosts():
+    """Two hosts of two ranks: gradients equal one process on the whole batch, bitwise equal on all ranks."""
+    results = pool(4).run(train, "0011", 2)
+    assert max(error for error, _ in results) < 1e-12
+    assert len({bits for _, bits in results}) == 1
+
+
+def differ(rank, _num_ranks, hosts):
+    with group_on(hosts, rank) as ours, pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(10 if hosts[rank] == "0" else 12), group=ours)
+    return str(caught.value)
+
+
+def test_disagreement_between_hosts_is_named():
+    """The hosts agree within, but not with each other."""
+    for message in pool(2).run(differ, "01"):
+        assert "rank 0" in message
+        assert "rank 1" in message
+        assert "10" in message
+        assert "12" in message

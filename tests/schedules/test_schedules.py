@@ -1,0 +1,247 @@
+"""Every schedule, for 1 to 17 ranks: followed symbolically, each rank's contribution arrives exactly once."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from paceline.errors import ConfigurationError
+from paceline.schedules import (
+    SCHEDULES,
+    Link,
+    Links,
+    Schedule,
+    Topology,
+    Transfer,
+    cut,
+    halving_doubling,
+    hierarchical,
+    price,
+    tree,
+)
+from paceline.schedules.compose import mirror
+from paceline.schedules.part import part_of
+
+FREE = Links(Link(0.0, 1e9), Link(0.0, 1e9))
+
+
+def topologies(num_ranks):
+    """One host; one rank a host; neighbours, every other rank, and as unequal as possible."""
+    yield Topology.one_host(num_ranks)
+    if num_ranks > 1:
+        yield Topology.one_rank_a_host(num_ranks)
+        yield Topology(tuple(rank * 2 // num_ranks for rank in range(num_ranks)))
+        yield Topology((0, *[1] * (num_ranks - 1)))
+    if num_ranks > 3:
+        yield Topology(tuple(rank % 2 for rank in range(num_ranks)))
+        yield Topology(tuple(rank * 3 // num_ranks for rank in range(num_ranks)))
+
+
+CASES = [
+    pytest.param(name, topology, id=f"{name}-{topology.host_of_rank}")
+    for name, algorithm in SCHEDULES.items()
+    for num_ranks in range(1, 18)
+    for topology in (topologies(num_ranks) if algorithm.needs_hosts else [Topology.one_host(num_ranks)])
+]
+
+
+def follow(schedule):
+    """Every rank's blocks after the schedule, as expressions: a contribution, or a pair of folded expressions."""
+    held = [[rank] * schedule.num_blocks for rank in range(schedule.num_ranks)]
+    for transfers in schedule.rounds:
+        before = [list(blocks) for blocks in held]
+        for t in transfers:
+            for block in range(t.first, t.last):
+                sent, own = before[t.source][block], held[t.target][block]
+                folded = (sent, own) if t.source < t.target else (own, sent)
+                held[t.target][block] = folded if t.fold else sent
+    return held
+
+
+def contributions(expression):
+    """The ranks in an expression, with repetitions, in ascending order."""
+    if isinstance(expression, int):
+        return [expression]
+    return sorted(contributions(expression[0]) + contributions(expression[1]))
+
+
+@pytest.mark.parametrize(("name", "topology"), CASES)
+def test_the_operation_is_what_its_name_says(name, topology):
+    """Each contribution is folded once, and ranks that share a result computed it by the same expression."""
+    schedule = SCHEDULES[name].build(topology)
+    ranks = list(range(topology.num_ranks))
+    held = follow(schedule)
+    assert schedule.num_ranks == topology.num_ranks
+    match SCHEDULES[name].operation:
+        case "all_reduce":
+            assert all(contributions(block) == ranks for block in held[0])
+            assert all(held[rank] == held[0] for rank in ranks)
+        case "reduce_scatter":
+            assert schedule.num_blocks == len(ranks)
+            assert all(contributions(held[rank][rank]) == ranks for rank in ranks)
+        case "all_gather":
+            assert schedule.num_blocks == len(ranks)
+            assert all(held[rank] == ranks for rank in ranks)
+        case "broadcast":
+            assert all(block == 0 for blocks in held for block in blocks)
+        case "reduce":
+            assert all(contributions(block) == ranks for block in held[0])
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 18))
+def test_trees_start_and_end_at_any_root(num_ranks):
+    for root in range(num_ranks):
+        assert all(block == root for blocks in follow(tree.broadcast(num_ranks, root)) for block in blocks)
+        assert contributions(follow(tree.reduce(num_ranks, root))[root][0]) == list(range(num_ranks))
+
+
+def is_power_of_two(number):
+    return number & (number - 1) == 0
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 18))
+def test_rounds_and_bytes_are_the_closed_formulas(num_ranks):
+    """A message of P * 2^4 elements, so that all blocks are equal: bytes are exact multiples of n/P (or n/2^k)."""
+    n = num_ranks * 16 * 720720
+    log2 = num_ranks.bit_length() - 1
+    ceil_log2 = (num_ranks - 1).bit_length()
+    optimal = n * (num_ranks - 1) // num_ranks
+    even = {
+        "ring": (2 * (num_ranks - 1), 2 * optimal),
+        "circulant": (2 * ceil_log2, 2 * optimal),
+        "direct": (2 if num_ranks > 1 else 0, 2 * optimal),
+        "reduce_scatter_ring": (num_ranks - 1, optimal),
+        "all_gather_ring": (num_ranks - 1, optimal),
+        "reduce_scatter_circulant": (ceil_log2, optimal),
+        "all_gather_circulant": (ceil_log2, optimal),
+        "reduce_scatter_direct": (min(num_ranks - 1, 1), optimal),
+        "all_gather_direct": (min(num_ranks - 1, 1), optimal),
+    }
+    if is_power_of_two(num_ranks):
+        even["halving_doubling"] = (2 * log2, 2 * optimal)
+        even["recursive_doubling"] = (log2, log2 * n)
+    topology = Topology.one_host(num_ranks)
+    for name, (rounds, num_bytes) in even.items():
+        priced = price(SCHEDULES[name].build(topology), n, topology, FREE)
+        assert (priced.rounds, set(priced.bytes_sent)) == (rounds, {num_bytes}), name
+    tree_price = price(tree.broadcast(num_ranks), n, topology, FREE)
+    assert tree_price.rounds == ceil_log2
+    assert sum(tree_price.bytes_sent) == (num_ranks - 1) * n
+    assert tree_price.bytes_sent[0] == ceil_log2 * n
+
+
+@pytest.mark.parametrize("num_ranks", [p for p in range(1, 18) if not is_power_of_two(p)])
+def test_binary_blocks_cost_one_more_round_each_way_and_a_share_of_the_neighbour(num_ranks):
+    n = 16 * 1000
+    topology = Topology.one_host(num_ranks)
+    priced = price(halving_doubling.all_reduce(num_ranks), n, topology, FREE)
+    assert priced.rounds == 2 * (math.floor(math.log2(num_ranks)) + 1)
+    sizes = [1 << bit for bit in reversed(range(5)) if num_ranks >> bit & 1]
+    expected = []
+    for place, size in enumerate(sizes):
+        num_neighbours = (place > 0) + (place < len(sizes) - 1)
+        expected += [2 * n * (size - 1) // size + num_neighbours * n // size] * size
+    assert list(priced.bytes_sent) == expected
+    assert max(expected) <= 2 * n
+
+
+@pytest.mark.parametrize("num_ranks", [3, 5, 6, 7, 9, 12, 17])
+def test_recursive_doubling_brings_ranks_beyond_the_power_of_two_in_and_out(num_ranks):
+    topology = Topology.one_host(num_ranks)
+    priced = price(SCHEDULES["recursive_doubling"].build(topology), 1000, topology, FREE)
+    assert priced.rounds == math.floor(math.log2(num_ranks)) + 2
+
+
+@pytest.mark.parametrize(("num_hosts", "each"), [(2, 2), (2, 4), (3, 2), (4, 4), (5, 3)])
+def test_hierarchical_sends_the_least_over_each_link_and_all_ranks_of_a_host_share_it(num_hosts, each):
+    n = num_hosts * each * 16
+    topology = Topology(tuple(rank // each for rank in range(num_hosts * each)))
+    least = 2 * n * (num_hosts - 1) // num_hosts
+    over_ring = price(hierarchical.over_ring(topology), n, topology, FREE)
+    assert over_ring.bytes_over_links == (least,) * num_hosts
+    assert len(set(over_ring.bytes_sent)) == 1
+    assert over_ring.rounds == 2 * (num_hosts - 1) + 2
+    flat = price(SCHEDULES["ring"].build(topology), n, topology, FREE)
+    assert flat.bytes_over_links == (2 * n * (num_hosts * each - 1) // (num_hosts * each),) * num_hosts
+
+
+def test_a_flat_ring_over_interleaved_hosts_sends_every_message_over_a_link():
+    topology = Topology((0, 1, 0, 1))
+    n = 4000
+    flat = price(SCHEDULES["ring"].build(topology), n, topology, FREE)
+    assert flat.bytes_over_links == (3 * n, 3 * n)
+    assert price(hierarchical.over_ring(topology), n, topology, FREE).bytes_over_links == (n, n)
+
+
+def test_hosts_of_unequal_size_have_as_many_shards_as_the_smallest_has_ranks():
+    topology = Topology((0, 0, 0, 1, 1))
+    assert hierarchical.over_ring(topology).num_blocks == 2 * 2
+
+
+@pytest.mark.parametrize("num_elements", [0, 1, 2, 16, 17, 18, 97, 1009])
+@pytest.mark.parametrize("num_blocks", range(1, 18))
+def test_cut_covers_the_message_with_blocks_that_differ_by_at_most_one(num_elements, num_blocks):
+    cuts = cut(num_elements, num_blocks)
+    sizes = [last - first for first, last in pairwise(cuts)]
+    assert len(cuts) == num_blocks + 1
+    assert sum(sizes) == num_elements
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_mirror_of_a_mirror_is_the_original():
+    schedule = SCHEDULES["circulant"].build(Topology.one_host(6))
+    assert mirror(mirror(schedule.rounds)) == schedule.rounds
+
+
+def test_each_rank_sends_and_receives_a_header_first():
+    """Whoever takes part is checked once on each side, and only where the schedule says so."""
+    for name, topology in [(case.values[0], case.values[1]) for case in CASES]:
+        schedule = SCHEDULES[name].build(topology)
+        for rank in range(topology.num_ranks):
+            turns = part_of(schedule, rank).turns
+            sends = [turn.sends for turn in turns if turn.sends]
+            receives = [turn.receives for turn in turns if turn.receives]
+            assert all(message.introduces for message in (sends[0] if sends else ())), name
+            assert all(message.introduces for message in (receives[0] if receives else ())), name
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5, 8])
+def test_what_travels_as_a_partial_result(num_ranks):
+    """A direct all-reduce sends none; a ring's reduce-scatter all but its first round's."""
+    topology = Topology.one_host(num_ranks)
+    direct = SCHEDULES["direct"].build(topology)
+    assert not any(partial for round_ in direct.partial for partial in round_)
+    ring = SCHEDULES["ring"].build(topology)
+    assert [all(round_) for round_ in ring.partial] == [
+        0 < number < num_ranks - 1 for number in range(2 * (num_ranks - 1))
+    ]
+
+
+def transfer(source, target, first=0, last=1, fold=True):
+    return Transfer(source, target, first, last, fold)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "reason"),
+    [
+        ([[transfer(0, 2)]], "outside 0 to 1"),
+        ([[transfer(1, 1)]], "sends to itself"),
+        ([[transfer(0, 1, 0, 3)]], "outside the 2 blocks"),
+        ([[transfer(0, 1, 1, 1)]], "empty"),
+        ([[transfer(0, 1, fold=False), transfer(1, 0, fold=False)]], "rule 5"),
+        ([[transfer(0, 1, fold=False)], [transfer(1, 0)]], "rule 4"),
+    ],
+)
+def test_a_schedule_that_breaks_a_rule_is_refused(rounds, reason):
+    with pytest.raises(ConfigurationError, match=reason):
+        Schedule("wrong", 2, 2, tuple(map(tuple, rounds)))
+
+
+def test_prices_refuse_what_does_not_fit():
+    ring = SCHEDULES["ring"].build(Topology.one_host(3))
+    with pytest.raises(ConfigurationError, match="3 ranks"):
+        price(ring, 8, Topology.one_host(4), FREE)
+    with pytest.raises(ConfigurationError, match="4-byte elements"):
+        price(ring, 6, Topology.one_host(3), FREE, element_bytes=4)
