@@ -217,22 +217,21 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
             Numbers of the support vectors among `data.all_ids`, ascending.
         """
         local = np.flatnonzero(coefficients.any(axis=0))
-        vectors = data.everywhere(data.samples, local)
         columns = data.everywhere(
             DenseSamples.of(np.ascontiguousarray(coefficients[:, local].T), data.samples.ids[local]),
             np.arange(len(local)),
         )
         self._expansions = np.ascontiguousarray(columns.rows.T)  # type: ignore[attr-defined]
         self._offsets = np.array(offsets)
-        self.support_ = vectors.ids.astype(np.int32)
+        self.support_ = columns.ids.astype(np.int32)
         self.support_vectors_ = (
-            np.empty((0, 0))
-            if self._kernel_name() == "precomputed" and not callable(self.kernel)
-            else vectors.rows  # type: ignore[attr-defined]
+            np.empty((0, 0))  # a Gram matrix has no rows of features
+            if self.kernel == "precomputed"
+            else data.everywhere(data.samples, local).rows  # type: ignore[attr-defined]
         )
         self.fit_status_ = int(not all(solution.converged for solution in solutions))
         self.counters_ = tuple(solution.counters for solution in solutions)
-        return np.searchsorted(data.all_ids, vectors.ids)
+        return np.searchsorted(data.all_ids, columns.ids)
 
     def _keep_one(self, data: TrainingSet, solution: Solution) -> None:
         """Keep the model of a single programme over all samples."""

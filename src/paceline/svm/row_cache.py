@@ -4,6 +4,7 @@ Rules
 1. A row is a sample's kernel values with this rank's active samples; its length is the number of those.
 2. The rows that were asked for together are there together, even if the budget is too small for them.
 3. When samples are eliminated the rows become shorter, and more of them fit.
+4. A cache that is released leaves its memory, up to a limit, to the next one of this process.
 """
 
 from __future__ import annotations
@@ -14,6 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm.compiled import compact_rows
+
+_MOST_SPARE_BYTES = 512e6
+_spare: list[NDArray[np.uint8]] = []
+
+
+def _memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Memory of at least that size, if possible used before: touching fresh pages costs more than kernel values."""
+    while _spare:
+        spare = _spare.pop()
+        if len(spare) >= num_bytes:
+            return spare
+    return np.empty(num_bytes, np.uint8)
 
 
 class RowCache:
@@ -38,7 +51,9 @@ class RowCache:
         self._width = max(1, num_columns)
         itemsize = np.dtype(dtype).itemsize
         num_rows = max(at_least, int(budget_bytes // (itemsize * self._width)))
-        self._flat: NDArray[Any] = np.empty(min(num_rows, num_samples) * self._width, dtype)
+        num_rows = min(num_rows, num_samples)
+        self._memory = _memory(num_rows * self._width * itemsize)
+        self._flat: NDArray[Any] = self._memory[: num_rows * self._width * itemsize].view(dtype)
         self._slot_of = np.full(num_samples, -1, np.int64)
         self.num_evictions = 0
         self._forget_all()
@@ -90,8 +105,14 @@ class RowCache:
         """Forget every row; from now on a row has `num_columns` numbers."""
         self._width = max(1, num_columns)
         if self._at_least * self._width > len(self._flat):
-            self._flat = np.empty(self._at_least * self._width, self._flat.dtype)
+            self._memory = np.empty(self._at_least * self._width * self._flat.itemsize, np.uint8)
+            self._flat = self._memory.view(self._flat.dtype)
         self._forget_all()
+
+    def release(self) -> None:
+        """Let the next cache have the memory; this one must not be used any more."""
+        if not _spare and len(self._memory) <= _MOST_SPARE_BYTES:
+            _spare.append(self._memory)
 
     def _forget_all(self) -> None:
         num_slots = min(len(self._flat) // self._width, self._num_samples)

@@ -28,12 +28,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import LANES, add_rows, solve_block
+from paceline.svm.compiled import add_rows, solve_block
 from paceline.svm.expansion import expand
 from paceline.svm.problem import Counters, Problem, Progress, Solution, SolverSettings
 from paceline.svm.row_cache import RowCache
 from paceline.svm.samples import Samples
 from paceline.svm.selection import Nominations, best, choose, working_set_size
+from paceline.svm.working_block import WorkingBlock
 from paceline.svm.world import World
 
 _RELATIVE = 0.1
@@ -70,7 +71,9 @@ class Solver:
         num_variables = problem.num_samples * self._num_sides
         self._size = settings.working_set or working_set_size(num_variables, problem.num_samples)
         self._rows = self._new_cache()
+        self._block = WorkingBlock(problem.kernel, self._size)
         self._kept = np.zeros((0, 5))
+        self._num_new_now = 0
         self._steps = self._steps_at_test = self._exchanges = 0
         self._kernel_values = self._reconstructions = self._settles = 0
         self._least_active = problem.num_samples
@@ -109,6 +112,7 @@ class Solver:
                 self._eliminate(nominations, chosen)
             self._fetch(_samples_of(chosen, self._problem.num_samples))
             stuck = self._improve(chosen, nominations) == 0
+        self._rows.release()
         return self._solution(gap)
 
     # -- 1, 2: who is worst
@@ -120,8 +124,7 @@ class Solver:
     def _nominate(self) -> Nominations:
         active, problem = self._active, self._problem
         f, beta = self._gradients(), self._beta[:, active]
-        lower, upper = problem.lower[:, active], problem.upper[:, active]
-        may_grow, may_shrink = beta < upper, beta > lower
+        may_grow, may_shrink = beta < problem.upper[:, active], beta > problem.lower[:, active]
         least = float(f[may_grow].min(initial=np.inf))
         most = float(f[may_shrink].max(initial=-np.inf))
         kept = np.full(len(self._kept), -np.inf)
@@ -131,29 +134,38 @@ class Solver:
         kept[mine] = f[at]
         may_grow[at] = may_shrink[at] = False
         num = self._num_new()
-        ids = problem.samples.ids[active] + problem.num_samples * np.arange(self._num_sides)[:, None]
-        table = np.stack([f, ids.astype(np.float64), beta, lower, upper], axis=-1).reshape(-1, 5)
         mine_now = Nominations(
             least=least,
             most=most,
             num_active=len(active),
             num_support=int(np.count_nonzero(self._beta.any(axis=0))),
             is_short=self._rows.num_evictions > 0,
-            growing=table[best(f.ravel(), may_grow.ravel(), num)],
-            shrinking=table[best(-f.ravel(), may_shrink.ravel(), num)],
+            growing=self._candidates(f, best(f.ravel(), may_grow.ravel(), num)),
+            shrinking=self._candidates(f, best(-f.ravel(), may_shrink.ravel(), num)),
             kept=kept,
         )
         packed = self._world.gather(mine_now.pack(num), "exchanging candidates")
         return Nominations.unpack(packed, num)
 
+    def _candidates(self, f: NDArray[np.float64], flat: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Nominations of some active variables, given by their flat positions in `f`."""
+        problem = self._problem
+        side, at = np.divmod(flat, f.shape[1])
+        position = self._active[at]
+        variable = (problem.samples.ids[position] + problem.num_samples * side).astype(np.float64)
+        where = side, position
+        columns = (f[side, at], variable, self._beta[where], problem.lower[where], problem.upper[where])
+        return np.stack(columns, axis=-1)
+
     def _num_new(self) -> int:
-        return self._size if len(self._kept) == 0 else self._size - len(self._kept)
+        return self._size - len(self._kept)
 
     def _choose(self, nominations: Nominations) -> NDArray[np.float64]:
         """The working set: (gradient, variable, coefficient, least, largest) a row, the newest last."""
         new = choose(nominations, self._num_new())
         kept = self._kept.copy()
         kept[:, 0] = nominations.kept
+        self._num_new_now = len(new)
         self._kept = new[: self._size // 2]
         return np.concatenate([kept, new])
 
@@ -234,17 +246,17 @@ class Solver:
     def _improve(self, chosen: NDArray[np.float64], nominations: Nominations) -> int:
         """Optimise the working set and apply what changed; returns the number of pair updates."""
         samples = _samples_of(chosen, self._problem.num_samples)
-        ids, which = np.unique(samples, return_inverse=True)
+        ids, which = samples, np.arange(len(samples))
+        if self._num_sides > 1:  # both variables of a sample may be here
+            ids, which = np.unique(samples, return_inverse=True)
         panel = self._seen.take(self._seen_at[ids]).astype(self._dtype)
-        answer = np.zeros(len(chosen) + 1)
+        # Rank 0 tells its answer before it computes its kernel rows, the others compute theirs before they listen.
+        doing = "exchanging coefficients"
         if self._world.rank == 0:
-            answer = self._solve_working_set(chosen, nominations, panel, which)
-        slots, missing = self._rows.slots_for(ids)
-        if missing.any():
-            new = panel.take(np.flatnonzero(missing))
-            self._problem.kernel.write_rows(new, self._active_samples, self._rows.rows, slots[missing])
-            self._kernel_values += len(new) * len(self._active)
-        answer = self._world.broadcast(answer, "exchanging coefficients")
+            answer = self._world.broadcast(self._solve_working_set(chosen, nominations, panel, which), doing)
+        slots = self._fill_rows(ids, panel)
+        if self._world.rank != 0:
+            answer = self._world.broadcast(np.zeros(len(chosen) + 1), doing)
         beta, steps = answer[:-1], int(answer[-1])
         change = np.bincount(which, beta - chosen[:, 2], minlength=len(ids))
         changed = np.flatnonzero(change)
@@ -261,6 +273,15 @@ class Solver:
         self._exchanges += 1
         return steps
 
+    def _fill_rows(self, ids: NDArray[np.int64], panel: Samples) -> NDArray[np.int64]:
+        """Slots of the kernel rows of these samples; those that are not in the cache are computed."""
+        slots, missing = self._rows.slots_for(ids)
+        if missing.any():
+            new = panel.take(np.flatnonzero(missing))
+            self._problem.kernel.write_rows(new, self._active_samples, self._rows.rows, slots[missing])
+            self._kernel_values += len(new) * len(self._active)
+        return slots
+
     def _solve_working_set(
         self,
         chosen: NDArray[np.float64],
@@ -269,11 +290,8 @@ class Solver:
         which: NDArray[np.int64],
     ) -> NDArray[np.float64]:
         """Coefficients of the working set, and after them the number of pair updates."""
-        block = self._problem.kernel.values(panel, panel)
-        self._kernel_values += block.size
         size = len(chosen)
-        K = np.zeros((size, (size + LANES - 1) // LANES * LANES), block.dtype)
-        K[:, :size] = block[np.ix_(which, which)]
+        K = self._block.among(panel, which, num_known=size - self._num_new_now)
         tol, limit = self._settings.tol, self._settings.max_steps
         is_all = size >= nominations.num_active * self._num_sides
         target = 0.9 * tol if is_all else max(tol / 2, _RELATIVE * nominations.gap)
@@ -365,7 +383,9 @@ class Solver:
         if self._dtype != np.float64:
             self._dtype = np.dtype(np.float64)
             self._active_samples = self._problem.samples.astype(self._dtype).take(self._active)
+            self._rows.release()
             self._rows = self._new_cache()
+            self._block.forget()
 
     def _new_cache(self) -> RowCache:
         problem = self._problem
@@ -399,7 +419,7 @@ class Solver:
         counters = Counters(
             self._exchanges,
             self._steps,
-            self._kernel_values,
+            self._kernel_values + self._block.num_kernel_values,
             self._reconstructions,
             self._least_active,
             self._rows.num_evictions,
