@@ -33,7 +33,7 @@ def truth(X, y, model, costs, **kernel):
     beta = np.zeros(len(y))
     dual = model.dual_coef_
     beta[model.support_] = np.asarray(dual.todense() if hasattr(dual, "todense") else dual).ravel()
-    K = pairwise_kernels(X, metric=kernel.pop("kernel", "rbf"), **kernel)
+    K = pairwise_kernels(X.astype(np.float64), metric=kernel.pop("kernel", "rbf"), **kernel)
     f = K @ beta - signs
     lower, upper = np.minimum(0, signs * costs), np.maximum(0, signs * costs)
     slack = 1e-9 * np.max(upper - lower)

@@ -24,12 +24,12 @@ HEURISTICS = [
         for threshold in (2, 500, 1000, "5%", "10%", "50%")
     ),
 ]
-C, GAMMA, TOL = 32.0, 0.5, 1e-4
+C, GAMMA, TOL = 4.0, 0.5, 1e-4
 SETTINGS = {"C": C, "gamma": GAMMA, "tol": TOL}
 
 
 def data():
-    return two_classes(900, 5, seed=4)
+    return two_classes(600, 4, seed=4)
 
 
 def fit_in_small_sets(heuristic, rows="own"):
@@ -37,7 +37,7 @@ def fit_in_small_sets(heuristic, rows="own"):
     X, y = data()
     size, solver.working_set_size = solver.working_set_size, lambda *_: 64
     try:
-        model = SVC(**SETTINGS, elimination=heuristic, cache_size=0.1, rows=rows)
+        model = SVC(**SETTINGS, elimination=heuristic, cache_size=0.06, rows=rows)
         mine = (
             np.array_split(np.arange(len(y)), dist.get_world_size())[dist.get_rank()]
             if rows == "own"
@@ -78,7 +78,7 @@ def test_the_optimum_is_the_same_and_the_gap_is_true(models, heuristic, num_rank
     assert mine.gap <= TOL * (1 + 1e-6)
     assert first.gap_[0] == pytest.approx(mine.gap, abs=1e-9)
     assert mine.objective == pytest.approx(reference.objective, rel=1e-6)
-    assert first.objective_[0] == pytest.approx(mine.objective, rel=1e-9)
+    assert first.objective_[0] == pytest.approx(mine.objective, rel=1e-6)
     assert abs(first.intercept_[0] - models[1][0][0].intercept_[0]) <= 2 * TOL
     for other in others:
         assert np.array_equal(other.support_, first.support_)
@@ -89,17 +89,17 @@ def test_the_optimum_is_the_same_and_the_gap_is_true(models, heuristic, num_rank
 
 def test_heuristics_do_what_their_names_say(models):
     counters = {name: models[2][at][0].counters_[0] for at, name in enumerate(HEURISTICS)}
-    assert counters["none"].least_active == 900
+    assert counters["none"].least_active == 600
     assert counters["none"].num_reconstructions == 0
     assert counters["single-5%"].num_reconstructions == 1
-    assert counters["multi-2"].least_active < 450
+    assert counters["multi-2"].least_active < 400
     assert counters["multi-5%"].num_kernel_values < 0.8 * counters["none"].num_kernel_values
-    assert counters["adaptive"].least_active < 900  # the cache is too small here
+    assert counters["adaptive"].least_active < 600  # the cache is too small here
 
 
 def test_elimination_leaves_itself_alone_where_the_cache_holds_all_rows():
     X, y = data()
-    assert SVC(**SETTINGS).fit(X, y).counters_[0].least_active == 900
+    assert SVC(**SETTINGS).fit(X, y).counters_[0].least_active == 600
 
 
 def test_one_exchange_for_many_pair_updates(models):
@@ -118,12 +118,12 @@ def accept(self, nominations):
 def test_without_reconstruction_a_wrong_answer_would_be_reported(monkeypatch):
     """The oracle sees a false elimination: papers call this the approximate variant."""
     X, y = data()
-    monkeypatch.setattr(solver, "working_set_size", lambda *_: 16)
+    monkeypatch.setattr(solver, "working_set_size", lambda *_: 8)
     settings = {**SETTINGS, "tol": 1e-3, "elimination": "multi-2"}
     honest = SVC(**settings).fit(X, y)
     monkeypatch.setattr(solver.Solver, "_settle", accept)
     mutant = SVC(**settings).fit(X, y)
-    assert mutant.counters_[0].least_active < 900
+    assert mutant.counters_[0].least_active < 600
     assert mutant.gap_[0] <= 1e-3  # it believes so
     assert truth(X, y, mutant, C, gamma=GAMMA).gap > 2e-3
     assert truth(X, y, honest, C, gamma=GAMMA).gap <= 1e-3 * (1 + 1e-6)
@@ -132,7 +132,7 @@ def test_without_reconstruction_a_wrong_answer_would_be_reported(monkeypatch):
 def test_stale_gradients_are_noticed_even_if_reconstruction_forgets_them(monkeypatch):
     """The check in double precision does not trust the gradients it is given."""
     X, y = data()
-    monkeypatch.setattr(solver, "working_set_size", lambda *_: 16)
+    monkeypatch.setattr(solver, "working_set_size", lambda *_: 8)
     expanded = solver.Solver._expanded
 
     def forgetful(self, positions, dtype):
@@ -147,7 +147,7 @@ def test_stale_gradients_are_noticed_even_if_reconstruction_forgets_them(monkeyp
 def fit_the_rest(rank, num_ranks):
     """Other estimators, sparse rows, many classes, unequal parts, rows that all ranks have."""
     X, y = data()
-    cut = {0: slice(0, 500), 1: slice(500, 520), 2: slice(520, 900)}[rank]
+    cut = {0: slice(0, 400), 1: slice(400, 420), 2: slice(420, 600)}[rank]
     three = y + (X[:, 2] > 1)
     weights = np.where(X[:, 3] > 1, 0.0, 1.0)
     tight = {"gamma": GAMMA, "tol": 1e-6}
@@ -232,7 +232,7 @@ def die_in_mid_fit(rank, _num_ranks, victim):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_in_mid_fit_is_named(victim):
-    with Ranks(3, group_timeout_s=10.0) as ranks:
+    with Ranks(3, group_timeout_s=5.0) as ranks:
         outcomes = ranks.outcomes(die_in_mid_fit, victim)
     for outcome in outcomes:
         if outcome.rank == victim:

@@ -147,7 +147,7 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
                 f"The number of classes has to be greater than one; got {len(self.classes_)} class"
             )
         self.class_weight_ = compute_class_weight(self.class_weight, classes=self.classes_, y=occurring)
-        return np.searchsorted(self.classes_, y).astype(np.float64)
+        return np.asarray(np.searchsorted(self.classes_, y), np.float64)
 
     def _solve_all(self, data: TrainingSet, matrix: Samples) -> None:
         classes = np.arange(len(self.classes_))
@@ -215,12 +215,12 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         """
         values = self._decisions(X)
         if len(self.classes_) == 2:
-            return -values.ravel()
+            return np.asarray(-values.ravel())
         if self.decision_function_shape == "ovo":
             return values
         votes, confidences = self._tally(values)
         # Confidences only break ties: they are squeezed into (-1/3, 1/3).
-        return votes + confidences / (3 * (np.abs(confidences) + 1))
+        return np.asarray(votes + confidences / (3 * (np.abs(confidences) + 1)))
 
     def _tally(self, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         votes = np.zeros((len(values), len(self.classes_)))

@@ -81,7 +81,7 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
         self._check_all(data)
         self.shape_fit_ = (data.num_rows, self.n_features_in_)
         self._sparse = sp.issparse(X)
-        self._gamma = self._resolved_gamma(data)
+        self._gamma = self._resolved_gamma(world, X)
         self._kernel = Kernel(self._kernel_name(), self._gamma, float(self.coef0), float(self.degree))
         self._solve_all(data, self._what_the_kernel_sees(data))
 
@@ -94,7 +94,6 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
             "dtype": _DTYPES,
             "order": "C",
             "accept_sparse": "csr" if sparse else False,
-            "accept_large_sparse": False,
         }
         if y is None and not self._needs_targets:
             X = validate_data(self, X, **settings)
@@ -137,24 +136,28 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
     def _kernel_name(self) -> str:
         return "precomputed" if callable(self.kernel) else str(self.kernel)
 
-    def _resolved_gamma(self, data: TrainingSet) -> float:
+    def _resolved_gamma(self, world: World, X: Any) -> float:
+        """Gamma as a number; `scale` takes the variance of all rows of all ranks. Collective."""
         if self._kernel_name() == "precomputed":
             return 0.0
         if self.gamma == "auto":
-            return 1.0 / self.n_features_in_
+            return 1.0 / int(self.n_features_in_)
         if self.gamma != "scale":
             return float(self.gamma)
-        rows: Any = data.samples.rows  # type: ignore[attr-defined]
-        count, total, squares = data.total(
-            float(np.prod(rows.shape)), float(rows.sum(dtype=np.float64)), float(data.samples.squares.sum())
-        )
-        mean = total / count
-        if sp.issparse(rows):
-            variance = squares / count - mean**2
+
+        def total(number: float) -> float:
+            if self.rows == "all":
+                return number
+            return float(world.total(np.array([number], np.float64), "finding the variance")[0])
+
+        count = total(X.shape[0] * X.shape[1])
+        mean = total(X.sum(dtype=np.float64)) / count
+        if sp.issparse(X):
+            variance = total(X.multiply(X).sum(dtype=np.float64)) / count - mean**2
         else:
-            centred = np.asarray(rows, np.float64) - mean
-            variance = data.total(float(np.einsum("ij,ij->", centred, centred)))[0] / count
-        return 1.0 / (self.n_features_in_ * variance) if variance > 0 else 1.0
+            centred = np.asarray(X, np.float64) - mean
+            variance = total(np.einsum("ij,ij->", centred, centred)) / count
+        return 1.0 / (int(self.n_features_in_) * variance) if variance > 0 else 1.0
 
     def _what_the_kernel_sees(self, data: TrainingSet) -> Samples:
         """This rank's samples in the form that suits the kernel."""
@@ -168,8 +171,9 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
             return GramSamples(samples.ids, gram)
         if self.kernel == "precomputed":
             return GramSamples(samples.ids, samples.rows)  # type: ignore[attr-defined]
-        if self.kernel == "rbf" and isinstance(samples, DenseSamples):
-            # Distances do not change, and single precision loses least near the origin.
+        if self.kernel == "rbf" and isinstance(samples, DenseSamples) and samples.dtype == np.float64:
+            # Distances do not change, and single precision loses least near the origin. Rows that are in single
+            # precision already would be rounded.
             sums = data.world.total(samples.rows.sum(axis=0, dtype=np.float64), "finding the mean")
             mean = (sums / len(data.all_ids)).astype(samples.dtype)
             return DenseSamples.of(samples.rows - mean, samples.ids)
@@ -239,9 +243,9 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
         self.dual_coef_ = self._expansions
         self.intercept_ = -self._offsets
         self.n_support_ = np.array([len(self.support_)], np.int32)
-        self.n_iter_ = solution.counters.num_steps
-        self.gap_ = solution.gap
-        self.objective_ = solution.objective
+        self.n_iter_: Any = solution.counters.num_steps
+        self.gap_: Any = solution.gap
+        self.objective_: Any = solution.objective
 
     # -- predict
 
@@ -249,9 +253,7 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
         """Values of all expansions less their offsets, shape (N, E)."""
         check_is_fitted(self)
         accept = "csr" if self.kernel != "precomputed" and not callable(self.kernel) else False
-        X = validate_data(
-            self, X, dtype=_DTYPES, order="C", accept_sparse=accept, accept_large_sparse=False, reset=False
-        )
+        X = validate_data(self, X, dtype=_DTYPES, order="C", accept_sparse=accept, reset=False)
         if sp.issparse(X) and not self._sparse:
             raise ConfigurationError(
                 f"cannot use sparse input in {type(self).__name__!r} trained on dense data"

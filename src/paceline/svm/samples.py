@@ -82,7 +82,8 @@ class DenseSamples:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return self.rows.dtype
+        found: np.dtype[Any] = self.rows.dtype
+        return found
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -132,7 +133,8 @@ class SparseSamples:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.rows.dtype)
+        found: np.dtype[Any] = self.rows.dtype
+        return found
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -192,7 +194,8 @@ class GramSamples:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return self.rows.dtype
+        found: np.dtype[Any] = self.rows.dtype
+        return found
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -111,7 +111,11 @@ class Solver:
             if self._elimination_is_due(nominations):
                 self._eliminate(nominations, chosen)
             self._fetch(_samples_of(chosen, self._problem.num_samples))
-            stuck = self._improve(chosen, nominations) == 0
+            num_kept = len(chosen) - self._num_new_now
+            if self._improve(chosen, nominations) == 0:
+                # What stayed may leave no room for a violating pair; without it there is one, unless rounding hides it.
+                stuck = num_kept == 0
+                self._kept = np.zeros((0, 5))
         self._rows.release()
         return self._solution(gap)
 
@@ -258,7 +262,8 @@ class Solver:
         if self._world.rank != 0:
             answer = self._world.broadcast(np.zeros(len(chosen) + 1), doing)
         beta, steps = answer[:-1], int(answer[-1])
-        change = np.bincount(which, beta - chosen[:, 2], minlength=len(ids))
+        change: NDArray[np.float64] = np.zeros(len(ids))
+        np.add.at(change, which, beta - chosen[:, 2])
         changed = np.flatnonzero(change)
         total = np.zeros(len(self._active))
         add_rows(self._rows.rows, slots[changed], change[changed], total)
@@ -361,12 +366,13 @@ class Solver:
         """The g of some of this rank's samples, from all coefficients."""
         support = np.flatnonzero(self._weights)
         self._kernel_values += len(support) * len(positions)
-        return expand(
+        sums = expand(
             self._problem.kernel,
             self._seen.take(support).astype(dtype),
             self._weights[None, support],
             self._problem.samples.take(positions).astype(dtype),
-        )[0]
+        )
+        return np.asarray(sums[0])
 
     # -- precision, report, result
 

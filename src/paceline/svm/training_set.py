@@ -140,10 +140,6 @@ class TrainingSet:
         arrays = [np.concatenate(self.world.gather_uneven(part.ravel(), doing)) for part in mine.to_arrays()]
         return mine.from_arrays(ids, arrays).take(np.argsort(ids))
 
-    def total(self, *numbers: float) -> NDArray[np.float64]:
-        """Sums over all ranks."""
-        return self.world.total(np.array(numbers), "summing over the samples")
-
 
 def renumbered(samples: Samples, ids: NDArray[np.int64]) -> Samples:
     """The same samples under other numbers."""
