@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from paceline import __version__
-from paceline.cli import demo, run
+from paceline.cli import demo, run, svm
 from paceline.errors import ConfigurationError, PacelineError
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ def _front_door(
 
 app.command("run", **run.SETTINGS)(run.run)
 app.command("demo")(demo.demo)
+app.add_typer(svm.app, name="svm")
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

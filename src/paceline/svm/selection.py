@@ -1,0 +1,104 @@
+"""Which variables are optimised together? The worst violators of all ranks, and those that came in last time.
+
+Rules
+1. Every rank nominates its own; all ranks see all nominations and choose alike, so no rank has to be asked twice.
+2. Ties are broken by the variable's number: the choice does not depend on the number of ranks.
+3. The newer half of the last working set stays, or variables would come and go in pairs of sets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FIELDS = 5  # of a nomination: gradient, variable, coefficient, its least and its largest value
+_LARGE_PROBLEM = 24_000
+_ONE_SET = 2_048
+
+
+@dataclass(frozen=True)
+class Nominations:
+    """What a rank says before a working set is chosen, or what all said.
+
+    Attributes:
+        least: Smallest gradient among variables that may grow.
+        most: Largest gradient among variables that may shrink.
+        num_active: Active samples.
+        num_support: Samples with a coefficient.
+        is_short: Whether kernel rows were evicted.
+        growing: Best candidates to grow, best first, shape (<= k, 5).
+        shrinking: Best candidates to shrink, likewise.
+        kept: Gradients of the variables that stay, -inf where the rank does not have them.
+    """
+
+    least: float
+    most: float
+    num_active: int
+    num_support: int
+    is_short: bool
+    growing: NDArray[np.float64]
+    shrinking: NDArray[np.float64]
+    kept: NDArray[np.float64]
+
+    def pack(self, num: int) -> NDArray[np.float64]:
+        """One array whose shape depends on `num` candidates of a kind and the variables that stay only."""
+        out = np.full((2 + 2 * num, _FIELDS), np.nan)
+        out[0] = self.least, self.most, self.num_active, self.num_support, self.is_short
+        out[2 : 2 + len(self.growing)] = self.growing
+        out[2 + num : 2 + num + len(self.shrinking)] = self.shrinking
+        return np.concatenate([out.ravel(), self.kept])
+
+    @classmethod
+    def unpack(cls, packed: NDArray[np.float64], num: int) -> Nominations:
+        """Every rank's nominations as one, from the packed ones, shape (ranks, packed size)."""
+        table = packed[:, : (2 + 2 * num) * _FIELDS].reshape(len(packed), -1, _FIELDS)
+        heads = table[:, 0]
+        return cls(
+            least=float(heads[:, 0].min()),
+            most=float(heads[:, 1].max()),
+            num_active=int(heads[:, 2].sum()),
+            num_support=int(heads[:, 3].sum()),
+            is_short=bool(heads[:, 4].any()),
+            growing=_in_order(table[:, 2 : 2 + num], 1.0),
+            shrinking=_in_order(table[:, 2 + num :], -1.0),
+            kept=packed[:, (2 + 2 * num) * _FIELDS :].max(axis=0),
+        )
+
+    @property
+    def gap(self) -> float:
+        """The largest violation."""
+        return self.most - self.least
+
+
+def _in_order(table: NDArray[np.float64], sign: float) -> NDArray[np.float64]:
+    rows = table.reshape(-1, _FIELDS)
+    rows = rows[~np.isnan(rows[:, 0])]
+    return rows[np.lexsort((rows[:, 1], sign * rows[:, 0]))]
+
+
+def best(values: NDArray[np.float64], allowed: NDArray[np.bool_], num: int) -> NDArray[np.int64]:
+    """Positions of the `num` smallest allowed values, or fewer if there are fewer, in no order."""
+    positions = np.flatnonzero(allowed)
+    if len(positions) <= num:
+        return positions
+    return positions[np.argpartition(values[positions], num - 1)[:num]]
+
+
+def choose(nominations: Nominations, num: int) -> NDArray[np.float64]:
+    """`num` nominated variables, taken in turn from both lists, each once; shape (<= num, 5)."""
+    growing, shrinking = nominations.growing, nominations.shrinking
+    both = np.concatenate([growing, shrinking])
+    turn = np.concatenate([2 * np.arange(len(growing)), 2 * np.arange(len(shrinking)) + 1])
+    both = both[np.argsort(turn, kind="stable")]
+    _, first = np.unique(both[:, 1], return_index=True)
+    return both[np.sort(first)[:num]]
+
+
+def working_set_size(num_variables: int, num_samples: int) -> int:
+    """A size that suits the problem; even. Small problems are one working set."""
+    if num_variables <= _ONE_SET:
+        return max(2, num_variables + num_variables % 2)
+    largest = 2_048 if num_samples >= _LARGE_PROBLEM else 1_024
+    return min(largest, num_variables // 4 // 2 * 2)
