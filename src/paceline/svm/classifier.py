@@ -139,7 +139,12 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         labels, counts = np.unique(y, return_counts=True)
         everyone = [(labels, counts)]
         if self.rows != "all":
-            everyone = world.gather_objects((labels, counts), "exchanging labels")
+            mine = (labels.tolist(), counts.tolist())
+            dtype = "U" if labels.dtype.kind == "U" else labels.dtype  # text may be longer elsewhere
+            everyone = [
+                (np.array(found, dtype), np.array(times, np.int64))
+                for found, times in world.gather_objects(mine, "exchanging labels")
+            ]
         occurring = np.concatenate([np.repeat(found, times) for found, times in everyone])
         self.classes_ = np.unique(occurring)
         if len(self.classes_) < 2:
