@@ -57,7 +57,7 @@ class RowCache:
         self._memory = _memory(num_rows * self._width * itemsize)
         self._flat: NDArray[Any] = self._memory[: num_rows * self._width * itemsize].view(dtype)
         self._slot_of = np.full(num_samples, -1, np.int64)
-        self.num_evictions = self.num_repeats = 0
+        self.num_evictions = self.num_repeats = self._clock = 0
         self._was_evicted = np.zeros(num_samples, np.bool_)
         self._forget_all()
 
