@@ -198,7 +198,7 @@ def main(
     ranks: Ranks = 1,
     rounds: Rounds = 3,
     elimination: str = "adaptive",
-    cache_size: Annotated[float, typer.Option(help="Megabytes for kernel rows, both sides.")] = 200.0,
+    cache_size: Annotated[float, typer.Option(help="Megabytes for kernel rows, both sides.")] = 500.0,
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,

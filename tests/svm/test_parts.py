@@ -84,9 +84,11 @@ def test_the_cache_keeps_what_was_used_last():
     assert cache.num_evictions == 1
     slots, missing = cache.slots_for(np.array([1, 5]))  # 7 had to go
     assert not missing.any()
+    assert cache.num_repeats == 0
     cache.compact(np.array([1, 3]))
     slots, missing = cache.slots_for(np.array([1, 7]))
     assert missing.tolist() == [False, True]
+    assert cache.num_repeats == 1
     assert np.allclose(cache.rows[slots[0]], [1.1, 1.3])
     assert len(cache.rows) == 6  # rows are half as long, so twice as many fit
     cache.clear(4)
@@ -98,11 +100,11 @@ def test_the_working_set_is_taken_in_turn_and_without_repetition():
     def rows(*pairs):
         return np.array([[value, number, 0, 0, 1] for value, number in pairs], float).reshape(-1, 5)
 
-    one = Nominations(-3, 3, 5, 0, False, rows((-3, 4), (-1, 2)), rows((3, 2), (2, 0)), np.array([-np.inf]))
-    two = Nominations(-3, 1, 5, 1, True, rows((-3, 3)), rows(), np.array([0.25]))
+    one = Nominations(-3, 3, 5, 0, 2, rows((-3, 4), (-1, 2)), rows((3, 2), (2, 0)), np.array([-np.inf]))
+    two = Nominations(-3, 1, 5, 1, 7, rows((-3, 3)), rows(), np.array([0.25]))
     both = Nominations.unpack(np.stack([one.pack(2), two.pack(2)]), 2)
     assert (both.least, both.most, both.gap) == (-3, 3, 6)
-    assert (both.num_active, both.num_support, both.is_short) == (10, 1, True)
+    assert (both.num_active, both.num_support, both.num_repeats) == (10, 1, 7)
     assert both.kept.tolist() == [0.25]
     assert both.growing[:, 1].tolist() == [3, 4, 2]  # a tie goes to the smaller number
     assert choose(both, 4)[:, 1].tolist() == [3, 2, 4, 0]

@@ -42,7 +42,7 @@ def fit(
     epsilon: _Epsilon = 0.1,
     nu: _Nu = 0.5,
     elimination: _Elimination = "adaptive",
-    cache_size: _CacheSize = 200,
+    cache_size: _CacheSize = 500,
     figure: Annotated[Path | None, typer.Option(help="Draw the convergence here, say gap.png.")] = None,
     as_json: _AsJson = False,
 ) -> None:
@@ -115,7 +115,7 @@ def cross_validate(
     epsilon: _Epsilon = 0.1,
     nu: _Nu = 0.5,
     elimination: _Elimination = "adaptive",
-    cache_size: _CacheSize = 200,
+    cache_size: _CacheSize = 500,
     as_json: _AsJson = False,
 ) -> None:
     """Score a model on parts of a file that it was not fitted to."""

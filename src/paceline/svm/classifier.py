@@ -77,7 +77,7 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         coef0: float = 0.0,
         shrinking: bool = True,
         tol: float = 1e-3,
-        cache_size: float = 200,
+        cache_size: float = 500,
         class_weight: Any = None,
         verbose: Any = False,
         max_iter: int = -1,

@@ -28,7 +28,7 @@ class Elimination:
         every: Pair updates between two tests, or the fraction of the samples if `is_ratio`; None: never.
         is_ratio: What `every` counts.
         again: Whether to go on eliminating after the first reconstruction.
-        only_short_of_memory: Whether to test only when kernel rows had to be evicted, hence are computed again.
+        only_short_of_memory: Whether to test only when kernel rows are computed again for want of memory.
         least_gain_ratio: Eliminate only if it drops at least this fraction of a rank's active samples.
     """
 
@@ -70,7 +70,7 @@ class Elimination:
             steps_since: Pair updates since the last test.
             num_samples: Of the whole problem.
             num_reconstructions: So far.
-            short_of_memory: Whether kernel rows were evicted, on any rank.
+            short_of_memory: Whether that is so, on any rank.
         """
         if self.every is None or (num_reconstructions and not self.again):
             return False

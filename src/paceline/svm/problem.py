@@ -86,7 +86,7 @@ class SolverSettings:
 
     tol: float = 1e-3
     max_steps: int = -1
-    cache_bytes: float = 200e6
+    cache_bytes: float = 500e6
     elimination: Elimination = field(default_factory=lambda: Elimination.named("adaptive"))
     working_set: int | None = None
     report: Callable[[Progress], None] | None = None

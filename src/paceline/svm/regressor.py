@@ -49,7 +49,7 @@ class SVR(RegressorMixin, KernelMachine):  # type: ignore[misc]
         C: float = 1.0,
         epsilon: float = 0.1,
         shrinking: bool = True,
-        cache_size: float = 200,
+        cache_size: float = 500,
         verbose: Any = False,
         max_iter: int = -1,
         elimination: str = "adaptive",

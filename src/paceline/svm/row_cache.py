@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from paceline.svm.compiled import compact_rows
 
 _MOST_SPARE_BYTES = 512e6
+_LATELY = 3
 _spare: list[NDArray[np.uint8]] = []
 
 
@@ -41,6 +42,7 @@ class RowCache:
 
     Attributes:
         num_evictions: Rows that had to give way so far.
+        num_repeats: Rows that were asked for again after they had given way.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class RowCache:
         self._memory = _memory(num_rows * self._width * itemsize)
         self._flat: NDArray[Any] = self._memory[: num_rows * self._width * itemsize].view(dtype)
         self._slot_of = np.full(num_samples, -1, np.int64)
-        self.num_evictions = 0
+        self.num_evictions = self.num_repeats = self._clock = 0
+        self._was_evicted = np.zeros(num_samples, np.bool_)
         self._forget_all()
 
     @property
@@ -81,8 +84,12 @@ class RowCache:
             # Free slots carry the stamp -1, so they come first.
             oldest = np.argsort(self._stamp, kind="stable")[:num_missing]
             evicted = self._owner[oldest]
-            self._slot_of[evicted[evicted >= 0]] = -1
-            self.num_evictions += int((evicted >= 0).sum())
+            evicted = evicted[evicted >= 0]
+            self._slot_of[evicted] = -1
+            self.num_evictions += len(evicted)
+            self.num_repeats += int(self._was_evicted[ids[missing]].sum())
+            self._was_evicted[evicted] = True
+            self._was_evicted[ids[missing]] = False
             self._owner[oldest] = ids[missing]
             self._stamp[oldest] = self._clock
             self._slot_of[ids[missing]] = oldest
@@ -90,8 +97,11 @@ class RowCache:
         return slots, missing
 
     def compact(self, keep: NDArray[np.int64]) -> None:
-        """Keep only the columns `keep`, ascending; no row is lost."""
-        used = np.flatnonzero(self._owner >= 0)
+        """Keep only the columns `keep`, ascending, of the rows that were used lately.
+
+        To shorten a row costs as much as to compute it again, so old rows are lost.
+        """
+        used = np.flatnonzero(self._stamp > self._clock - _LATELY)
         compact_rows(self._flat, self._width, used, keep)
         owner, stamp = self._owner[used], self._stamp[used]
         self._width = max(1, len(keep))

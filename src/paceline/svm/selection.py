@@ -27,7 +27,7 @@ class Nominations:
         most: Largest gradient among variables that may shrink.
         num_active: Active samples.
         num_support: Samples with a coefficient.
-        is_short: Whether kernel rows were evicted.
+        num_repeats: Kernel rows that were computed again because they had been evicted; of all ranks the most.
         growing: Best candidates to grow, best first, shape (<= k, 5).
         shrinking: Best candidates to shrink, likewise.
         kept: Gradients of the variables that stay, -inf where the rank does not have them.
@@ -37,7 +37,7 @@ class Nominations:
     most: float
     num_active: int
     num_support: int
-    is_short: bool
+    num_repeats: int
     growing: NDArray[np.float64]
     shrinking: NDArray[np.float64]
     kept: NDArray[np.float64]
@@ -45,7 +45,7 @@ class Nominations:
     def pack(self, num: int) -> NDArray[np.float64]:
         """One array whose shape depends on `num` candidates of a kind and the variables that stay only."""
         out = np.full((2 + 2 * num, _FIELDS), np.nan)
-        out[0] = self.least, self.most, self.num_active, self.num_support, self.is_short
+        out[0] = self.least, self.most, self.num_active, self.num_support, self.num_repeats
         out[2 : 2 + len(self.growing)] = self.growing
         out[2 + num : 2 + num + len(self.shrinking)] = self.shrinking
         return np.concatenate([out.ravel(), self.kept])
@@ -60,7 +60,7 @@ class Nominations:
             most=float(heads[:, 1].max()),
             num_active=int(heads[:, 2].sum()),
             num_support=int(heads[:, 3].sum()),
-            is_short=bool(heads[:, 4].any()),
+            num_repeats=int(heads[:, 4].max()),
             growing=_in_order(table[:, 2 : 2 + num], 1.0),
             shrinking=_in_order(table[:, 2 + num :], -1.0),
             kept=packed[:, (2 + 2 * num) * _FIELDS :].max(axis=0),

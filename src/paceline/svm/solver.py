@@ -143,7 +143,7 @@ class Solver:
             most=most,
             num_active=len(active),
             num_support=int(np.count_nonzero(self._beta.any(axis=0))),
-            is_short=self._rows.num_evictions > 0,
+            num_repeats=self._rows.num_repeats,
             growing=self._candidates(f, best(f.ravel(), may_grow.ravel(), num)),
             shrinking=self._candidates(f, best(-f.ravel(), may_shrink.ravel(), num)),
             kept=kept,
@@ -185,7 +185,9 @@ class Solver:
             self._steps - self._steps_at_test,
             self._problem.num_samples,
             self._reconstructions,
-            nominations.is_short,
+            # As with renting or buying skis: reconstruction will cost about a kernel row for each support vector, so
+            # elimination begins when as many rows have been computed in vain; at worst that is twice the best choice.
+            short_of_memory=nominations.num_repeats > nominations.num_support,
         )
 
     def _eliminate(self, nominations: Nominations, chosen: NDArray[np.float64]) -> None:
