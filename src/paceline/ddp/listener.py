@@ -32,7 +32,8 @@ class Listener:
         self._on_full = on_full
         self._touch = bucket.touched.append
         # One object, whose function is exchanged, stands behind the hooks of all small parameters.
-        self.on_small: Any = functools.partial(self._carefully())
+        self._careful = self._carefully()  # kept, because it may be running when it is exchanged
+        self.on_small: Any = functools.partial(self._careful)
 
     def _carefully(self) -> Callable[[Tensor], None]:
         bucket, touched, touch, on_full = self._bucket, self._bucket.touched, self._touch, self._on_full
@@ -53,7 +54,7 @@ class Listener:
             self.listen_carefully()
 
     def listen_carefully(self) -> None:
-        self.on_small.__setstate__((self._carefully(), (), {}, None))
+        self.on_small.__setstate__((self._careful, (), {}, None))
 
     def listen_quickly(self) -> None:
         self.on_small.__setstate__((self._touch, (), {}, None))
