@@ -51,7 +51,9 @@ STOPPED_CHECK_S = 0.5
 MARK = "PACELINE_TEST_MARK"
 _PR_SET_PDEATHSIG = 1
 _SPAWNER = mp.get_context("forkserver")
-_SPAWNER.set_forkserver_preload(["ranks", "pytest", "numpy", "torch", "torch.distributed"])
+_SPAWNER.set_forkserver_preload(
+    ["ranks", "pytest", "numpy", "torch", "torch.distributed", "sklearn.svm", "numba"]
+)
 
 
 class RanksFailedError(AssertionError):

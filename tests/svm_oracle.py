@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 from sklearn.metrics.pairwise import pairwise_kernels
+
+from paceline.svm import dealing, solver
 
 TIGHT = 1e-6
 
@@ -45,3 +49,13 @@ def truth(X, y, model, costs, **kernel):
         gap=max(0.0, f[may_shrink].max() - f[may_grow].min()),
         imbalance=abs(beta.sum()),
     )
+
+
+@contextlib.contextmanager
+def working_sets_of(size):
+    """No problem is small enough to be solved as a whole, and working sets are so small that many are needed."""
+    with (
+        mock.patch.object(dealing, "LARGEST", 0),
+        mock.patch.object(solver, "working_set_size", lambda num, _: min(size, max(2, num))),
+    ):
+        yield

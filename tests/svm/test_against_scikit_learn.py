@@ -162,7 +162,10 @@ def test_in_a_pipeline_a_search_and_a_pickle():
 
 def test_max_iter_counts_pair_updates_and_says_so():
     X, y = two_classes(500)
-    with pytest.warns(ConvergenceWarning, match="Solver stopped after 7 pair updates with a violation of"):
+    with pytest.warns(
+        ConvergenceWarning,
+        match=r"Solver stopped after 7 pair updates \(working sets: 1\) with a violation of",
+    ):
         model = ours.SVC(max_iter=7).fit(X, y)
     assert model.n_iter_[0] == 7
     assert model.fit_status_ == 1

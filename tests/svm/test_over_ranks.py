@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import signal
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,8 +13,10 @@ import scipy.sparse as sp
 import torch.distributed as dist
 
 from paceline.svm import SVC, SVR, OneClassSVM, solver
+from paceline.svm.away import Away, Group
+from paceline.svm.settlement import Settlement
 from ranks import Ranks, pool
-from svm_oracle import truth, two_classes
+from svm_oracle import truth, two_classes, working_sets_of
 
 HEURISTICS = [
     "none",
@@ -36,17 +38,14 @@ def data():
 def fit_in_small_sets(heuristic, rows="own"):
     """A working set of 64 makes many turns, and a small cache evicts rows, so elimination has something to do."""
     X, y = data()
-    size, solver.working_set_size = solver.working_set_size, lambda *_: 64
-    try:
-        model = SVC(**SETTINGS, elimination=heuristic, cache_size=0.02, rows=rows)
-        mine = (
-            np.array_split(np.arange(len(y)), dist.get_world_size())[dist.get_rank()]
-            if rows == "own"
-            else slice(None)
-        )
+    model = SVC(**SETTINGS, elimination=heuristic, cache_size=0.02, rows=rows)
+    mine = (
+        np.array_split(np.arange(len(y)), dist.get_world_size())[dist.get_rank()]
+        if rows == "own"
+        else slice(None)
+    )
+    with working_sets_of(64):
         return model.fit(X[mine], y[mine])
-    finally:
-        solver.working_set_size = size
 
 
 def fit_all(_rank, _num_ranks, heuristics):
@@ -100,7 +99,8 @@ def test_heuristics_do_what_their_names_say(models):
 
 def test_elimination_leaves_itself_alone_where_the_cache_holds_all_rows():
     X, y = data()
-    assert SVC(**SETTINGS).fit(X, y).counters_[0].least_active == 400
+    with working_sets_of(64):
+        assert SVC(**SETTINGS).fit(X, y).counters_[0].least_active == 400
 
 
 def test_one_exchange_for_many_pair_updates(models):
@@ -111,40 +111,104 @@ def test_one_exchange_for_many_pair_updates(models):
         assert counters.num_steps > 10 * counters.num_exchanges
 
 
-def accept(self, nominations):
-    """The mutant: what the active samples say is believed."""
-    return nominations.gap
+def without_reconstruction(monkeypatch):
+    """The mutant: gradients of eliminated samples stay as they were, and what the gradients say is believed."""
+    monkeypatch.setattr(Away, "_sums", lambda self, weights, rows, positions: 0.0)
+    monkeypatch.setattr(
+        Settlement, "check", lambda self, everyone: np.subtract(*self.extremes(everyone, 0.0)[1::-1])
+    )
 
 
 def test_without_reconstruction_a_wrong_answer_would_be_reported(monkeypatch):
     """The oracle sees false eliminations; papers call the mutant the approximate variant."""
-    settle = solver.Solver._settle
-    gaps = {settle: [], accept: []}
-    for num_features, size in itertools.product([4, 5], [4, 16]):
-        X, y = two_classes(300, num_features, seed=4)
-        monkeypatch.setattr(solver, "working_set_size", lambda *_, size=size: size)
-        for variant, found in gaps.items():
-            monkeypatch.setattr(solver.Solver, "_settle", variant)
-            model = SVC(C=C, gamma=GAMMA, elimination="multi-2").fit(X, y)
-            assert model.gap_[0] <= 1e-3  # both say so
-            found.append(truth(X, y, model, C, gamma=GAMMA).gap)
-    assert max(gaps[settle]) <= 1e-3 * (1 + 1e-6)
-    assert max(gaps[accept]) > 1e-2
+
+    def true_gaps():
+        for seed in range(4):
+            X, y = two_classes(200, 2, seed=seed)
+            with working_sets_of(4):
+                model = SVC(C=C, gamma=GAMMA, elimination="multi-2").fit(X, y)
+            assert model.gap_[0] <= 1e-3  # the mutant says so too
+            yield truth(X, y, model, C, gamma=GAMMA).gap
+
+    assert max(true_gaps()) <= 1e-3 * (1 + 1e-6)
+    without_reconstruction(monkeypatch)
+    assert max(true_gaps()) > 1e-2
 
 
 def test_stale_gradients_are_noticed_even_if_reconstruction_forgets_them(monkeypatch):
     """The check in double precision does not trust the gradients it is given."""
     X, y = data()
-    monkeypatch.setattr(solver, "working_set_size", lambda *_: 8)
-    expanded = solver.Solver._expanded
-
-    def forgetful(self, positions, dtype):
-        return self._g[positions] if dtype == np.float32 else expanded(self, positions, dtype)
-
-    monkeypatch.setattr(solver.Solver, "_expanded", forgetful)
-    model = SVC(C=C, gamma=GAMMA, elimination="multi-2").fit(X, y)
+    monkeypatch.setattr(Away, "_sums", lambda self, weights, rows, positions: 0.0)
+    with working_sets_of(8):
+        model = SVC(C=C, gamma=GAMMA, elimination="multi-2").fit(X, y)
     assert model.counters_[0].num_reconstructions > 0
     assert truth(X, y, model, C, gamma=GAMMA).gap <= 1e-3 * (1 + 1e-6)
+
+
+def one_reference(self, going):
+    """The mutant: all groups get the coefficients of the moment when the last one left."""
+    positions = self._go_home(going, "")
+    if len(positions):
+        self._groups = [Group(group.positions, self._seen.weights.copy()) for group in self._groups]
+        self._groups.append(Group(positions, self._seen.weights.copy()))
+
+
+@pytest.mark.parametrize("mutant", [None, one_reference])
+def test_reconstruction_is_exact_and_needs_a_reference_for_every_group(mutant, monkeypatch):
+    """What comes back is what the coefficients say, to the rounding of double precision."""
+    X, y = data()
+    come_back, off, groups = Away.come_back, [], []
+
+    def compared(self, active, rows):
+        groups.append(len(self._groups))
+        everyone = come_back(self, active, rows)
+        exact = Settlement(self._problem, self._world, self._seen, TOL).exact(np.arange(len(rows)))
+        off.append(np.abs(everyone.g - exact).max())
+        return everyone
+
+    monkeypatch.setattr(Away, "come_back", compared)
+    if mutant is not None:
+        monkeypatch.setattr(Away, "leave", mutant)
+    with working_sets_of(32):
+        SVC(C=C, gamma=GAMMA, tol=1e-5, elimination="multi-2").fit(X, y)
+    assert max(groups) > 1
+    assert (max(off) < 1e-9) == (mutant is None)
+    assert mutant is None or max(off) > 1e-3
+
+
+def fit_sorted_rows(rank, num_ranks):
+    """One rank holds what is hard: without balancing, it would work alone once the rest is eliminated."""
+    X, y = data()
+    order = np.argsort(np.abs(SVC(**SETTINGS, rows="alone").fit(X, y).decision_function(X)))
+    mine = np.array_split(order, num_ranks)[rank]
+    counts, balance = [], solver.balanced
+
+    def watched(world, active, before):
+        after = balance(world, active, before)
+        counts.append((before.tolist(), len(after)))
+        return after
+
+    with mock.patch.object(solver, "balanced", watched), mock.patch.object(solver, "_IMBALANCE_SAMPLES", 8):
+        with working_sets_of(32):
+            model = SVC(**SETTINGS, elimination="multi-2", cache_size=0.01).fit(X[mine], y[mine])
+    return counts, model, order
+
+
+def test_active_samples_are_balanced_and_come_home():
+    X, y = data()
+    results = pool(3).run(fit_sorted_rows)
+    assert len(results[0][0]) > 0
+    for moves in zip(*(counts for counts, _, _ in results), strict=True):
+        before, after = moves[0][0], [len_after for _, len_after in moves]
+        assert max(before) > 1.25 * np.mean(before)
+        assert sum(after) == sum(before)
+        assert max(after) - min(after) <= 1
+    _, model, order = results[0]
+    true = truth(X[order], y[order], model, C, gamma=GAMMA)
+    assert true.gap <= TOL * (1 + 1e-6)
+    assert true.objective == pytest.approx(
+        truth(X, y, SVC(**SETTINGS).fit(X, y), C, gamma=GAMMA).objective, rel=1e-6
+    )
 
 
 def fit_the_rest(rank, num_ranks):
@@ -225,9 +289,9 @@ def die_in_mid_fit(rank, _num_ranks, victim):
         return gather(self)
 
     solver.Solver._nominate = nominate
-    solver.working_set_size = lambda *_: 32
     try:
-        SVC(**SETTINGS).fit(X[rank::3], y[rank::3])
+        with working_sets_of(32):
+            SVC(**SETTINGS).fit(X[rank::3], y[rank::3])
     except RuntimeError as error:
         return [kind.__name__ for kind in type(error).__mro__], str(error)
     return "no error"

@@ -10,13 +10,14 @@ import pytest
 import scipy.sparse as sp
 from sklearn.metrics.pairwise import pairwise_kernels
 
-from paceline.svm.compiled import LANES, solve_block
+from paceline.svm.compiled import LANES
 from paceline.svm.elimination import Elimination
 from paceline.svm.expansion import expand
 from paceline.svm.kernels import Kernel
 from paceline.svm.row_cache import RowCache
 from paceline.svm.samples import DenseSamples, SparseSamples
-from paceline.svm.selection import Nominations, choose, working_set_size
+from paceline.svm.selection import Nominations, best, choose, scrambled, working_set_size
+from paceline.svm.smo import solve_block
 
 KERNELS = [Kernel("rbf", 0.3), Kernel("linear"), Kernel("poly", 0.2, 1.0, 3), Kernel("sigmoid", 0.1, 0.5)]
 
@@ -63,16 +64,17 @@ def test_a_sub_problem_ends_at_its_optimum():
     K = np.zeros((num, -(-num // LANES) * LANES))
     K[:, :num] = Kernel("rbf", 0.5).values(X, X)
     beta, lower, upper = np.zeros(num), np.minimum(0, y * C), np.maximum(0, y * C)
-    steps = solve_block(K, -y, beta, lower, upper, tol, 10**6)
+    steps, decrease = solve_block(K, -y, beta, lower, upper, tol, 10**6)
     f = K[:, :num] @ beta - y
     assert steps > 0
     assert f[beta > lower].max() - f[beta < upper].min() <= tol * 1.01
     assert beta.sum() == pytest.approx(0.0, abs=1e-10)
-    assert solve_block(K, -y, np.zeros(num), lower, upper, tol, 5) == 5
+    assert decrease == pytest.approx(-(0.5 * beta @ (f - y)), rel=1e-9)
+    assert solve_block(K, -y, np.zeros(num), lower, upper, tol, 5)[0] == 5
 
 
 def test_the_cache_keeps_what_was_used_last():
-    cache = RowCache(num_samples=10, num_columns=4, budget_bytes=3 * 4 * 4, at_least=2, dtype=np.float32)
+    cache = RowCache(num_samples=10, num_columns=4, budget_bytes=3 * 4 * 4, dtype=np.float32)
     slots, missing = cache.slots_for(np.array([7, 1]))
     assert missing.all()
     cache.rows[slots] = [[7, 7.1, 7.2, 7.3], [1, 1.1, 1.2, 1.3]]
@@ -93,6 +95,9 @@ def test_the_cache_keeps_what_was_used_last():
     assert len(cache.rows) == 6  # rows are half as long, so twice as many fit
     cache.clear(4)
     assert cache.slots_for(np.array([1]))[1].all()
+    slots, missing = cache.slots_for(np.arange(2, 10))  # room for three, none of them in use just now
+    assert missing.all()
+    assert (slots >= 0).sum() == 3
     cache.release()
 
 
@@ -100,15 +105,26 @@ def test_the_working_set_is_taken_in_turn_and_without_repetition():
     def rows(*pairs):
         return np.array([[value, number, 0, 0, 1] for value, number in pairs], float).reshape(-1, 5)
 
-    one = Nominations(-3, 3, 5, 0, 2, rows((-3, 4), (-1, 2)), rows((3, 2), (2, 0)), np.array([-np.inf]))
-    two = Nominations(-3, 1, 5, 1, 7, rows((-3, 3)), rows(), np.array([0.25]))
+    one = Nominations(-3, 3, 5, 0, 2, rows((-3, 4), (-1, 2)), rows((3, 2), (2, 0)), np.array([-np.inf]), None)
+    two = Nominations(-3, 1, 5, 1, 7, rows((-3, 3)), rows(), np.array([0.25]), None)
     both = Nominations.unpack(np.stack([one.pack(2), two.pack(2)]), 2)
     assert (both.least, both.most, both.gap) == (-3, 3, 6)
     assert (both.num_active, both.num_support, both.num_repeats) == (10, 1, 7)
     assert both.kept.tolist() == [0.25]
-    assert both.growing[:, 1].tolist() == [3, 4, 2]  # a tie goes to the smaller number
-    assert choose(both, 4)[:, 1].tolist() == [3, 2, 4, 0]
-    assert choose(both, 9)[:, 1].tolist() == [3, 2, 4, 0]
+    assert both.counts.tolist() == [5, 5]
+    assert both.growing[:, 0].tolist() == [-3, -3, -1]
+    assert choose(both, 4)[:, 1].tolist() == [4, 2, 3, 0]
+    assert choose(both, 9)[:, 1].tolist() == [4, 2, 3, 0]
+
+
+def test_ties_at_the_start_are_broken_alike_however_the_samples_are_dealt_out():
+    numbers = np.arange(1000)
+    chosen = best(np.full(1000, -1.0), numbers, 10)
+    assert set(chosen) == set(np.argsort(scrambled(numbers))[:10])
+    assert np.ptp(chosen) > 500
+    shares = [best(np.full(500, -1.0), numbers[part::2], 10) * 2 + part for part in (0, 1)]
+    assert set(chosen) <= set(np.concatenate(shares))
+    assert len(np.unique(scrambled(np.arange(10**5)))) == 10**5
 
 
 @pytest.mark.parametrize(

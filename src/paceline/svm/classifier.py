@@ -14,7 +14,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from paceline.errors import ConfigurationError
 from paceline.svm.estimator import KernelMachine
-from paceline.svm.problem import Problem
+from paceline.svm.pairs import Pairs
 from paceline.svm.samples import Samples
 from paceline.svm.training_set import TrainingSet
 from paceline.svm.world import World
@@ -155,29 +155,14 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         return np.asarray(np.searchsorted(self.classes_, y), np.float64)
 
     def _solve_all(self, data: TrainingSet, matrix: Samples) -> None:
-        classes = np.arange(len(self.classes_))
-        pairs = list(itertools.combinations(classes, 2))
-        coefficients = np.zeros((len(pairs), len(data.samples)))
-        solutions = []
-        for pair, (one, other) in enumerate(pairs):
-            mine, samples, num = data.part(np.isin(data.all_targets, (one, other)), matrix)
-            y = np.where(data.targets[mine] == one, 1.0, -1.0)
-            cost = self.C * data.weights[mine] * self.class_weight_[data.targets[mine].astype(np.int64)]
-            problem = Problem(
-                kernel=self._kernel,
-                samples=samples,
-                num_samples=num,
-                linear=-y[None],
-                lower=np.minimum(0.0, y * cost)[None],
-                upper=np.maximum(0.0, y * cost)[None],
-                start=np.zeros((1, len(mine))),
-            )
-            solutions.append(self._solve(data, problem))
-            coefficients[pair, mine] = solutions[-1].beta
-        at = self._keep(data, coefficients, [solution.offset for solution in solutions], solutions)
+        pairs = Pairs.of(data, matrix, len(self.classes_), self.C * self.class_weight_)
+        solutions, table = pairs.solve(self._kernel, self._settings())
+        for solution in solutions:
+            self._warn(solution)
+        at = self._keep(data, table, [solution.offset for solution in solutions], solutions)
         self._group_by_class(data.all_targets[at].astype(np.int64))
-        sign = -1.0 if len(classes) == 2 else 1.0
-        self.dual_coef_ = sign * self._dual(data.all_targets[np.searchsorted(data.all_ids, self.support_)])
+        sign = -1.0 if len(self.classes_) == 2 else 1.0
+        self.dual_coef_ = sign * self._table
         self.intercept_ = -sign * self._offsets
         self.n_iter_ = np.array([solution.counters.num_steps for solution in solutions], np.int32)
         self.gap_ = np.array([solution.gap for solution in solutions])
@@ -187,20 +172,10 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         """Put the support vectors in the order of their classes."""
         order = np.argsort(labels, kind="stable")
         self.support_ = self.support_[order]
-        self._expansions = np.ascontiguousarray(self._expansions[:, order])
+        self._table = np.ascontiguousarray(self._table[:, order])
         if self.support_vectors_.shape[0]:
             self.support_vectors_ = self.support_vectors_[order]
         self.n_support_ = np.bincount(labels, minlength=len(self.classes_)).astype(np.int32)
-
-    def _dual(self, labels: NDArray[np.float64]) -> NDArray[np.float64]:
-        """scikit-learn's table: row r of a support vector is its coefficient against the r-th other class."""
-        num = len(self.classes_)
-        table = np.zeros((num - 1, len(labels)))
-        for pair, (one, other) in enumerate(itertools.combinations(range(num), 2)):
-            is_one, is_other = labels == one, labels == other
-            table[other - 1, is_one] = self._expansions[pair, is_one]
-            table[one, is_other] = self._expansions[pair, is_other]
-        return table
 
     def _check_all(self, data: TrainingSet) -> None:
         super()._check_all(data)
@@ -218,14 +193,29 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         Returns:
             Shape (N,) for two classes, positive for the second; else (N, K) for `ovr`, (N, pairs) for `ovo`.
         """
-        values = self._decisions(X)
+        check_is_fitted(self)
         if len(self.classes_) == 2:
-            return np.asarray(-values.ravel())
+            return -self._decisions(X)
+        values = self._decisions_of_pairs(X)
         if self.decision_function_shape == "ovo":
             return values
         votes, confidences = self._tally(values)
         # Confidences only break ties: they are squeezed into (-1/3, 1/3).
         return np.asarray(votes + confidences / (3 * (np.abs(confidences) + 1)))
+
+    def _decisions_of_pairs(self, X: Any) -> NDArray[np.float64]:
+        """Values of all pairs of classes, shape (N, pairs); each class's kernel values serve all of its pairs."""
+        X, num = self._seen_rows(X), len(self.classes_)
+        at = {pair: k for k, pair in enumerate(itertools.combinations(range(num), 2))}
+        values = np.tile(-self._offsets, (X.shape[0], 1))
+        ends = np.cumsum(self.n_support_)
+        for one in range(num):
+            sums = self._expansion(X, slice(ends[one] - self.n_support_[one], ends[one]))
+            for other in range(num):
+                if other != one:
+                    row = other - 1 if other > one else other
+                    values[:, at[min(one, other), max(one, other)]] += sums[:, row]
+        return values
 
     def _tally(self, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         votes = np.zeros((len(values), len(self.classes_)))
@@ -248,5 +238,5 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         elif self.break_ties:
             winners = self.decision_function(X).argmax(axis=1)
         else:
-            winners = self._tally(self._decisions(X))[0].argmax(axis=1)
+            winners = self._tally(self._decisions_of_pairs(X))[0].argmax(axis=1)
         return np.asarray(self.classes_[winners])

@@ -1,11 +1,10 @@
-"""Loops that numpy and torch would do in several passes over memory, compiled by numba.
+"""Loops over kernel values that numpy and torch would do in several passes over memory, compiled by numba.
 
 Rules
 1. A loop that must be vectorised runs over a slice from 0, in lanes: `a[t0 + t]` and scalar minima are not.
 2. Compiled code is kept on disk beside this file (or in numba's own cache folder): only the first process of a
    machine waits for the compiler.
 3. No NaN or infinity reaches these loops; "cannot" is the finite number `FAR`.
-4. No reassociation: `solve_block` looks for the very number that it found as a minimum.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ _T9, _T10, _T11 = 1.0178086009239696e-7, 7.0549116208011209e-9, 4.44553827187081
 _T12, _T13 = 2.5678435993488196e-11, 1.3691488853904124e-12
 
 
-def _compiled(function: _F) -> _F:
+def compiled(function: _F) -> _F:
+    """Compile when first called, and keep the code on disk."""
     fast = {"nnan", "ninf", "nsz", "arcp", "contract"}
     return cast("_F", numba.njit(fastmath=fast, error_model="numpy", nogil=True, cache=True)(function))
 
 
-@_compiled
+@compiled
 def rbf_rows_single(
     dots: NDArray[np.float32],
     left_squares: NDArray[np.float32],
@@ -43,8 +43,12 @@ def rbf_rows_single(
     out: NDArray[np.float32],
     slots: NDArray[np.int64],
     first: int,
+    factors: NDArray[np.float64],
+    total: NDArray[np.float64],
 ) -> None:
-    """Write exp(-gamma * |w - x|^2) into `out[slots, first:first + N]`, in single precision.
+    """Write exp(-gamma * |w - x|^2) into `out[slots, first:first + N]`, in single precision, and sum it up.
+
+    Both in one pass over what the matrix product left in the processor's cache.
 
     Args:
         dots: <w, x>, shape (M, N).
@@ -52,8 +56,10 @@ def rbf_rows_single(
         right_squares: |x|^2, shape (N,).
         gamma: Of the kernel.
         out: Kernel rows, shape (R, C).
-        slots: Which rows of `out`, shape (M,).
+        slots: Which rows of `out`, shape (M,); a row with -1 is not kept.
         first: The first column to write.
+        factors: Of the rows, shape (M,), or none.
+        total: `total[first:first + N]` grows by factors times rows, in double precision.
     """
     M, N = dots.shape
     scale = _f32(2.0 * gamma * _LOG2_E)
@@ -61,10 +67,12 @@ def rbf_rows_single(
     bits = np.empty(N, np.int32)
     power = bits.view(np.float32)
     p = np.empty(N, np.float32)
+    spare = np.empty(N, np.float32)
+    sums = total[first : first + N] if len(factors) else total[:0]
     for k in range(M):
         w = half * left_squares[k]
         G = dots[k]
-        o = out[slots[k], first : first + N]
+        o = out[slots[k], first : first + N] if slots[k] >= 0 else spare
         for t in range(N):
             z = scale * G[t] + (w + half * right_squares[t])
             z = min(_f32(0.0), z)
@@ -77,9 +85,13 @@ def rbf_rows_single(
             bits[t] = (n + np.int32(127)) << np.int32(23)
         for t in range(N):
             o[t] = p[t] * power[t]
+        if len(factors):
+            factor = factors[k]
+            for t in range(N):
+                sums[t] += factor * o[t]
 
 
-@_compiled
+@compiled
 def rbf_rows_double(
     dots: NDArray[np.float64],
     left_squares: NDArray[np.float64],
@@ -88,6 +100,8 @@ def rbf_rows_double(
     out: NDArray[np.float64],
     slots: NDArray[np.int64],
     first: int,
+    factors: NDArray[np.float64],
+    total: NDArray[np.float64],
 ) -> None:
     """As `rbf_rows_single`, in double precision."""
     M, N = dots.shape
@@ -96,10 +110,12 @@ def rbf_rows_double(
     bits = np.empty(N, np.int64)
     power = bits.view(np.float64)
     p = np.empty(N, np.float64)
+    spare = np.empty(N, np.float64)
+    sums = total[first : first + N] if len(factors) else total[:0]
     for k in range(M):
         w = half * left_squares[k]
         G = dots[k]
-        o = out[slots[k], first : first + N]
+        o = out[slots[k], first : first + N] if slots[k] >= 0 else spare
         for t in range(N):
             z = scale * G[t] + (w + half * right_squares[t])
             z = min(0.0, z)
@@ -113,20 +129,37 @@ def rbf_rows_double(
             bits[t] = (n + 1023) << 52
         for t in range(N):
             o[t] = p[t] * power[t]
+        if len(factors):
+            factor = factors[k]
+            for t in range(N):
+                sums[t] += factor * o[t]
 
 
-@_compiled
-def copy_rows(dots: NDArray[Any], out: NDArray[Any], slots: NDArray[np.int64], first: int) -> None:
-    """Write `dots`, shape (M, N), into `out[slots, first:first + N]`."""
-    M, N = dots.shape
+@compiled
+def copy_rows(
+    values: NDArray[Any],
+    out: NDArray[Any],
+    slots: NDArray[np.int64],
+    first: int,
+    factors: NDArray[np.float64],
+    total: NDArray[np.float64],
+) -> None:
+    """Write `values`, shape (M, N), into `out[slots, first:first + N]`, and sum them up, as `rbf_rows_single` does."""
+    M, N = values.shape
+    sums = total[first : first + N] if len(factors) else total[:0]
     for k in range(M):
-        o = out[slots[k], first : first + N]
-        G = dots[k]
-        for t in range(N):
-            o[t] = G[t]
+        G = values[k]
+        if slots[k] >= 0:
+            o = out[slots[k], first : first + N]
+            for t in range(N):
+                o[t] = G[t]
+        if len(factors):
+            factor = factors[k]
+            for t in range(N):
+                sums[t] += factor * G[t]
 
 
-@_compiled
+@compiled
 def add_rows(
     rows: NDArray[Any], slots: NDArray[np.int64], factors: NDArray[np.float64], total: NDArray[np.float64]
 ) -> None:
@@ -153,17 +186,7 @@ def add_rows(
             k += 1
 
 
-@_compiled
-def pick(rows: NDArray[Any], slots: NDArray[np.int64], columns: NDArray[np.int64], out: NDArray[Any]) -> None:
-    """Write rows[slots[i], columns[j]] to out[i, j]."""
-    for i in range(len(slots)):
-        a = rows[slots[i]]
-        o = out[i]
-        for j in range(len(columns)):
-            o[j] = a[columns[j]]
-
-
-@_compiled
+@compiled
 def sparse_dots(
     indptr: NDArray[Any],
     indices: NDArray[Any],
@@ -194,121 +217,7 @@ def sparse_dots(
             out[k, i] = acc[k]
 
 
-@_compiled
-def solve_block(
-    K: NDArray[Any],
-    f: NDArray[np.float64],
-    beta: NDArray[np.float64],
-    lower: NDArray[np.float64],
-    upper: NDArray[np.float64],
-    tolerance: float,
-    max_steps: int,
-) -> int:
-    """Minimise over the working set by sequential minimal optimization; changes `f` and `beta`.
-
-    Args:
-        K: Kernel values among the variables, shape (Q, Q padded to LANES), zero in the padding.
-        f: Gradient, shape (Q,).
-        beta: Signed coefficients, shape (Q,).
-        lower: Least coefficients.
-        upper: Largest coefficients.
-        tolerance: Stop when the largest violation is below it.
-        max_steps: Stop after as many pair updates.
-
-    Returns:
-        The number of pair updates.
-
-    Source:
-        Fan, Chen & Lin 2005, "Working set selection using second order information", WSS 2: i by the largest
-        violation, j by the largest decrease of the objective. The loops are cut into lanes.
-    """
-    Q, padded = len(beta), K.shape[1]
-    num_blocks = padded // LANES
-    F = np.zeros(padded)
-    closed_up = np.full(padded, FAR)
-    closed_down = np.full(padded, -FAR)
-    diagonal = np.ones(padded)
-    gain = np.zeros(padded)
-    for k in range(Q):
-        F[k] = f[k]
-        diagonal[k] = K[k, k]
-        if beta[k] < upper[k]:
-            closed_up[k] = 0.0
-        if beta[k] > lower[k]:
-            closed_down[k] = 0.0
-    least = np.empty(LANES)
-    most = np.empty(LANES)
-    i, j, delta = 0, 0, 0.0
-    steps = 0
-    while steps < max_steps:
-        for lane in range(LANES):
-            least[lane] = FAR
-            most[lane] = -FAR
-        Ki, Kj = K[i], K[j]
-        for s in range(num_blocks):
-            at = s * LANES
-            x, y, g = Ki[at : at + LANES], Kj[at : at + LANES], F[at : at + LANES]
-            cu, cd = closed_up[at : at + LANES], closed_down[at : at + LANES]
-            for lane in range(LANES):
-                t = g[lane] + delta * (_f64(x[lane]) - _f64(y[lane]))
-                g[lane] = t
-                a = t + cu[lane]
-                b = t + cd[lane]
-                least[lane] = min(least[lane], a)
-                most[lane] = max(most[lane], b)
-        m, M, at_lane = FAR, -FAR, 0
-        for lane in range(LANES):
-            if least[lane] < m:
-                m = least[lane]
-                at_lane = lane
-            M = max(M, most[lane])
-        if M - m < tolerance:
-            break
-        i = at_lane
-        while F[i] + closed_up[i] != m:
-            i += LANES
-        Ki, di = K[i], diagonal[i]
-        for lane in range(LANES):
-            most[lane] = 0.0
-        for s in range(num_blocks):
-            at = s * LANES
-            x, g, d = Ki[at : at + LANES], F[at : at + LANES], diagonal[at : at + LANES]
-            cd, h = closed_down[at : at + LANES], gain[at : at + LANES]
-            for lane in range(LANES):
-                t = g[lane] + cd[lane] - m
-                t = max(0.0, t)
-                curvature = di + d[lane] - 2.0 * _f64(x[lane])
-                curvature = max(1e-12, curvature)
-                t = t * t / curvature
-                h[lane] = t
-                most[lane] = max(most[lane], t)
-        best = 0.0
-        for lane in range(LANES):
-            if most[lane] > best:
-                best = most[lane]
-                at_lane = lane
-        if best <= 0.0:
-            break
-        j = at_lane
-        while gain[j] != best:
-            j += LANES
-        curvature = max(di + diagonal[j] - 2.0 * _f64(Ki[j]), 1e-12)
-        room_i, room_j = upper[i] - beta[i], beta[j] - lower[j]
-        delta = min((F[j] - m) / curvature, room_i, room_j)
-        # Exactly at the bound, or rounding would leave a variable an unusable sliver away from it.
-        beta[i] = upper[i] if delta == room_i else beta[i] + delta
-        beta[j] = lower[j] if delta == room_j else beta[j] - delta
-        closed_up[i] = 0.0 if beta[i] < upper[i] else FAR
-        closed_down[i] = 0.0 if beta[i] > lower[i] else -FAR
-        closed_up[j] = 0.0 if beta[j] < upper[j] else FAR
-        closed_down[j] = 0.0 if beta[j] > lower[j] else -FAR
-        steps += 1
-    for k in range(Q):
-        f[k] = F[k]
-    return steps
-
-
-@_compiled
+@compiled
 def compact_rows(
     flat: NDArray[Any], old_width: int, slots: NDArray[np.int64], keep: NDArray[np.int64]
 ) -> None:
@@ -326,3 +235,46 @@ def compact_rows(
         target = i * width
         for j in range(width):
             flat[target + j] = flat[source + keep[j]]
+
+
+@compiled
+def violations(
+    g: NDArray[np.float64],
+    linear: NDArray[np.float64],
+    beta: NDArray[np.float64],
+    lower: NDArray[np.float64],
+    upper: NDArray[np.float64],
+    left_out: NDArray[np.bool_],
+    growing: NDArray[np.float64],
+    shrinking: NDArray[np.float64],
+) -> tuple[float, float]:
+    """How badly each variable violates optimality, in one pass.
+
+    Args:
+        g: Of N samples.
+        linear: Of S variables a sample, shape (S, N); so are `beta`, `lower`, `upper`.
+        beta: Coefficients.
+        lower: Least coefficients.
+        upper: Largest coefficients.
+        left_out: Variables that count for the extremes only, shape (S, N).
+        growing: Gradients of those that may grow, `FAR` for others; shape (S, N), written.
+        shrinking: Minus the gradients of those that may shrink, `FAR` for others; written.
+
+    Returns:
+        The least gradient of those that may grow, and the largest of those that may shrink.
+    """
+    S, N = linear.shape
+    least, most = np.inf, -np.inf
+    for s in range(S):
+        for i in range(N):
+            f = g[i] + linear[s, i]
+            up, down = FAR, FAR
+            if beta[s, i] < upper[s, i]:
+                least = min(least, f)
+                up = f
+            if beta[s, i] > lower[s, i]:
+                most = max(most, f)
+                down = -f
+            growing[s, i] = FAR if left_out[s, i] else up
+            shrinking[s, i] = FAR if left_out[s, i] else down
+    return least, most

@@ -16,6 +16,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from paceline.errors import ConfigurationError
+from paceline.svm import dealing
 from paceline.svm.elimination import Elimination
 from paceline.svm.expansion import expand
 from paceline.svm.kernels import Kernel
@@ -32,7 +33,7 @@ _DTYPES = (np.float64, np.float32)
 class KernelMachine(BaseEstimator):  # type: ignore[misc]
     """An estimator whose model is a kernel expansion.
 
-    Concrete classes set up problems in `_solve_all` and read `_expansions`.
+    Concrete classes set up problems in `_solve_all` and read `_expansion`.
     """
 
     def _check_parameters(self) -> None:
@@ -179,53 +180,60 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
             return DenseSamples.of(samples.rows - mean, samples.ids)
         return samples
 
-    def _solve(self, data: TrainingSet, problem: Problem) -> Solution:
-        settings = SolverSettings(
+    def _settings(self) -> SolverSettings:
+        return SolverSettings(
             tol=float(self.tol),
             max_steps=int(self.max_iter),
             cache_bytes=float(self.cache_size) * 1e6,
             elimination=Elimination.named(self.elimination if self.shrinking else "none"),
             report=_show if self.verbose is True else (self.verbose or None),
         )
-        solution = Solver(problem, settings, data.world).solve()
+
+    def _solve(self, data: TrainingSet, problem: Problem) -> Solution:
+        """Solve one problem of all ranks, as a whole if it is small. Collective."""
+        settings, world = self._settings(), data.world
+        is_small = problem.num_samples * len(problem.linear) <= dealing.LARGEST
+        if is_small and dealing.fits(world, problem.samples, settings.cache_bytes):
+            solution = dealing.solve_whole(problem, settings, world)
+        else:
+            solution = Solver(problem, settings, world).solve()
+        self._warn(solution)
+        return solution
+
+    def _warn(self, solution: Solution) -> None:
         if not solution.converged:
             warnings.warn(
-                f"Solver stopped after {solution.counters.num_steps} pair updates with a violation of "
+                f"Solver stopped after {solution.counters.num_steps} pair updates (working sets: {solution.counters.num_exchanges}) with a violation of "
                 f"{solution.gap:.3g}, above tol={self.tol:g}. Consider pre-processing your data with StandardScaler "
                 "or MinMaxScaler, or a larger max_iter.",
                 ConvergenceWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
-        return solution
 
     @abstractmethod
     def _solve_all(self, data: TrainingSet, matrix: Samples) -> None:
         """Solve what there is to solve, and call `_keep`."""
 
     def _keep(
-        self,
-        data: TrainingSet,
-        coefficients: NDArray[np.float64],
-        offsets: list[float],
-        solutions: list[Solution],
+        self, data: TrainingSet, table: NDArray[np.float64], offsets: list[float], solutions: list[Solution]
     ) -> NDArray[np.int64]:
         """Keep the model: every rank gets all support vectors.
 
         Args:
             data: The training set.
-            coefficients: Of this rank's samples in every expansion, shape (E, N).
-            offsets: Of every expansion.
-            solutions: Whence they are.
+            table: Coefficients of this rank's samples, shape (R, N).
+            offsets: Of every problem.
+            solutions: Of every problem.
 
         Returns:
             Numbers of the support vectors among `data.all_ids`, ascending.
         """
-        local = np.flatnonzero(coefficients.any(axis=0))
+        local = np.flatnonzero(table.any(axis=0))
         columns = data.everywhere(
-            DenseSamples.of(np.ascontiguousarray(coefficients[:, local].T), data.samples.ids[local]),
+            DenseSamples.of(np.ascontiguousarray(table[:, local].T), data.samples.ids[local]),
             np.arange(len(local)),
         )
-        self._expansions = np.ascontiguousarray(columns.rows.T)  # type: ignore[attr-defined]
+        self._table = np.ascontiguousarray(columns.rows.T)  # type: ignore[attr-defined]
         self._offsets = np.array(offsets)
         self.support_ = columns.ids.astype(np.int32)
         self.support_vectors_ = (
@@ -238,9 +246,9 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
         return np.searchsorted(data.all_ids, columns.ids)
 
     def _keep_one(self, data: TrainingSet, solution: Solution) -> None:
-        """Keep the model of a single programme over all samples."""
+        """Keep the model of a single problem over all samples."""
         self._keep(data, solution.beta[None], [solution.offset], [solution])
-        self.dual_coef_ = self._expansions
+        self.dual_coef_ = self._table
         self.intercept_ = -self._offsets
         self.n_support_ = np.array([len(self.support_)], np.int32)
         self.n_iter_: Any = solution.counters.num_steps
@@ -249,8 +257,25 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
 
     # -- predict
 
-    def _decisions(self, X: Any) -> NDArray[np.float64]:
-        """Values of all expansions less their offsets, shape (N, E)."""
+    def _expansion(self, X: Any, support: slice) -> NDArray[np.float64]:
+        """Sums of kernel values of some support vectors by each row of their table, shape (N, R).
+
+        Args:
+            X: Rows that `_seen_rows` returned.
+            support: Which support vectors.
+        """
+        table = self._table[:, support]
+        if callable(self.kernel):
+            return np.asarray(self.kernel(X, self.support_vectors_[support]) @ table.T, np.float64)
+        if self.kernel == "precomputed":
+            return np.asarray(X[:, self.support_[support]] @ table.T, np.float64)
+        vectors = self.support_vectors_[support]
+        form: Any = SparseSamples if self._sparse else DenseSamples
+        behind = form.of(vectors, np.arange(vectors.shape[0])).astype(np.float64)
+        return expand(self._kernel, behind, table, form.of(X, np.arange(X.shape[0])).astype(np.float64)).T
+
+    def _seen_rows(self, X: Any) -> Any:
+        """Rows to predict, checked."""
         check_is_fitted(self)
         accept = "csr" if self.kernel != "precomputed" and not callable(self.kernel) else False
         X = validate_data(self, X, dtype=_DTYPES, order="C", accept_sparse=accept, reset=False)
@@ -258,18 +283,11 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
             raise ConfigurationError(
                 f"cannot use sparse input in {type(self).__name__!r} trained on dense data"
             )
-        if self.kernel == "precomputed" or callable(self.kernel):
-            values = (
-                X[:, self.support_] if not callable(self.kernel) else self.kernel(X, self.support_vectors_)
-            )
-            return np.asarray(values @ self._expansions.T - self._offsets, np.float64)
-        if self._sparse and not sp.issparse(X):
-            X = sp.csr_matrix(X)
-        form: Any = SparseSamples if self._sparse else DenseSamples
-        numbers_ = np.arange(X.shape[0])
-        support = form.of(self.support_vectors_, np.arange(len(self.support_))).astype(np.float64)
-        values = expand(self._kernel, support, self._expansions, form.of(X, numbers_).astype(np.float64))
-        return np.asarray(values.T - self._offsets)
+        return sp.csr_matrix(X) if self._sparse and not sp.issparse(X) else X
+
+    def _decisions(self, X: Any) -> NDArray[np.float64]:
+        """Values of the only problem, shape (N,)."""
+        return np.asarray(self._expansion(self._seen_rows(X), slice(None))[:, 0] - self._offsets[0])
 
     @property
     def coef_(self) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import add_rows
 from paceline.svm.kernels import Kernel
 from paceline.svm.samples import Samples
 
@@ -27,16 +26,17 @@ def expand(
         Shape (E, N).
     """
     total = np.zeros((len(coefficients), len(samples)))
-    slots = np.arange(_ROWS)
-    values = np.empty((_ROWS, _COLUMNS), support.dtype)
+    is_one = len(coefficients) == 1
+    slots = np.full(_ROWS, -1) if is_one else np.arange(_ROWS)
+    values = np.empty((1 if is_one else _ROWS, _COLUMNS), support.dtype)
     for first in range(0, len(samples), _COLUMNS):
         tile = samples.take(slice(first, first + _COLUMNS))
         for k in range(0, len(support), _ROWS):
             panel = support.take(slice(k, k + _ROWS))
-            kernel.write_rows(panel, tile, values, slots)
             factors, out = coefficients[:, k : k + _ROWS], total[:, first : first + len(tile)]
-            if len(factors) == 1:
-                add_rows(values, slots[: len(panel)], factors[0], out[0])
+            if is_one:
+                kernel.add_rows(panel, tile, values, slots[: len(panel)], factors[0], out[0])
             else:
+                kernel.write_rows(panel, tile, values, slots[: len(panel)])
                 out += factors @ values[: len(panel), : len(tile)]
     return total

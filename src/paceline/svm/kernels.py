@@ -12,6 +12,7 @@ from paceline.svm.compiled import copy_rows, rbf_rows_double, rbf_rows_single
 from paceline.svm.samples import Samples
 
 _TILE = 512
+_NO_FACTORS = np.zeros(0)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,21 @@ class Kernel:
         Contract:
             `left`, `right` and `out` have one precision.
         """
+        self.add_rows(left, right, out, slots, _NO_FACTORS, _NO_FACTORS)
+
+    def add_rows(
+        self,
+        left: Samples,
+        right: Samples,
+        out: NDArray[Any],
+        slots: NDArray[np.int64],
+        factors: NDArray[np.float64],
+        total: NDArray[np.float64],
+    ) -> None:
+        """As `write_rows`, and add factors[i] times row i to `total`, shape (len(right),), in double precision.
+
+        A row whose slot is -1 is not kept: it never leaves the processor's cache.
+        """
         scratch = np.empty(_TILE * _TILE, out.dtype)
         left_squares, right_squares = left.squares.astype(out.dtype), right.squares.astype(out.dtype)
         panels = [(k, left.take(slice(k, k + _TILE))) for k in range(0, len(left), _TILE)]
@@ -50,13 +66,13 @@ class Kernel:
             for k, panel in panels:
                 dots = scratch[: len(panel) * len(tile)].reshape(len(panel), len(tile))
                 panel.dots(tile, dots)
-                rows = slots[k : k + _TILE]
+                chosen = slice(k, k + _TILE)
                 if self.name == "rbf":
                     write = rbf_rows_single if out.dtype == np.float32 else rbf_rows_double
-                    ours, theirs = left_squares[k : k + _TILE], right_squares[first : first + _TILE]
-                    write(dots, ours, theirs, self.gamma, out, rows, first)
+                    ours, theirs = left_squares[chosen], right_squares[first : first + _TILE]
+                    write(dots, ours, theirs, self.gamma, out, slots[chosen], first, factors[chosen], total)
                 else:
-                    copy_rows(self._of_dots(dots), out, rows, first)
+                    copy_rows(self._of_dots(dots), out, slots[chosen], first, factors[chosen], total)
 
     def _of_dots(self, dots: NDArray[Any]) -> NDArray[Any]:
         if self.name == "poly":

@@ -109,7 +109,7 @@ class OneClassSVM(OutlierMixin, KernelMachine):  # type: ignore[misc]
 
     def decision_function(self, X: Any) -> NDArray[np.float64]:
         """Signed distances up to a factor, shape (N,): positive for inliers."""
-        return self._decisions(X).ravel()
+        return self._decisions(X)
 
     def predict(self, X: Any) -> NDArray[np.intp]:
         """1 for inliers and -1 for outliers, shape (N,)."""

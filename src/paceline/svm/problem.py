@@ -91,6 +91,14 @@ class SolverSettings:
     working_set: int | None = None
     report: Callable[[Progress], None] | None = None
 
+    def step_limit(self, num_variables: int) -> int:
+        """After how many pair updates to stop even if `max_steps` says never: LIBSVM's limit.
+
+        Every update strictly decreases the objective, so it ends; but nobody should wait for a problem so badly scaled
+        that it takes as long.
+        """
+        return self.max_steps if self.max_steps >= 0 else max(10_000_000, 100 * num_variables)
+
 
 @dataclass(frozen=True)
 class Counters:

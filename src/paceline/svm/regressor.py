@@ -96,4 +96,4 @@ class SVR(RegressorMixin, KernelMachine):  # type: ignore[misc]
 
     def predict(self, X: Any) -> NDArray[np.float64]:
         """Predicted targets of the rows of X, shape (N,)."""
-        return self._decisions(X).ravel()
+        return self._decisions(X)

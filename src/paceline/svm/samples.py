@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import scipy.sparse as sp
-import torch
 from numpy.typing import NDArray
 
 from paceline.svm.compiled import LANES, sparse_dots
@@ -76,8 +75,8 @@ class DenseSamples:
 
     @classmethod
     def of(cls, rows: Array, ids: NDArray[np.int64]) -> DenseSamples:
-        """Samples from their rows; a read-only array is copied, because torch refuses it."""
-        rows = np.require(rows, requirements=["C", "W"])
+        """Samples from their rows."""
+        rows = np.ascontiguousarray(rows)
         return cls(ids, rows, np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
 
     @property
@@ -95,7 +94,7 @@ class DenseSamples:
         return DenseSamples(self.ids, self.rows.astype(dtype, copy=False), self.squares)
 
     def dots(self, others: DenseSamples, out: Array) -> None:
-        torch.mm(torch.from_numpy(self.rows), torch.from_numpy(others.rows).t(), out=torch.from_numpy(out))
+        np.dot(self.rows, others.rows.T, out=out)
 
     def to_arrays(self) -> list[Array]:
         return [self.rows]

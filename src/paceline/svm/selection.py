@@ -2,7 +2,8 @@
 
 Rules
 1. Every rank nominates its own; all ranks see all nominations and choose alike, so no rank has to be asked twice.
-2. Ties are broken by the variable's number: the choice does not depend on the number of ranks.
+2. Ties are broken by the variable's scrambled number: the choice does not depend on the number of ranks, and the first
+   working set, when all are tied, is a sample of the whole set even if the rows are sorted.
 3. The newer half of the last working set stays, or variables would come and go in pairs of sets.
 """
 
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from paceline.svm.compiled import FAR
 
 _FIELDS = 5  # of a nomination: gradient, variable, coefficient, its least and its largest value
 _LARGE_PROBLEM = 24_000
@@ -27,7 +30,8 @@ class Nominations:
         most: Largest gradient among variables that may shrink.
         num_active: Active samples.
         num_support: Samples with a coefficient.
-        num_repeats: Kernel rows that were computed again because they had been evicted; of all ranks the most.
+        num_repeats: Kernel rows that were computed again for want of room; of all ranks the most.
+        counts: Active samples of every rank.
         growing: Best candidates to grow, best first, shape (<= k, 5).
         shrinking: Best candidates to shrink, likewise.
         kept: Gradients of the variables that stay, -inf where the rank does not have them.
@@ -41,6 +45,7 @@ class Nominations:
     growing: NDArray[np.float64]
     shrinking: NDArray[np.float64]
     kept: NDArray[np.float64]
+    counts: NDArray[np.int64]
 
     def pack(self, num: int) -> NDArray[np.float64]:
         """One array whose shape depends on `num` candidates of a kind and the variables that stay only."""
@@ -64,6 +69,7 @@ class Nominations:
             growing=_in_order(table[:, 2 : 2 + num], 1.0),
             shrinking=_in_order(table[:, 2 + num :], -1.0),
             kept=packed[:, (2 + 2 * num) * _FIELDS :].max(axis=0),
+            counts=heads[:, 2].astype(np.int64),
         )
 
     @property
@@ -75,15 +81,31 @@ class Nominations:
 def _in_order(table: NDArray[np.float64], sign: float) -> NDArray[np.float64]:
     rows = table.reshape(-1, _FIELDS)
     rows = rows[~np.isnan(rows[:, 0])]
-    return rows[np.lexsort((rows[:, 1], sign * rows[:, 0]))]
+    return rows[np.lexsort((scrambled(rows[:, 1].astype(np.int64)), sign * rows[:, 0]))]
 
 
-def best(values: NDArray[np.float64], allowed: NDArray[np.bool_], num: int) -> NDArray[np.int64]:
-    """Positions of the `num` smallest allowed values, or fewer if there are fewer, in no order."""
-    positions = np.flatnonzero(allowed)
-    if len(positions) <= num:
-        return positions
-    return positions[np.argpartition(values[positions], num - 1)[:num]]
+def scrambled(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Different numbers for different ones below 2^32, in no apparent order."""
+    return np.asarray((numbers * 2_654_435_761) & 0xFFFFFFFF)
+
+
+def best(values: NDArray[np.float64], numbers: NDArray[np.int64], num: int) -> NDArray[np.int64]:
+    """Positions of the `num` smallest values below `FAR`, or fewer if there are fewer, in no order.
+
+    Args:
+        values: Shape (N,).
+        numbers: Of the variables, shape (N,); they decide if all values are the same, as they are at the start.
+        num: How many.
+    """
+    if len(values) > num:
+        chosen = np.argpartition(values, num - 1)[:num]
+        least, largest = values[chosen].min(), values[chosen].max()
+        if least < FAR and least == largest:
+            tied = np.flatnonzero(values == least)
+            if len(tied) > num:
+                chosen = tied[np.argpartition(scrambled(numbers[tied]), num - 1)[:num]]
+        return np.asarray(chosen[values[chosen] < FAR])
+    return np.flatnonzero(values < FAR)
 
 
 def choose(nominations: Nominations, num: int) -> NDArray[np.float64]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
+from paceline.svm.exchange import from_everyone
 from paceline.svm.samples import DenseSamples, GramSamples, Samples, SparseSamples
 from paceline.svm.world import Alone, GroupWorld, World
 
@@ -134,11 +135,8 @@ class TrainingSet:
             samples: This rank's.
             positions: Which of them.
         """
-        doing = "exchanging support vectors"
-        mine = samples.take(positions)
-        ids = np.concatenate(self.world.gather_uneven(mine.ids, doing))
-        arrays = [np.concatenate(self.world.gather_uneven(part.ravel(), doing)) for part in mine.to_arrays()]
-        return mine.from_arrays(ids, arrays).take(np.argsort(ids))
+        everyone = from_everyone(self.world, samples.take(positions), "exchanging support vectors")
+        return everyone.take(np.argsort(everyone.ids))
 
 
 def renumbered(samples: Samples, ids: NDArray[np.int64]) -> Samples:
