@@ -278,3 +278,27 @@ def violations(
             growing[s, i] = FAR if left_out[s, i] else up
             shrinking[s, i] = FAR if left_out[s, i] else down
     return least, most
+
+
+@compiled
+def slide_and_mirror(block: NDArray[Any], first: int, known: int, size: int) -> None:
+    """Move the values that are known to the front of a block before the others are computed, or mirror those after.
+
+    Args:
+        block: Kernel values among variables, at least `size` rows and columns.
+        first: Where the known square begins; -1 to mirror rows from `known` on to the columns from `known` on.
+        known: Variables of the square.
+        size: Variables of the block.
+    """
+    if first >= 0:
+        for i in range(known):
+            source, target = block[first + i, first : first + known], block[i]
+            for j in range(known):
+                target[j] = source[j]
+        return
+    width = 32  # tiles: a column at a time would miss the cache at every step
+    for i0 in range(known, size, width):
+        for j0 in range(0, known, width):
+            for j in range(j0, min(j0 + width, known)):
+                for i in range(i0, min(i0 + width, size)):
+                    block[j, i] = block[i, j]

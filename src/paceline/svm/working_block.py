@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import LANES
+from paceline.svm.compiled import LANES, slide_and_mirror
 from paceline.svm.kernels import Kernel
 from paceline.svm.samples import Samples
 
@@ -60,12 +60,11 @@ class WorkingBlock:
         out = self._buffer[:size, :width]
         known = min(num_known, self._num_last)
         if known:
-            at = self._num_first
-            out[:known, :known] = self._buffer[at : at + known, at : at + known].copy()
+            slide_and_mirror(self._buffer, self._num_first, known, size)
         new = panel.take(slice(known, None))
         self._kernel.write_rows(new, panel, out, np.arange(known, size))
         self.num_kernel_values += len(new) * size
-        out[:known, known:size] = out[known:, :known].T
+        slide_and_mirror(self._buffer, -1, known, size)
         out[:, size:] = 0
         self._num_first, self._num_last = num_known, size - num_known
         return out
