@@ -52,7 +52,9 @@ MARK = "PACELINE_TEST_MARK"
 BACKEND = "PACELINE_TEST_BACKEND"  # which c10d backend the pools open; gloo by default
 _PR_SET_PDEATHSIG = 1
 _SPAWNER = mp.get_context("forkserver")
-_SPAWNER.set_forkserver_preload(["ranks", "pytest", "numpy", "torch", "torch.distributed"])
+_SPAWNER.set_forkserver_preload(
+    ["ranks", "pytest", "numpy", "torch", "torch.distributed", "sklearn.svm", "numba"]
+)
 
 
 class RanksFailedError(AssertionError):

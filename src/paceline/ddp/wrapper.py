@@ -26,7 +26,7 @@ from paceline.ddp.buffers import Broadcast, Buffers
 from paceline.ddp.dynamo import may_compile
 from paceline.ddp.joining import Shadow, agree_on_source, notify
 from paceline.ddp.outputs import find_tensors
-from paceline.ddp.peers import Peers, next_name
+from paceline.ddp.peers import Peers
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer, ReducerOptions
 from paceline.ddp.replicas import Description, verify
@@ -35,6 +35,7 @@ from paceline.errors import ReplicaMismatchError
 from paceline.observe import StepTimings
 from paceline.reductions import NarrowMean
 from paceline.reductions.collectives import device_for_words
+from paceline.reductions.roll_call import next_name
 
 
 class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, override]

@@ -5,5 +5,6 @@ from paceline.reductions.mean import Mean
 from paceline.reductions.narrow_mean import NarrowMean
 from paceline.reductions.pending import Pending
 from paceline.reductions.reduction import Message, Reduction
+from paceline.reductions.roll_call import RollCall
 
-__all__ = ["GradBucket", "HookReduction", "Mean", "Message", "NarrowMean", "Pending", "Reduction"]
+__all__ = ["GradBucket", "HookReduction", "Mean", "Message", "NarrowMean", "Pending", "Reduction", "RollCall"]

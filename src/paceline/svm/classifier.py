@@ -1,0 +1,242 @@
+"""Classification: one programme for each pair of classes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.base import ClassifierMixin
+from sklearn.utils.class_weight import compute_class_weight
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, column_or_1d
+
+from paceline.errors import ConfigurationError
+from paceline.svm.estimator import KernelMachine
+from paceline.svm.pairs import Pairs
+from paceline.svm.samples import Samples
+from paceline.svm.training_set import TrainingSet
+from paceline.svm.world import World
+
+
+class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
+    """A support vector classifier with scikit-learn's contract, trained by all ranks of a process group.
+
+    In one process it takes the place of `sklearn.svm.SVC`. Where torch's default process group is initialised, every
+    rank calls `fit`, and all end with the same model.
+
+    Limits first: no `probability` (scikit-learn is removing it; wrap in `CalibratedClassifierCV`).
+
+    Args:
+        C: Price of a violated margin.
+        kernel: `rbf`, `linear`, `poly`, `sigmoid`, `precomputed`, or a function of two arrays of rows.
+        degree: Of `poly`.
+        gamma: Of `rbf`, `poly` and `sigmoid`; `scale` is 1 / (features * variance), `auto` is 1 / features.
+        coef0: Of `poly` and `sigmoid`.
+        shrinking: Whether samples may be eliminated on the way.
+        tol: Largest violation of optimality, over all samples.
+        cache_size: Megabytes for kernel rows on each rank; at least one working set's rows are kept.
+        class_weight: Factors of C by class, or `balanced`.
+        verbose: Print a line a working set to stderr on rank 0; or a function that takes a `Progress`.
+        max_iter: Limit of pair updates (LIBSVM's iterations) for each pair of classes; -1 for none.
+        decision_function_shape: `ovr` or `ovo`.
+        break_ties: Break ties of the votes by the decision function (with `ovr`).
+        random_state: Without effect: nothing here is random.
+        elimination: When samples are eliminated: `adaptive`, `none`, or such as `multi-5%` or `single-500`.
+        rows: In a process group: `own` rows are passed by each rank, `all` rows are passed by every rank and dealt
+            out, or the process trains `alone`.
+
+    Attributes:
+        classes_: Labels, shape (K,).
+        class_weight_: Factors of C, shape (K,).
+        support_: Numbers of the support vectors in the training set of all ranks, grouped by class.
+        support_vectors_: Their rows.
+        n_support_: How many each class has, shape (K,).
+        dual_coef_: Their coefficients, shape (K - 1, support vectors), as in scikit-learn.
+        intercept_: Shape (K * (K - 1) / 2,).
+        n_iter_: Pair updates, likewise.
+        gap_: Largest violation over all samples, computed in double precision, likewise.
+        objective_: Dual objective (to be minimised), likewise.
+        counters_: What each pair of classes took, a tuple of `Counters`.
+        fit_status_: 0 if every pair converged, else 1.
+        shape_fit_: Rows and features of the training set of all ranks.
+        n_features_in_: Features.
+
+    Source:
+        The algorithm: docs/guide/svm.md.
+    """
+
+    def __init__(
+        self,
+        *,
+        C: float = 1.0,
+        kernel: Any = "rbf",
+        degree: float = 3,
+        gamma: Any = "scale",
+        coef0: float = 0.0,
+        shrinking: bool = True,
+        tol: float = 1e-3,
+        cache_size: float = 500,
+        class_weight: Any = None,
+        verbose: Any = False,
+        max_iter: int = -1,
+        decision_function_shape: str = "ovr",
+        break_ties: bool = False,
+        random_state: Any = None,
+        elimination: str = "adaptive",
+        rows: str = "own",
+    ) -> None:
+        self.C = C
+        self.kernel = kernel
+        self.degree = degree
+        self.gamma = gamma
+        self.coef0 = coef0
+        self.shrinking = shrinking
+        self.tol = tol
+        self.cache_size = cache_size
+        self.class_weight = class_weight
+        self.verbose = verbose
+        self.max_iter = max_iter
+        self.decision_function_shape = decision_function_shape
+        self.break_ties = break_ties
+        self.random_state = random_state
+        self.elimination = elimination
+        self.rows = rows
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        self._check_number("C", 0.0, is_open=True)
+        if self.decision_function_shape not in ("ovr", "ovo"):
+            self._refuse("decision_function_shape", "a str among ('ovo', 'ovr')")
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SVC:
+        """Train.
+
+        Args:
+            X: Rows, shape (N, D), dense or CSR; for a precomputed kernel rows of the Gram matrix of all samples.
+            y: Labels, shape (N,).
+            sample_weight: Factors of C, shape (N,).
+
+        Contract:
+            Collective where a process group is initialised and `rows` is not `alone`: every rank, same parameters.
+            Blocks: yes.  Afterwards: the same model on every rank.
+
+        Raises:
+            ValueError: The data or a parameter cannot be; on every rank if it is so on one.
+            PeerLostError: A rank died, hung or cannot be reached.
+        """
+        self._fit(X, y, sample_weight)
+        return self
+
+    def _checked_targets(self, y: Any) -> Any:
+        y = column_or_1d(y, warn=True)
+        check_classification_targets(y)
+        return y
+
+    def _encoded(self, world: World, y: Any) -> NDArray[np.float64]:
+        """Labels as numbers that mean the same on every rank. Collective."""
+        labels, counts = np.unique(y, return_counts=True)
+        everyone = [(labels, counts)]
+        if self.rows != "all":
+            mine = (labels.tolist(), counts.tolist())
+            dtype = "U" if labels.dtype.kind == "U" else labels.dtype  # text may be longer elsewhere
+            everyone = [
+                (np.array(found, dtype), np.array(times, np.int64))
+                for found, times in world.gather_objects(mine, "exchanging labels")
+            ]
+        occurring = np.concatenate([np.repeat(found, times) for found, times in everyone])
+        self.classes_ = np.unique(occurring)
+        if len(self.classes_) < 2:
+            raise ConfigurationError(
+                f"The number of classes has to be greater than one; got {len(self.classes_)} class"
+            )
+        self.class_weight_ = compute_class_weight(self.class_weight, classes=self.classes_, y=occurring)
+        return np.asarray(np.searchsorted(self.classes_, y), np.float64)
+
+    def _solve_all(self, data: TrainingSet, matrix: Samples) -> None:
+        pairs = Pairs.of(data, matrix, len(self.classes_), self.C * self.class_weight_)
+        solutions, table = pairs.solve(self._kernel, self._settings())
+        for solution in solutions:
+            self._warn(solution)
+        at = self._keep(data, table, [solution.offset for solution in solutions], solutions)
+        self._group_by_class(data.all_targets[at].astype(np.int64))
+        sign = -1.0 if len(self.classes_) == 2 else 1.0
+        self.dual_coef_ = sign * self._table
+        self.intercept_ = -sign * self._offsets
+        self.n_iter_ = np.array([solution.counters.num_steps for solution in solutions], np.int32)
+        self.gap_ = np.array([solution.gap for solution in solutions])
+        self.objective_ = np.array([solution.objective for solution in solutions])
+
+    def _group_by_class(self, labels: NDArray[np.int64]) -> None:
+        """Put the support vectors in the order of their classes."""
+        order = np.argsort(labels, kind="stable")
+        self.support_ = self.support_[order]
+        self._table = np.ascontiguousarray(self._table[:, order])
+        if self.support_vectors_.shape[0]:
+            self.support_vectors_ = self.support_vectors_[order]
+        self.n_support_ = np.bincount(labels, minlength=len(self.classes_)).astype(np.int32)
+
+    def _check_all(self, data: TrainingSet) -> None:
+        super()._check_all(data)
+        if len(np.unique(data.all_targets)) < len(self.classes_):
+            raise ConfigurationError(
+                "Invalid input - all samples with positive weights belong to the same class."
+            )
+
+    def decision_function(self, X: Any) -> NDArray[np.float64]:
+        """Signed distances, up to a factor.
+
+        Args:
+            X: Rows, shape (N, D), dense, or CSR if trained on CSR.
+
+        Returns:
+            Shape (N,) for two classes, positive for the second; else (N, K) for `ovr`, (N, pairs) for `ovo`.
+        """
+        check_is_fitted(self)
+        if len(self.classes_) == 2:
+            return -self._decisions(X)
+        values = self._decisions_of_pairs(X)
+        if self.decision_function_shape == "ovo":
+            return values
+        votes, confidences = self._tally(values)
+        # Confidences only break ties: they are squeezed into (-1/3, 1/3).
+        return np.asarray(votes + confidences / (3 * (np.abs(confidences) + 1)))
+
+    def _decisions_of_pairs(self, X: Any) -> NDArray[np.float64]:
+        """Values of all pairs of classes, shape (N, pairs); each class's kernel values serve all of its pairs."""
+        X, num = self._seen_rows(X), len(self.classes_)
+        at = {pair: k for k, pair in enumerate(itertools.combinations(range(num), 2))}
+        values = np.tile(-self._offsets, (X.shape[0], 1))
+        ends = np.cumsum(self.n_support_)
+        for one in range(num):
+            sums = self._expansion(X, slice(ends[one] - self.n_support_[one], ends[one]))
+            for other in range(num):
+                if other != one:
+                    row = other - 1 if other > one else other
+                    values[:, at[min(one, other), max(one, other)]] += sums[:, row]
+        return values
+
+    def _tally(self, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        votes = np.zeros((len(values), len(self.classes_)))
+        confidences = np.zeros_like(votes)
+        for pair, (one, other) in enumerate(itertools.combinations(range(len(self.classes_)), 2)):
+            value = values[:, pair]
+            votes[:, one] += value >= 0
+            votes[:, other] += value < 0
+            confidences[:, one] += value
+            confidences[:, other] -= value
+        return votes, confidences
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """Labels of the rows of X, shape (N,); two classes by sign, more by votes."""
+        check_is_fitted(self)
+        if self.break_ties and self.decision_function_shape == "ovo":
+            raise ConfigurationError("break_ties must be False when decision_function_shape is 'ovo'")
+        if len(self.classes_) == 2:
+            winners = (self.decision_function(X) > 0).astype(np.intp)
+        elif self.break_ties:
+            winners = self.decision_function(X).argmax(axis=1)
+        else:
+            winners = self._tally(self._decisions_of_pairs(X))[0].argmax(axis=1)
+        return np.asarray(self.classes_[winners])

@@ -1,0 +1,309 @@
+"""What the three estimators share: scikit-learn's contract around the solver."""
+
+from __future__ import annotations
+
+import numbers
+import sys
+import warnings
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+
+from paceline.errors import ConfigurationError
+from paceline.svm import dealing
+from paceline.svm.elimination import Elimination
+from paceline.svm.expansion import expand
+from paceline.svm.kernels import Kernel
+from paceline.svm.problem import Problem, Progress, Solution, SolverSettings
+from paceline.svm.samples import DenseSamples, GramSamples, Samples, SparseSamples
+from paceline.svm.solver import Solver
+from paceline.svm.training_set import ROWS, TrainingSet, agreed, world_for
+from paceline.svm.world import World
+
+_KERNELS = ("linear", "poly", "rbf", "sigmoid", "precomputed")
+_DTYPES = (np.float64, np.float32)
+
+
+class KernelMachine(BaseEstimator):  # type: ignore[misc]
+    """An estimator whose model is a kernel expansion.
+
+    Concrete classes set up problems in `_solve_all` and read `_expansion`.
+    """
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that cannot be, worded as scikit-learn does."""
+        if not callable(self.kernel) and self.kernel not in _KERNELS:
+            self._refuse("kernel", f"a str among {_KERNELS} or a callable")
+        if isinstance(self.gamma, str):
+            if self.gamma not in ("scale", "auto"):
+                self._refuse("gamma", "a str among ('auto', 'scale') or a float in the range [0.0, inf)")
+        else:
+            self._check_number("gamma", 0.0)
+        self._check_number("tol", 0.0, is_open=True)
+        self._check_number("cache_size", 0.0, is_open=True)
+        self._check_number("degree", 0.0)
+        self._check_number("coef0", -np.inf)
+        self._check_number("max_iter", -1)
+        if self.rows not in ROWS:
+            self._refuse("rows", f"a str among {ROWS}")
+
+    def _check_number(self, name: str, least: float, largest: float = np.inf, is_open: bool = False) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not least <= value <= largest or (is_open and value == least):
+            self._refuse(name, f"a number in the range {'(' if is_open else '['}{least}, {largest}]")
+
+    def _refuse(self, name: str, wanted: str) -> None:
+        raise ConfigurationError(
+            f"The {name!r} parameter of {type(self).__name__} must be {wanted}. "
+            f"Got {getattr(self, name)!r} instead."
+        )
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.pairwise = self.kernel == "precomputed"
+        tags.input_tags.sparse = self.kernel != "precomputed" and not callable(self.kernel)
+        return tags
+
+    # -- fit
+
+    def _fit(self, X: Any, y: Any, sample_weight: Any) -> None:
+        """Check, number the samples over all ranks, solve, and keep the model."""
+        world = world_for(self.rows if isinstance(self.rows, str) else "own")
+        X, y, weights = agreed(world, lambda: self._checked(X, y, sample_weight))
+        targets = self._encoded(world, y)
+        data = TrainingSet.gathered(world, self.rows, X, targets, weights)
+        self._check_all(data)
+        self.shape_fit_ = (data.num_rows, self.n_features_in_)
+        self._sparse = sp.issparse(X)
+        self._gamma = self._resolved_gamma(world, X)
+        self._kernel = Kernel(self._kernel_name(), self._gamma, float(self.coef0), float(self.degree))
+        self._solve_all(data, self._what_the_kernel_sees(data))
+
+    def _checked(self, X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+        self._check_parameters()
+        sparse = self.kernel != "precomputed" and not callable(self.kernel)
+        if sp.issparse(X) and self.kernel == "precomputed":
+            raise TypeError("Sparse precomputed kernels are not supported.")
+        settings: dict[str, Any] = {
+            "dtype": _DTYPES,
+            "order": "C",
+            "accept_sparse": "csr" if sparse else False,
+        }
+        if y is None and not self._needs_targets:
+            X = validate_data(self, X, **settings)
+            y = np.ones(X.shape[0])
+        else:
+            X, y = validate_data(self, X, y, multi_output=False, **settings)
+        targets = self._checked_targets(y)
+        if self.kernel == "precomputed" and self.rows != "own" and X.shape[0] != X.shape[1]:
+            raise ConfigurationError(
+                f"Precomputed matrix must be a square matrix. Input is a {X.shape[0]}x{X.shape[1]} matrix."
+            )
+        if sample_weight is not None:
+            sample_weight = check_array(
+                sample_weight, ensure_2d=False, dtype=np.float64, input_name="sample_weight"
+            )
+            if sample_weight.shape != (X.shape[0],):
+                raise ConfigurationError(
+                    f"sample_weight and X have incompatible shapes: {sample_weight.shape} vs {X.shape}"
+                )
+        return X, targets, sample_weight
+
+    _needs_targets = True
+
+    def _checked_targets(self, y: Any) -> Any:
+        return np.asarray(y, np.float64)
+
+    def _encoded(self, world: World, y: Any) -> NDArray[np.float64]:
+        return np.asarray(y, np.float64)
+
+    def _check_all(self, data: TrainingSet) -> None:
+        """Refuse training sets that cannot be, once all of it is known; alike on every rank."""
+        if len(data.all_ids) == 0:
+            raise ConfigurationError("Invalid input - all samples have zero or negative weights.")
+        if self.kernel == "precomputed" and data.num_rows != self.n_features_in_:
+            raise ConfigurationError(
+                "Precomputed matrix must be a square matrix. "
+                f"Input is a {data.num_rows}x{self.n_features_in_} matrix."
+            )
+
+    def _kernel_name(self) -> str:
+        return "precomputed" if callable(self.kernel) else str(self.kernel)
+
+    def _resolved_gamma(self, world: World, X: Any) -> float:
+        """Gamma as a number; `scale` takes the variance of all rows of all ranks. Collective."""
+        if self._kernel_name() == "precomputed":
+            return 0.0
+        if self.gamma == "auto":
+            return 1.0 / int(self.n_features_in_)
+        if self.gamma != "scale":
+            return float(self.gamma)
+
+        def total(number: float) -> float:
+            if self.rows == "all":
+                return number
+            return float(world.total(np.array([number], np.float64), "finding the variance")[0])
+
+        count = total(X.shape[0] * X.shape[1])
+        mean = total(X.sum(dtype=np.float64)) / count
+        if sp.issparse(X):
+            variance = total(X.multiply(X).sum(dtype=np.float64)) / count - mean**2
+        else:
+            centred = np.asarray(X, np.float64) - mean
+            variance = total(np.einsum("ij,ij->", centred, centred)) / count
+        return 1.0 / (int(self.n_features_in_) * variance) if variance > 0 else 1.0
+
+    def _what_the_kernel_sees(self, data: TrainingSet) -> Samples:
+        """This rank's samples in the form that suits the kernel."""
+        samples = data.samples
+        if callable(self.kernel):
+            every = np.arange(len(samples))
+            everyone = data.everywhere(samples, every)
+            values = np.asarray(self.kernel(samples.rows, everyone.rows), np.float64)  # type: ignore[attr-defined]
+            gram = np.zeros((len(samples), data.num_rows))
+            gram[:, everyone.ids] = values
+            return GramSamples(samples.ids, gram)
+        if self.kernel == "precomputed":
+            return GramSamples(samples.ids, samples.rows)  # type: ignore[attr-defined]
+        if self.kernel == "rbf" and isinstance(samples, DenseSamples) and samples.dtype == np.float64:
+            # Distances do not change, and single precision loses least near the origin. Rows that are in single
+            # precision already would be rounded.
+            sums = data.world.total(samples.rows.sum(axis=0, dtype=np.float64), "finding the mean")
+            mean = (sums / len(data.all_ids)).astype(samples.dtype)
+            return DenseSamples.of(samples.rows - mean, samples.ids)
+        return samples
+
+    def _settings(self) -> SolverSettings:
+        return SolverSettings(
+            tol=float(self.tol),
+            max_steps=int(self.max_iter),
+            cache_bytes=float(self.cache_size) * 1e6,
+            elimination=Elimination.named(self.elimination if self.shrinking else "none"),
+            report=_show if self.verbose is True else (self.verbose or None),
+        )
+
+    def _solve(self, data: TrainingSet, problem: Problem) -> Solution:
+        """Solve one problem of all ranks, as a whole if it is small. Collective."""
+        settings, world = self._settings(), data.world
+        is_small = problem.num_samples * len(problem.linear) <= dealing.LARGEST
+        if is_small and dealing.fits(world, problem.samples, settings.cache_bytes):
+            solution = dealing.solve_whole(problem, settings, world)
+        else:
+            solution = Solver(problem, settings, world).solve()
+        self._warn(solution)
+        return solution
+
+    def _warn(self, solution: Solution) -> None:
+        if not solution.converged:
+            warnings.warn(
+                f"Solver stopped after {solution.counters.num_steps} pair updates (working sets: {solution.counters.num_exchanges}) with a violation of "
+                f"{solution.gap:.3g}, above tol={self.tol:g}. Consider pre-processing your data with StandardScaler "
+                "or MinMaxScaler, or a larger max_iter.",
+                ConvergenceWarning,
+                stacklevel=6,
+            )
+
+    @abstractmethod
+    def _solve_all(self, data: TrainingSet, matrix: Samples) -> None:
+        """Solve what there is to solve, and call `_keep`."""
+
+    def _keep(
+        self, data: TrainingSet, table: NDArray[np.float64], offsets: list[float], solutions: list[Solution]
+    ) -> NDArray[np.int64]:
+        """Keep the model: every rank gets all support vectors.
+
+        Args:
+            data: The training set.
+            table: Coefficients of this rank's samples, shape (R, N).
+            offsets: Of every problem.
+            solutions: Of every problem.
+
+        Returns:
+            Numbers of the support vectors among `data.all_ids`, ascending.
+        """
+        local = np.flatnonzero(table.any(axis=0))
+        columns = data.everywhere(
+            DenseSamples.of(np.ascontiguousarray(table[:, local].T), data.samples.ids[local]),
+            np.arange(len(local)),
+        )
+        self._table = np.ascontiguousarray(columns.rows.T)  # type: ignore[attr-defined]
+        self._offsets = np.array(offsets)
+        self.support_ = columns.ids.astype(np.int32)
+        self.support_vectors_ = (
+            np.empty((0, 0))  # a Gram matrix has no rows of features
+            if self.kernel == "precomputed"
+            else data.everywhere(data.samples, local).rows  # type: ignore[attr-defined]
+        )
+        self.fit_status_ = int(not all(solution.converged for solution in solutions))
+        self.counters_ = tuple(solution.counters for solution in solutions)
+        return np.searchsorted(data.all_ids, columns.ids)
+
+    def _keep_one(self, data: TrainingSet, solution: Solution) -> None:
+        """Keep the model of a single problem over all samples."""
+        self._keep(data, solution.beta[None], [solution.offset], [solution])
+        self.dual_coef_ = self._table
+        self.intercept_ = -self._offsets
+        self.n_support_ = np.array([len(self.support_)], np.int32)
+        self.n_iter_: Any = solution.counters.num_steps
+        self.gap_: Any = solution.gap
+        self.objective_: Any = solution.objective
+
+    # -- predict
+
+    def _expansion(self, X: Any, support: slice) -> NDArray[np.float64]:
+        """Sums of kernel values of some support vectors by each row of their table, shape (N, R).
+
+        Args:
+            X: Rows that `_seen_rows` returned.
+            support: Which support vectors.
+        """
+        table = self._table[:, support]
+        if callable(self.kernel):
+            return np.asarray(self.kernel(X, self.support_vectors_[support]) @ table.T, np.float64)
+        if self.kernel == "precomputed":
+            return np.asarray(X[:, self.support_[support]] @ table.T, np.float64)
+        vectors = self.support_vectors_[support]
+        form: Any = SparseSamples if self._sparse else DenseSamples
+        behind = form.of(vectors, np.arange(vectors.shape[0])).astype(np.float64)
+        return expand(self._kernel, behind, table, form.of(X, np.arange(X.shape[0])).astype(np.float64)).T
+
+    def _seen_rows(self, X: Any) -> Any:
+        """Rows to predict, checked."""
+        check_is_fitted(self)
+        accept = "csr" if self.kernel != "precomputed" and not callable(self.kernel) else False
+        X = validate_data(self, X, dtype=_DTYPES, order="C", accept_sparse=accept, reset=False)
+        if sp.issparse(X) and not self._sparse:
+            raise ConfigurationError(
+                f"cannot use sparse input in {type(self).__name__!r} trained on dense data"
+            )
+        return sp.csr_matrix(X) if self._sparse and not sp.issparse(X) else X
+
+    def _decisions(self, X: Any) -> NDArray[np.float64]:
+        """Values of the only problem, shape (N,)."""
+        return np.asarray(self._expansion(self._seen_rows(X), slice(None))[:, 0] - self._offsets[0])
+
+    @property
+    def coef_(self) -> Any:
+        """Weights of the features; with a linear kernel only."""
+        if self.kernel != "linear":
+            raise AttributeError("coef_ is only available when using a linear kernel")
+        check_is_fitted(self)
+        return self._signed_dual() @ self.support_vectors_
+
+    def _signed_dual(self) -> Any:
+        return sp.csr_matrix(self.dual_coef_) if self._sparse else self.dual_coef_
+
+
+def _show(progress: Progress) -> None:
+    print(  # noqa: T201 - verbose=True asks for it
+        f"working set {progress.num_exchanges}: violation {progress.gap:.3g}, {progress.num_active} active samples, "
+        f"{progress.num_support} support vectors, {progress.num_steps} pair updates, {progress.elapsed_s:.1f} s",
+        file=sys.stderr,
+    )

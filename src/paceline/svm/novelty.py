@@ -1,0 +1,116 @@
+"""Novelty detection: one class, and whatever is unlike it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.base import OutlierMixin
+
+from paceline.svm.estimator import KernelMachine
+from paceline.svm.problem import Problem
+from paceline.svm.samples import Samples
+from paceline.svm.training_set import TrainingSet
+
+
+class OneClassSVM(OutlierMixin, KernelMachine):  # type: ignore[misc]
+    """A one-class support vector machine with scikit-learn's contract, trained by all ranks.
+
+    In one process it takes the place of `sklearn.svm.OneClassSVM`. Where torch's default process group is
+    initialised, every rank calls `fit`, and all end with the same model.
+
+    Args:
+        kernel: As in `SVC`; so are `degree`, `gamma`, `coef0`, `tol`, `shrinking`, `cache_size`, `verbose`,
+            `max_iter`, `elimination` and `rows`.
+        nu: Upper bound of the fraction of outliers, lower bound of that of support vectors; in (0, 1].
+
+    Attributes:
+        offset_: The decision function is the score less this.
+        support_: Numbers of the support vectors in the training set of all ranks, ascending.
+        support_vectors_: Their rows.
+        dual_coef_: Their coefficients, shape (1, support vectors).
+        intercept_: Minus the offset, shape (1,).
+        n_support_: Shape (1,).
+        n_iter_: Pair updates.
+        gap_: Largest violation over all samples, computed in double precision.
+        objective_: Dual objective (to be minimised).
+        counters_: What it took, a tuple of one `Counters`.
+    """
+
+    def __init__(
+        self,
+        *,
+        kernel: Any = "rbf",
+        degree: float = 3,
+        gamma: Any = "scale",
+        coef0: float = 0.0,
+        tol: float = 1e-3,
+        nu: float = 0.5,
+        shrinking: bool = True,
+        cache_size: float = 500,
+        verbose: Any = False,
+        max_iter: int = -1,
+        elimination: str = "adaptive",
+        rows: str = "own",
+    ) -> None:
+        self.kernel = kernel
+        self.degree = degree
+        self.gamma = gamma
+        self.coef0 = coef0
+        self.tol = tol
+        self.nu = nu
+        self.shrinking = shrinking
+        self.cache_size = cache_size
+        self.verbose = verbose
+        self.max_iter = max_iter
+        self.elimination = elimination
+        self.rows = rows
+
+    _needs_targets = False
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        self._check_number("nu", 0.0, 1.0, is_open=True)
+
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> OneClassSVM:
+        """Train; arguments, contract and errors as in `SVC.fit`. `y` is ignored."""
+        self._fit(X, None, sample_weight)
+        return self
+
+    def _solve_all(self, data: TrainingSet, matrix: Samples) -> None:
+        mine, samples, num = data.part(np.ones(len(data.all_ids), np.bool_), matrix)
+        weights = data.weights[mine]
+        problem = Problem(
+            kernel=self._kernel,
+            samples=samples,
+            num_samples=num,
+            linear=np.zeros((1, len(mine))),
+            lower=np.zeros((1, len(mine))),
+            upper=weights[None],
+            start=self._first_samples_full(data, samples.ids, weights)[None],
+        )
+        self._keep_one(data, self._solve(data, problem))
+        self.offset_ = -self.intercept_
+
+    def _first_samples_full(
+        self, data: TrainingSet, ids: NDArray[np.int64], weights: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """A feasible start, as LIBSVM's: the first samples at their bounds, until nu of all weight is used."""
+        doing = "exchanging weights"
+        order = np.argsort(np.concatenate(data.world.gather_uneven(ids, doing)))
+        everyone = np.concatenate(data.world.gather_uneven(weights, doing))[order]
+        before = np.concatenate([[0.0], np.cumsum(everyone)[:-1]])
+        return np.asarray(np.clip(self.nu * everyone.sum() - before[ids], 0.0, weights))
+
+    def score_samples(self, X: Any) -> NDArray[np.float64]:
+        """How alike the rows of X are to the class, shape (N,)."""
+        return np.asarray(self.decision_function(X) + self.offset_)
+
+    def decision_function(self, X: Any) -> NDArray[np.float64]:
+        """Signed distances up to a factor, shape (N,): positive for inliers."""
+        return self._decisions(X)
+
+    def predict(self, X: Any) -> NDArray[np.intp]:
+        """1 for inliers and -1 for outliers, shape (N,)."""
+        return np.where(self.decision_function(X) > 0, 1, -1).astype(np.intp)

@@ -1,0 +1,127 @@
+"""One problem for each pair of classes: small ones dealt out over the ranks, large ones solved by all ranks together."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.svm import dealing
+from paceline.svm.direct import Small
+from paceline.svm.kernels import Kernel
+from paceline.svm.problem import Problem, Solution, SolverSettings
+from paceline.svm.samples import Samples
+from paceline.svm.solver import Solver
+from paceline.svm.training_set import TrainingSet
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """All pairs of classes of a training set.
+
+    Attributes:
+        data: The training set; its targets are numbers of classes.
+        matrix: What the kernel sees of this rank's samples.
+        counts: Samples of each class over all ranks, shape (K,).
+        costs: Bounds of the coefficients of this rank's samples, shape (N,).
+        all_costs: Of all ranks' samples, by ascending number.
+    """
+
+    data: TrainingSet
+    matrix: Samples
+    counts: NDArray[np.int64]
+    costs: NDArray[np.float64]
+    all_costs: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, data: TrainingSet, matrix: Samples, num_classes: int, cost: NDArray[np.float64]) -> Pairs:
+        """The pairs, given C of each class, shape (K,). Collective."""
+        costs = cost[data.targets.astype(np.int64)] * data.weights
+        doing = "exchanging weights"
+        ids = np.concatenate(data.world.gather_uneven(data.samples.ids, doing))
+        everyone = np.concatenate(data.world.gather_uneven(costs, doing))[np.argsort(ids)]
+        counts = np.bincount(data.all_targets.astype(np.int64), minlength=num_classes)
+        return cls(data, matrix, counts, costs, everyone)
+
+    def solve(self, kernel: Kernel, settings: SolverSettings) -> tuple[list[Solution], NDArray[np.float64]]:
+        """Solve all. Collective.
+
+        Returns:
+            The solutions in the order of `itertools.combinations`, and scikit-learn's table of coefficients of this
+            rank's samples, shape (K - 1, N): row r of a sample is its coefficient against the r-th other class.
+        """
+        num = len(self.counts)
+        pairs = list(itertools.combinations(range(num), 2))
+        table = np.zeros((num - 1, len(self.data.samples)))
+        small = [pair for pair in pairs if self.counts[list(pair)].sum() <= dealing.LARGEST]
+        if small and not dealing.fits(self.data.world, self.matrix, settings.cache_bytes):
+            small = []
+        found = self._solve_small(small, kernel, settings, table)
+        for pair in pairs:
+            if pair not in found:
+                found[pair] = self._solve_large(pair, kernel, settings, table)
+        return [found[pair] for pair in pairs], table
+
+    def _solve_small(
+        self,
+        pairs: list[tuple[int, int]],
+        kernel: Kernel,
+        settings: SolverSettings,
+        table: NDArray[np.float64],
+    ) -> dict[tuple[int, int], Solution]:
+        """Solve pairs that fit a direct solver, and write their coefficients to the table."""
+        if not pairs:
+            return {}
+        data = self.data
+        everyone = data.everywhere(self.matrix, np.arange(len(self.matrix)))
+        order = np.argsort(data.all_targets, kind="stable")
+        samples = dealing.in_order(everyone, data.all_ids[order])
+        costs, ends = self.all_costs[order], np.cumsum(self.counts)
+        problems = []
+        for one, other in pairs:
+            a, b, c, d = (
+                ends[one] - self.counts[one],
+                ends[one],
+                ends[other] - self.counts[other],
+                ends[other],
+            )
+            upper = np.concatenate([costs[a:b], np.zeros(d - c)])[None]
+            lower = np.concatenate([np.zeros(b - a), -costs[c:d]])[None]
+            linear = np.concatenate([np.full(b - a, -1.0), np.ones(d - c)])[None]
+            bounds = (int(a), int(b), int(c), int(d))
+            problems.append(Small(bounds, linear, lower, upper, np.zeros(linear.shape)))
+        width = int(max(self.counts[list(pair)].max() for pair in pairs)) if len(pairs) > 1 else 0
+        found = dealing.deal(kernel, samples, problems, settings, data.world, width)
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        mine = place[np.searchsorted(data.all_ids, data.samples.ids)]
+        members = {k: np.flatnonzero(data.targets == k) for k in {k for pair in pairs for k in pair}}
+        for (one, other), problem, solution in zip(pairs, problems, found, strict=True):
+            a, b, c, _ = problem.bounds
+            table[other - 1, members[one]] = solution.beta[mine[members[one]] - a]
+            table[one, members[other]] = solution.beta[mine[members[other]] - c + (b - a)]
+        return dict(zip(pairs, found, strict=True))
+
+    def _solve_large(
+        self, pair: tuple[int, int], kernel: Kernel, settings: SolverSettings, table: NDArray[np.float64]
+    ) -> Solution:
+        """Solve a pair on all ranks together, and write its coefficients to the table."""
+        data, (one, other) = self.data, pair
+        mine, samples, num = data.part(np.isin(data.all_targets, pair), self.matrix)
+        is_one = data.targets[mine] == one
+        y, cost = np.where(is_one, 1.0, -1.0), self.costs[mine]
+        problem = Problem(
+            kernel=kernel,
+            samples=samples,
+            num_samples=num,
+            linear=-y[None],
+            lower=np.minimum(0.0, y * cost)[None],
+            upper=np.maximum(0.0, y * cost)[None],
+            start=np.zeros((1, len(mine))),
+        )
+        solution = Solver(problem, settings, data.world).solve()
+        table[other - 1, mine[is_one]] = solution.beta[is_one]
+        table[one, mine[~is_one]] = solution.beta[~is_one]
+        return solution

@@ -1,0 +1,146 @@
+"""What is solved, and what comes of it: the quadratic programme that all support vector machines share.
+
+With one signed coefficient b_v a variable, and K the kernel values of the variables' samples:
+
+    minimise  1/2 b'Kb + p'b   subject to   lower <= b <= upper,  sum(b) as at the start.
+
+Classification has one variable a sample (b = y * alpha, p = -y), regression has two, novelty detection one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import ConfigurationError
+from paceline.svm.elimination import Elimination
+from paceline.svm.kernels import Kernel
+from paceline.svm.samples import Samples
+
+
+@dataclass(frozen=True)
+class Problem:
+    """This rank's part of a programme.
+
+    Attributes:
+        kernel: Between samples.
+        samples: This rank's N samples; their ids number the samples of all ranks from 0 without gaps.
+        num_samples: Over all ranks.
+        linear: p, shape (S, N): S variables a sample, 1 or 2.
+        lower: Shape (S, N).
+        upper: Shape (S, N).
+        start: A feasible b, shape (S, N).
+    """
+
+    kernel: Kernel
+    samples: Samples
+    num_samples: int
+    linear: NDArray[np.float64]
+    lower: NDArray[np.float64]
+    upper: NDArray[np.float64]
+    start: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        shape = (len(self.linear), len(self.samples))
+        for name in ("linear", "lower", "upper", "start"):
+            if getattr(self, name).shape != shape:
+                raise ConfigurationError(f"{name} has shape {getattr(self, name).shape} instead of {shape}")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a solver is.
+
+    Attributes:
+        num_exchanges: Working sets so far.
+        num_steps: Pair updates so far.
+        gap: Largest violation among the active samples.
+        num_active: Samples not eliminated, over all ranks.
+        num_support: Samples with a coefficient that is not zero, over all ranks.
+        elapsed_s: Since the solver began.
+    """
+
+    num_exchanges: int
+    num_steps: int
+    gap: float
+    num_active: int
+    num_support: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class SolverSettings:
+    """How to solve.
+
+    Attributes:
+        tol: Stop when the largest violation over all samples is at most this.
+        max_steps: Stop after as many pair updates; -1 for no limit.
+        cache_bytes: For kernel rows, on each rank.
+        elimination: When samples are dropped from work.
+        working_set: Variables that are optimised together; None chooses by the size of the problem.
+        report: Told the progress after every working set, on rank 0.
+    """
+
+    tol: float = 1e-3
+    max_steps: int = -1
+    cache_bytes: float = 500e6
+    elimination: Elimination = field(default_factory=lambda: Elimination.named("adaptive"))
+    working_set: int | None = None
+    report: Callable[[Progress], None] | None = None
+
+    def step_limit(self, num_variables: int) -> int:
+        """After how many pair updates to stop even if `max_steps` says never: LIBSVM's limit.
+
+        Every update strictly decreases the objective, so it ends; but nobody should wait for a problem so badly scaled
+        that it takes as long.
+        """
+        return self.max_steps if self.max_steps >= 0 else max(10_000_000, 100 * num_variables)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a solution took; the same on any machine.
+
+    Attributes:
+        num_exchanges: Working sets.
+        num_steps: Pair updates.
+        num_kernel_values: Kernel values that this rank computed.
+        num_reconstructions: How often eliminated samples were brought back.
+        least_active: Smallest number of active samples, over all ranks.
+        num_evictions: Kernel rows that gave way to others on this rank.
+        num_collectives: Collectives of the process group.
+        num_bytes: Bytes that this rank handed to them.
+    """
+
+    num_exchanges: int
+    num_steps: int
+    num_kernel_values: int
+    num_reconstructions: int
+    least_active: int
+    num_evictions: int
+    num_collectives: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Where a solver ended.
+
+    Attributes:
+        beta: Coefficients of this rank's samples, summed over a sample's variables, shape (N,).
+        offset: The decision function is sum_j beta_j K(x_j, x) - offset.
+        objective: 1/2 b'Kb + p'b, over all ranks.
+        gap: Largest violation over all samples, in double precision; the optimum is reached if it is at most `tol`.
+        converged: Whether it is.
+        counters: What it took.
+    """
+
+    beta: NDArray[np.float64]
+    offset: float
+    objective: float
+    gap: float
+    converged: bool
+    counters: Counters

@@ -1,0 +1,133 @@
+"""Kernel rows of working sets with the active samples, within a budget; what was not used longest gives way.
+
+Rules
+1. Memory is not touched before a row is written to it, and a fit leaves its memory to the next one: to touch fresh pages
+   takes longer than to compute what goes there.
+2. A row for which there is no room is used while it is computed, and not kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.svm.compiled import compact_rows
+
+_MOST_SPARE_BYTES = 512e6
+_LATELY = 3
+_spare: list[NDArray[np.uint8]] = []
+
+
+def _memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Memory of at least that size, if possible used before."""
+    while _spare:
+        spare = _spare.pop()
+        if len(spare) >= num_bytes:
+            return spare
+    return np.empty(num_bytes, np.uint8)
+
+
+class RowCache:
+    """Kernel rows by sample.
+
+    Args:
+        num_samples: Of the whole problem, over all ranks.
+        num_columns: Active samples of this rank.
+        budget_bytes: How much the rows may take.
+        dtype: float32 or float64.
+
+    Attributes:
+        num_evictions: Rows that had to give way so far.
+        num_repeats: Rows that were computed again for want of room.
+    """
+
+    def __init__(self, num_samples: int, num_columns: int, budget_bytes: float, dtype: Any) -> None:
+        self._num_samples = num_samples
+        self._width = max(1, num_columns)
+        itemsize = np.dtype(dtype).itemsize
+        num_rows = min(int(budget_bytes // (itemsize * self._width)), num_samples)
+        num_bytes = num_rows * self._width * itemsize
+        self._memory = _memory(num_bytes)
+        self._flat: NDArray[Any] = self._memory[:num_bytes].view(dtype)
+        self._slot_of = np.full(num_samples, -1, np.int64)
+        self.num_evictions = self.num_repeats = 0
+        self._was_computed = np.zeros(num_samples, np.bool_)
+        self._forget_all()
+
+    @property
+    def rows(self) -> NDArray[Any]:
+        """All rows, shape (slots, num_columns); valid until the next `compact` or `clear`."""
+        return self._flat[: len(self._owner) * self._width].reshape(len(self._owner), self._width)
+
+    def slots_for(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Places for the rows of some distinct samples.
+
+        Args:
+            ids: Global sample numbers, shape (M,).
+
+        Returns:
+            Their slots, -1 where there is no room, and which of them the caller must compute now.
+        """
+        self._clock += 1
+        slots = self._slot_of[ids]
+        missing = slots < 0
+        self._stamp[slots[~missing]] = self._clock
+        new = np.flatnonzero(missing)
+        if len(new):
+            self.num_repeats += int(self._was_computed[ids[new]].sum())
+            self._was_computed[ids[new]] = True
+            places = self._places(len(new))
+            new = new[: len(places)]
+            self._owner[places] = ids[new]
+            self._stamp[places] = self._clock
+            self._slot_of[ids[new]] = places
+            slots[new] = places
+        return slots, missing
+
+    def _places(self, num: int) -> NDArray[np.int64]:
+        """Up to `num` slots, free ones first, then those that were not used longest, but none of this moment."""
+        num_free = min(num, len(self._owner) - self._num_used)
+        places = np.arange(self._num_used, self._num_used + num_free)
+        self._num_used += num_free
+        if num_free == num:
+            return places
+        old = np.flatnonzero(self._stamp < self._clock)
+        old = old[self._owner[old] >= 0]
+        old = old[np.argsort(self._stamp[old], kind="stable")[: num - num_free]]
+        self._slot_of[self._owner[old]] = -1
+        self.num_evictions += len(old)
+        return np.concatenate([places, old])
+
+    def compact(self, keep: NDArray[np.int64]) -> None:
+        """Keep only the columns `keep`, ascending, of the rows that were used lately.
+
+        To shorten a row costs as much as to compute it again, so old rows are lost.
+        """
+        used = np.flatnonzero((self._stamp > self._clock - _LATELY) & (self._owner >= 0))
+        compact_rows(self._flat, self._width, used, keep)
+        owner, stamp, clock = self._owner[used], self._stamp[used], self._clock
+        self._width = max(1, len(keep))
+        self._forget_all()
+        self._owner[: len(used)] = owner
+        self._stamp[: len(used)] = stamp
+        self._slot_of[owner] = np.arange(len(used))
+        self._num_used, self._clock = len(used), clock
+
+    def clear(self, num_columns: int) -> None:
+        """Forget every row; from now on a row has `num_columns` numbers."""
+        self._width = max(1, num_columns)
+        self._forget_all()
+
+    def release(self) -> None:
+        """Let the next cache have the memory; this one must not be used any more."""
+        if not _spare and len(self._memory) <= _MOST_SPARE_BYTES:
+            _spare.append(self._memory)
+
+    def _forget_all(self) -> None:
+        num_slots = min(len(self._flat) // self._width, self._num_samples)
+        self._slot_of.fill(-1)
+        self._owner = np.full(num_slots, -1, np.int64)
+        self._stamp = np.full(num_slots, -1, np.int64)
+        self._num_used = self._clock = 0

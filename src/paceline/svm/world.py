@@ -1,0 +1,149 @@
+"""The ranks of one fit: what they tell each other, and who is named when one does not answer.
+
+Rules
+1. Every method is a collective: every rank calls the same ones in the same order.
+2. A failure is a `PeerLostError` on every rank that still runs, within the group's timeout.
+3. A world of one rank communicates nothing and needs no process group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.errors import PeerLostError
+from paceline.reductions import Pending, RollCall
+from paceline.reductions.collectives import backend_of, launch_broadcast, launch_gather, launch_sum
+from paceline.reductions.roll_call import next_name
+
+
+class World(Protocol):
+    """The ranks of one fit.
+
+    Attributes:
+        rank: This process's number.
+        num_ranks: How many there are.
+        num_collectives: Collectives so far.
+        num_bytes: Bytes this rank has handed to them so far.
+    """
+
+    rank: int
+    num_ranks: int
+    num_collectives: int
+    num_bytes: int
+
+    def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
+        """Every rank's array, all of one shape, shape (num_ranks, *shape)."""
+
+    def gather_uneven(self, mine: NDArray[Any], doing: str) -> list[NDArray[Any]]:
+        """Every rank's array of one dimension, of any lengths."""
+
+    def gather_objects(self, mine: Any, doing: str) -> list[Any]:
+        """Every rank's object, of what JSON can say; for a few words."""
+
+    def total(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
+        """The sum over all ranks."""
+
+    def broadcast(self, array: NDArray[Any], doing: str) -> NDArray[Any]:
+        """Rank 0's array, on every rank."""
+
+
+class GroupWorld:
+    """The ranks of torch's default process group."""
+
+    def __init__(self) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        self._group = group
+        self.rank = group.rank()
+        self.num_ranks = group.size()
+        self.num_collectives = 0
+        self.num_bytes = 0
+        self._device = torch.device("cuda" if backend_of(group) == "nccl" else "cpu")
+        self._roll_call = RollCall(
+            group, f"svm/{next_name(group, is_collective=True)}", first_act="calling fit"
+        )
+
+    def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
+        row = self._to_device(mine)
+        rows = torch.empty((self.num_ranks, *row.shape), dtype=row.dtype, device=row.device)
+        self._do(lambda: launch_gather(list(rows.unbind(0)), row, self._group), row, doing)
+        return rows.cpu().numpy()
+
+    def gather_uneven(self, mine: NDArray[Any], doing: str) -> list[NDArray[Any]]:
+        lengths = self.gather(np.array([len(mine)], np.int64), doing).ravel()
+        padded = np.zeros(int(lengths.max()), mine.dtype)
+        padded[: len(mine)] = mine
+        gathered = self.gather(padded, doing)
+        return [row[:length] for row, length in zip(gathered, lengths, strict=True)]
+
+    def gather_objects(self, mine: Any, doing: str) -> list[Any]:
+        words = self.gather_uneven(np.frombuffer(json.dumps(mine).encode(), np.uint8), doing)
+        return [json.loads(word.tobytes()) for word in words]
+
+    def total(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
+        tensor = self._to_device(mine).clone()
+        self._do(lambda: launch_sum(tensor, self._group), tensor, doing)
+        return tensor.cpu().numpy()
+
+    def broadcast(self, array: NDArray[Any], doing: str) -> NDArray[Any]:
+        tensor = self._to_device(array)
+        self._do(lambda: launch_broadcast(tensor, self._group, 0), tensor, doing)
+        return tensor.cpu().numpy()
+
+    def _to_device(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.require(array, requirements=["C", "W"])).to(self._device)
+
+    def _do(self, launch: Callable[[], Pending], tensor: Tensor, doing: str) -> None:
+        self.num_collectives += 1
+        self.num_bytes += tensor.numel() * tensor.element_size()
+        if tensor.numel() == 0:
+            return
+        try:
+            pending = launch()
+            if self._device.type == "cuda":  # where `wait` does not block the host
+                pending.wait()
+            else:
+                self._roll_call.wait_in_slices(pending)
+        except RuntimeError as error:
+            raise self._lost(error, doing) from error
+
+    def _lost(self, error: RuntimeError, doing: str) -> PeerLostError:
+        who = self._roll_call.who_is_gone(doing)
+        return PeerLostError(
+            f"rank {self.rank} was {doing} when communication failed: {who}. The model was not fitted. Look at the "
+            "output of the rank named here first, then start all ranks again. "
+            f"The backend said: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+
+
+class Alone:
+    """One process by itself."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.num_ranks = 1
+        self.num_collectives = 0
+        self.num_bytes = 0
+
+    def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
+        return mine[None]
+
+    def gather_uneven(self, mine: NDArray[Any], doing: str) -> list[NDArray[Any]]:
+        return [mine]
+
+    def gather_objects(self, mine: Any, doing: str) -> list[Any]:
+        return [mine]
+
+    def total(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
+        return mine
+
+    def broadcast(self, array: NDArray[Any], doing: str) -> NDArray[Any]:
+        return array

@@ -1,0 +1,207 @@
+"""The three estimators give scikit-learn's answers: objective, decision function, attributes."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from sklearn import svm as theirs
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from paceline import svm as ours
+from svm_oracle import TIGHT, truth, two_classes
+
+
+def expected_failures(_estimator):
+    """As scikit-learn's own: gamma="scale" does not weigh the rows."""
+    return {
+        f"check_sample_weight_equivalence_on_{form}_data": "gamma='scale' counts rows, not weights"
+        for form in ("dense", "sparse")
+    }
+
+
+@parametrize_with_checks(
+    [ours.SVC(), ours.SVR(), ours.OneClassSVM()], expected_failed_checks=expected_failures
+)
+@pytest.mark.filterwarnings("ignore")  # the checks provoke them
+def test_scikit_learns_own_checks(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("C", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        {"kernel": "rbf", "gamma": 0.5},
+        {"kernel": "linear"},
+        {"kernel": "poly", "gamma": 0.3, "coef0": 1.0, "degree": 3},
+    ],
+    ids=lambda kernel: kernel["kernel"],
+)
+def test_the_objective_is_libsvms(kernel, C, dtype):
+    X, y = two_classes(300)
+    X = X.astype(dtype)
+    mine, other = ours.SVC(C=C, tol=TIGHT, **kernel).fit(X, y), theirs.SVC(C=C, tol=TIGHT, **kernel).fit(X, y)
+    one, two = truth(X, y, mine, C, **kernel), truth(X, y, other, C, **kernel)
+    assert one.gap <= 1.01 * TIGHT
+    assert mine.gap_[0] == pytest.approx(one.gap, abs=1e-7)
+    assert one.objective == pytest.approx(two.objective, rel=1e-6)
+    assert mine.objective_[0] == pytest.approx(one.objective, rel=1e-6)
+    # A gap of tol leaves the primal weights undetermined by about sqrt(tol * C * samples).
+    assert np.allclose(mine.decision_function(X), other.decision_function(X), atol=1e-4 * max(1, C))
+
+
+def test_single_precision_rows_reach_the_optimum():
+    """The default tolerance uses float32 kernel rows; the gap is nevertheless true in float64."""
+    X, y = two_classes(3000, 8)
+    mine = ours.SVC(C=10, gamma=0.2).fit(X, y)
+    true = truth(X, y, mine, 10, gamma=0.2)
+    best = truth(X, y, theirs.SVC(C=10, gamma=0.2, tol=1e-5).fit(X, y), 10, gamma=0.2)
+    assert true.gap <= 1e-3 * (1 + 1e-6)
+    assert mine.gap_[0] == pytest.approx(true.gap, abs=1e-9)
+    assert true.objective == pytest.approx(best.objective, rel=1e-6)
+    assert true.imbalance < 1e-9
+
+
+@pytest.mark.parametrize("form", [np.asarray, sp.csr_matrix, sp.csr_array], ids=["dense", "matrix", "array"])
+@pytest.mark.parametrize("kernel", ["rbf", "linear"])
+def test_many_classes(form, kernel):
+    X, y = load_digits(return_X_y=True)
+    X, names = form(X / 16), np.array([f"digit {i}" for i in range(10)])[y]
+    settings = {"kernel": kernel, "tol": 1e-5, "gamma": 0.1, "decision_function_shape": "ovo"}
+    mine, other = ours.SVC(**settings).fit(X, names), theirs.SVC(**settings).fit(X, names)
+    for name in ("classes_", "support_", "n_support_", "intercept_", "dual_coef_", "class_weight_"):
+        assert getattr(mine, name).shape == getattr(other, name).shape, name
+    assert np.array_equal(mine.n_support_, other.n_support_)
+    assert np.allclose(mine.decision_function(X), other.decision_function(X), atol=1e-3)
+    assert np.array_equal(mine.predict(X), other.predict(X))
+    assert np.abs(mine.intercept_ - other.intercept_).max() < 1e-3
+    by_sample, by_theirs = np.zeros((9, len(y))), np.zeros((9, len(y)))
+    by_sample[:, mine.support_] = mine.dual_coef_
+    dual = other.dual_coef_
+    by_theirs[:, other.support_] = dual.toarray() if sp.issparse(dual) else dual
+    assert np.abs(by_sample - by_theirs).max() < 0.05
+    assert len(mine.gap_) == 45
+    assert mine.gap_.max() <= 1e-5
+    mine.decision_function_shape = other.decision_function_shape = "ovr"
+    assert mine.decision_function(X).shape == (len(y), 10)
+    assert (
+        np.mean(mine.decision_function(X).argmax(axis=1) == other.decision_function(X).argmax(axis=1)) > 0.999
+    )
+
+
+def test_weights():
+    """Class and sample weights scale C; samples without weight take no part."""
+    X, y = two_classes(400)
+    weights = np.random.default_rng(1).choice([0.0, 0.5, 1.0, 3.0], size=400)
+    for class_weight in (None, "balanced", {0: 2.0, 1: 0.3}):
+        settings = {"class_weight": class_weight, "tol": TIGHT}
+        mine = ours.SVC(**settings).fit(X, y, weights)
+        other = theirs.SVC(**settings).fit(X, y, weights)
+        assert np.allclose(mine.decision_function(X), other.decision_function(X), atol=1e-4)
+        assert np.all(weights[mine.support_] > 0)
+        assert np.array_equal(mine.n_support_, other.n_support_)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "linear"])
+def test_regression(kernel):
+    X, y = load_diabetes(return_X_y=True)
+    weights = np.random.default_rng(2).choice([0.0, 1.0, 2.0], size=len(y))
+    settings = {"kernel": kernel, "C": 50.0, "epsilon": 5.0, "tol": 1e-4}
+    mine, other = ours.SVR(**settings).fit(X, y, weights), theirs.SVR(**settings).fit(X, y, weights)
+    assert np.allclose(mine.predict(X), other.predict(X), atol=1e-2)
+    assert mine.gap_ <= 1e-4
+    for name in ("dual_coef_", "intercept_", "n_support_", "support_"):
+        assert getattr(mine, name).shape == getattr(other, name).shape, name
+    if kernel == "linear":
+        assert np.allclose(mine.coef_, other.coef_, atol=1e-2)
+
+
+def test_novelty_detection():
+    X, _ = load_breast_cancer(return_X_y=True)
+    X = StandardScaler().fit_transform(X)
+    weights = np.random.default_rng(3).choice([0.0, 0.5, 1.0], size=len(X))
+    settings = {"nu": 0.2, "gamma": 0.05, "tol": 1e-6}
+    mine = ours.OneClassSVM(**settings).fit(X, sample_weight=weights)
+    other = theirs.OneClassSVM(**settings).fit(X, sample_weight=weights)
+    assert np.allclose(mine.decision_function(X), other.decision_function(X), atol=1e-5)
+    assert np.allclose(mine.score_samples(X), other.score_samples(X), atol=1e-5)
+    assert mine.offset_ == pytest.approx(other.offset_, abs=1e-5)
+    far = np.abs(other.decision_function(X)) > 1e-4
+    assert np.array_equal(mine.predict(X)[far], other.predict(X)[far])
+
+
+def test_precomputed_and_callable_kernels():
+    X, y = load_iris(return_X_y=True)
+    expected = theirs.SVC(kernel="linear", tol=1e-5).fit(X, y).decision_function(X)
+    gram = ours.SVC(kernel="precomputed", tol=1e-5).fit(X @ X.T, y)
+    called = ours.SVC(kernel=lambda a, b: a @ b.T, tol=1e-5).fit(X, y)
+    assert np.allclose(gram.decision_function(X @ X.T), expected, atol=1e-3)
+    assert np.allclose(called.decision_function(X), expected, atol=1e-3)
+    with pytest.raises(ValueError, match="must be a square matrix"):
+        ours.SVC(kernel="precomputed").fit(X, y)
+
+
+def test_in_a_pipeline_a_search_and_a_pickle():
+    X, y = load_breast_cancer(return_X_y=True)
+    search = GridSearchCV(make_pipeline(StandardScaler(), ours.SVC()), {"svc__C": [0.1, 1.0]}, cv=3).fit(X, y)
+    assert search.best_score_ > 0.95
+    again = pickle.loads(pickle.dumps(search.best_estimator_))
+    assert np.array_equal(again.predict(X), search.predict(X))
+    assert clone(search.best_estimator_[-1]).get_params()["C"] == search.best_params_["svc__C"]
+
+
+def test_max_iter_counts_pair_updates_and_says_so():
+    X, y = two_classes(500)
+    with pytest.warns(
+        ConvergenceWarning,
+        match=r"Solver stopped after 7 pair updates \(working sets: 1\) with a violation of",
+    ):
+        model = ours.SVC(max_iter=7).fit(X, y)
+    assert model.n_iter_[0] == 7
+    assert model.fit_status_ == 1
+    assert model.gap_[0] == pytest.approx(truth(X, y, model, 1.0, gamma=model._gamma).gap, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"C": -1}, "The 'C' parameter of SVC must be"),
+        ({"kernel": "rfb"}, "The 'kernel' parameter of SVC must be"),
+        ({"gamma": "large"}, "The 'gamma' parameter of SVC must be"),
+        ({"tol": 0.0}, "The 'tol' parameter of SVC must be"),
+        ({"rows": "some"}, "The 'rows' parameter of SVC must be"),
+        ({"elimination": "sometimes"}, "no elimination heuristic 'sometimes'"),
+        ({"elimination": "multi-0"}, "no elimination heuristic 'multi-0'"),
+        ({"decision_function_shape": "one"}, "The 'decision_function_shape' parameter"),
+    ],
+)
+def test_parameters_that_cannot_be(settings, words):
+    X, y = two_classes(20)
+    with pytest.raises(ValueError, match=words):
+        ours.SVC(**settings).fit(X, y)
+
+
+def test_data_that_cannot_be():
+    X, y = two_classes(20)
+    with pytest.raises(ValueError, match="number of classes has to be greater than one; got 1 class"):
+        ours.SVC().fit(X, np.zeros(20))
+    with pytest.raises(ValueError, match="Input X contains NaN"):
+        ours.SVC().fit(np.where(X > 1, np.nan, X), y)
+    with pytest.raises(ValueError, match="sample_weight and X have incompatible shapes"):
+        ours.SVC().fit(X, y, np.ones(19))
+    with pytest.raises(ValueError, match="all samples have zero or negative weights"):
+        ours.SVC().fit(X, y, -np.ones(20))
+    with pytest.raises(ValueError, match="belong to the same class"):
+        ours.SVC().fit(X, y, (y == 0).astype(float))
+    with pytest.raises(ValueError, match="cannot use sparse input in 'SVC' trained on dense data"):
+        ours.SVC().fit(X, y).predict(sp.csr_matrix(X))

@@ -1,0 +1,153 @@
+"""The solver's parts by themselves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from sklearn.metrics.pairwise import pairwise_kernels
+
+from paceline.svm.compiled import LANES
+from paceline.svm.elimination import Elimination
+from paceline.svm.expansion import expand
+from paceline.svm.kernels import Kernel
+from paceline.svm.row_cache import RowCache
+from paceline.svm.samples import DenseSamples, SparseSamples
+from paceline.svm.selection import Nominations, best, choose, scrambled, working_set_size
+from paceline.svm.smo import solve_block
+
+KERNELS = [Kernel("rbf", 0.3), Kernel("linear"), Kernel("poly", 0.2, 1.0, 3), Kernel("sigmoid", 0.1, 0.5)]
+
+
+@pytest.mark.parametrize("form", [DenseSamples, SparseSamples])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_kernels_are_scikit_learns(kernel, dtype, form):
+    """Across tiles and lanes, and where the exponential underflows."""
+    generator = np.random.default_rng(0)
+    left, right = generator.normal(size=(530, 7)), generator.normal(size=(1100, 7))
+    left[3] *= 50
+    right[right < 0] = 0
+    names = {
+        "rbf": ["gamma"],
+        "linear": [],
+        "poly": ["gamma", "coef0", "degree"],
+        "sigmoid": ["gamma", "coef0"],
+    }
+    expected = pairwise_kernels(
+        left, right, metric=kernel.name, **{name: getattr(kernel, name) for name in names[kernel.name]}
+    )
+
+    def samples(rows):
+        rows = rows.astype(dtype)
+        return form.of(sp.csr_matrix(rows) if form is SparseSamples else rows, np.arange(len(rows)))
+
+    rtol = 1e-11 if dtype == np.float64 else 1e-3
+    atol = 1e-14 if dtype == np.float64 else 2e-6
+    values = kernel.values(samples(left), samples(right))
+    scale = max(1.0, np.abs(expected).max() * 1e-3)
+    assert values.dtype == dtype
+    assert np.allclose(values, expected, rtol=rtol, atol=atol * scale)
+    factors = generator.normal(size=(2, 530))
+    sums = expand(kernel, samples(left), factors, samples(right))
+    assert np.allclose(sums, factors @ expected, rtol=rtol, atol=1e3 * atol * scale)
+
+
+def test_a_sub_problem_ends_at_its_optimum():
+    generator = np.random.default_rng(1)
+    num, C, tol = 150, 5.0, 1e-8
+    X = DenseSamples.of(generator.normal(size=(num, 3)), np.arange(num))
+    y = np.where(generator.random(num) < 0.5, 1.0, -1.0)
+    K = np.zeros((num, -(-num // LANES) * LANES))
+    K[:, :num] = Kernel("rbf", 0.5).values(X, X)
+    beta, lower, upper = np.zeros(num), np.minimum(0, y * C), np.maximum(0, y * C)
+    steps, decrease = solve_block(K, -y, beta, lower, upper, tol, 10**6)
+    f = K[:, :num] @ beta - y
+    assert steps > 0
+    assert f[beta > lower].max() - f[beta < upper].min() <= tol * 1.01
+    assert beta.sum() == pytest.approx(0.0, abs=1e-10)
+    assert decrease == pytest.approx(-(0.5 * beta @ (f - y)), rel=1e-9)
+    assert solve_block(K, -y, np.zeros(num), lower, upper, tol, 5)[0] == 5
+
+
+def test_the_cache_keeps_what_was_used_last():
+    cache = RowCache(num_samples=10, num_columns=4, budget_bytes=3 * 4 * 4, dtype=np.float32)
+    slots, missing = cache.slots_for(np.array([7, 1]))
+    assert missing.all()
+    cache.rows[slots] = [[7, 7.1, 7.2, 7.3], [1, 1.1, 1.2, 1.3]]
+    _, missing = cache.slots_for(np.array([1, 5]))
+    assert missing.tolist() == [False, True]
+    assert cache.num_evictions == 0
+    _, missing = cache.slots_for(np.array([5, 9]))
+    assert missing.tolist() == [False, True]
+    assert cache.num_evictions == 1
+    slots, missing = cache.slots_for(np.array([1, 5]))  # 7 had to go
+    assert not missing.any()
+    assert cache.num_repeats == 0
+    cache.compact(np.array([1, 3]))
+    slots, missing = cache.slots_for(np.array([1, 7]))
+    assert missing.tolist() == [False, True]
+    assert cache.num_repeats == 1
+    assert np.allclose(cache.rows[slots[0]], [1.1, 1.3])
+    assert len(cache.rows) == 6  # rows are half as long, so twice as many fit
+    cache.clear(4)
+    assert cache.slots_for(np.array([1]))[1].all()
+    slots, missing = cache.slots_for(np.arange(2, 10))  # room for three, none of them in use just now
+    assert missing.all()
+    assert (slots >= 0).sum() == 3
+    cache.release()
+
+
+def test_the_working_set_is_taken_in_turn_and_without_repetition():
+    def rows(*pairs):
+        return np.array([[value, number, 0, 0, 1] for value, number in pairs], float).reshape(-1, 5)
+
+    one = Nominations(-3, 3, 5, 0, 2, rows((-3, 4), (-1, 2)), rows((3, 2), (2, 0)), np.array([-np.inf]), None)
+    two = Nominations(-3, 1, 5, 1, 7, rows((-3, 3)), rows(), np.array([0.25]), None)
+    both = Nominations.unpack(np.stack([one.pack(2), two.pack(2)]), 2)
+    assert (both.least, both.most, both.gap) == (-3, 3, 6)
+    assert (both.num_active, both.num_support, both.num_repeats) == (10, 1, 7)
+    assert both.kept.tolist() == [0.25]
+    assert both.counts.tolist() == [5, 5]
+    assert both.growing[:, 0].tolist() == [-3, -3, -1]
+    assert choose(both, 4)[:, 1].tolist() == [4, 2, 3, 0]
+    assert choose(both, 9)[:, 1].tolist() == [4, 2, 3, 0]
+
+
+def test_ties_at_the_start_are_broken_alike_however_the_samples_are_dealt_out():
+    numbers = np.arange(1000)
+    chosen = best(np.full(1000, -1.0), numbers, 10)
+    assert set(chosen) == set(np.argsort(scrambled(numbers))[:10])
+    assert np.ptp(chosen) > 500
+    shares = [best(np.full(500, -1.0), numbers[part::2], 10) * 2 + part for part in (0, 1)]
+    assert set(chosen) <= set(np.concatenate(shares))
+    assert len(np.unique(scrambled(np.arange(10**5)))) == 10**5
+
+
+@pytest.mark.parametrize(
+    ("num", "size"), [(2, 2), (3, 4), (2_048, 2_048), (3_000, 750), (9_000, 1_024), (50_000, 2_048)]
+)
+def test_sizes_of_working_sets(num, size):
+    assert working_set_size(num, num) == size
+
+
+def test_when_elimination_is_due():
+    five, single, adaptive = (Elimination.named(name) for name in ("multi-5%", "single-500", "adaptive"))
+    assert five.is_due(50, 1000, 3, short_of_memory=False)
+    assert not five.is_due(49, 1000, 0, short_of_memory=True)
+    assert single.is_due(500, 10**6, 0, short_of_memory=False)
+    assert not single.is_due(500, 10**6, 1, short_of_memory=False)
+    assert not adaptive.is_due(10**6, 1000, 0, short_of_memory=False)
+    assert adaptive.is_due(50, 1000, 2, short_of_memory=True)
+    assert not Elimination.named("none").is_due(10**9, 10, 0, short_of_memory=True)
+
+
+def test_importing_paceline_imports_neither_numba_nor_scikit_learn():
+    code = "import sys, paceline, paceline.ddp; print({'numba', 'sklearn', 'scipy'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "set()\n"
