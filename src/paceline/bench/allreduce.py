@@ -23,6 +23,8 @@ WARM_UP = 2
 NUM_LAUNCHES = 2  # of each group of sides, when there are several groups
 _BYTES_PER_TURN = 32 * 2**20
 _MOST_PER_TURN = 20
+_COPY_BYTES = 25 * 2**20
+_NUM_COPIES = 9
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,12 @@ class ReduceSamples:
     Attributes:
         times_s: By side, then by size: one value a round and turn, the mean of the turn's all-reduces.
         right: By side: whether every rank had the right sum, every time it was looked at.
+        copy_bytes_per_s: What the slowest rank reads and writes in a second when all copy at once.
     """
 
     times_s: dict[str, dict[int, list[float]]]
     right: dict[str, bool]
+    copy_bytes_per_s: float
 
 
 def num_per_turn(num_bytes: int) -> int:
@@ -79,12 +83,24 @@ def measure_sides(config: ReduceConfig, exchanges: dict[str, Exchange]) -> Reduc
             times[name][num_bytes].append(_turn_s(exchanges[name], num_bytes))
         for name in names:
             right[name] &= _is_right(exchanges[name], num_bytes)
-    return ReduceSamples(times, right)
+    return ReduceSamples(times, right, _copy_rate(next(iter(exchanges.values()))))
+
+
+def _copy_rate(exchange: Exchange) -> float:
+    """Measure the memory: bytes read plus bytes written in a second, by the slowest rank while all copy."""
+    source, target = np.ones(_COPY_BYTES // 4, dtype=np.float32), np.zeros(_COPY_BYTES // 4, dtype=np.float32)
+    times = []
+    for _ in range(_NUM_COPIES):
+        exchange.barrier()
+        start = time.perf_counter()
+        np.copyto(target, source)
+        times.append(max(exchange.gather(time.perf_counter() - start)))
+    return 2 * _COPY_BYTES / float(np.median(times))
 
 
 def _turn_s(exchange: Exchange, num_bytes: int) -> float:
     """Return seconds of one all-reduce, the mean of a turn, the slowest rank's."""
-    buffer = np.zeros(num_bytes // 4, dtype=np.float32)
+    buffer = exchange.make_buffer(num_bytes // 4)
     count = num_per_turn(num_bytes)
     exchange.barrier()
     start = time.perf_counter()
@@ -96,7 +112,8 @@ def _turn_s(exchange: Exchange, num_bytes: int) -> float:
 def _is_right(exchange: Exchange, num_bytes: int) -> bool:
     """Reduce numbers whose sum is known and exact in float32: i modulo 1,000, plus the rank."""
     ramp = np.arange(num_bytes // 4, dtype=np.float32) % 1000
-    buffer = ramp + np.float32(exchange.rank)
+    buffer = exchange.make_buffer(num_bytes // 4)
+    buffer[:] = ramp + np.float32(exchange.rank)
     exchange.all_reduce(buffer)
     ranks = exchange.num_ranks
     right = bool(np.array_equal(buffer, ramp * ranks + np.float32(ranks * (ranks - 1) // 2)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.bench.allreduce import NUM_LAUNCHES, ReduceConfig, ReduceSamples, launches, measure_sides
 from paceline.bench.errors import WrongAnswerError
-from paceline.bench.exchange import REDUCE_SIDES
+from paceline.bench.exchange import REDUCE_SIDES, ResidentExchange
 from paceline.bench.job import TellProgress
 from paceline.bench.limit import bus_rate, ring_bytes_per_rank
 from paceline.bench.protocol.figure import save_lines
@@ -37,8 +37,21 @@ def measure(config: ReduceConfig, tell: TellProgress) -> ReduceSamples:
     return measure_sides(config, {name: REDUCE_SIDES[name].open() for name in config.side_names})
 
 
-def run(config: ReduceConfig, ranks: Ranks) -> dict[str, dict[int, list[float]]]:
-    """Launch all sides; return times by side and size, in the order of rounds.
+@dataclass(frozen=True)
+class Measured:
+    """All launches together.
+
+    Attributes:
+        times_s: By side and size, in the order of rounds.
+        copy_bytes_per_s: The memory's rate, as of `ReduceSamples`.
+    """
+
+    times_s: Mapping[str, Mapping[int, list[float]]]
+    copy_bytes_per_s: float
+
+
+def run(config: ReduceConfig, ranks: Ranks) -> Measured:
+    """Launch all sides.
 
     Raises:
         WrongAnswerError: A side's sum is not the sum.
@@ -49,12 +62,14 @@ def run(config: ReduceConfig, ranks: Ranks) -> dict[str, dict[int, list[float]]]
     times: dict[str, dict[int, list[float]]] = {
         name: {size: [] for size in config.sizes_bytes} for name in config.side_names
     }
+    copy_rates = []
     for number, names in enumerate(plan):
         this = dataclasses.replace(config, side_names=names, num_rounds=rounds)
         title = (
             f"all-reduce on {ranks.num_ranks} ranks, launch {number + 1} of {len(plan)}: {', '.join(names)}"
         )
         samples = _launch(this, ranks, title)
+        copy_rates.append(samples.copy_bytes_per_s)
         for name in names:
             if not samples.right[name]:
                 raise WrongAnswerError(
@@ -63,7 +78,7 @@ def run(config: ReduceConfig, ranks: Ranks) -> dict[str, dict[int, list[float]]]
                 )
             for size in config.sizes_bytes:
                 times[name][size] += samples.times_s[name][size]
-    return times
+    return Measured(times, max(copy_rates))
 
 
 def _launch(config: ReduceConfig, ranks: Ranks, title: str) -> ReduceSamples:
@@ -73,11 +88,26 @@ def _launch(config: ReduceConfig, ranks: Ranks, title: str) -> ReduceSamples:
     return ranks.run_mpi(measure, config, title, tcp_only=first.endswith("-tcp"))[0]
 
 
+def explain(config: ReduceConfig, ranks: Ranks) -> tuple[str, ...]:
+    """Return, a sentence a size, which algorithm our backend takes on these ranks, and why."""
+    title = f"what our backend chooses on {ranks.num_ranks} ranks"
+    return tuple(ranks.run(_choices, config, title)[0])
+
+
+def _choices(config: ReduceConfig, tell: TellProgress) -> list[str]:
+    ours = ResidentExchange("paceline")
+    return [ours.explain(size) for size in config.sizes_bytes]
+
+
 def report(
-    config: ReduceConfig, times: Mapping[str, Mapping[int, list[float]]], ranks: Ranks, load_before: float
+    config: ReduceConfig,
+    measured: Measured,
+    ranks: Ranks,
+    load_before: float,
+    choices: tuple[str, ...] = (),
 ) -> Report:
-    """Turn times into rows: one per size and side."""
-    rows, summaries = [], []
+    """Turn times into rows: one per size and side; `choices` become notes."""
+    rows, summaries, times = [], [], measured.times_s
     for size in config.sizes_bytes:
         for name in config.side_names:
             summary = _summary(config, times, ranks, size, name)
@@ -90,9 +120,9 @@ def report(
         columns=tuple(f"ratio to {base}" if column == "ratio" else column for column in COLUMNS),
         rows=tuple(rows),
         verdicts=(),
-        notes=_notes(config, ranks),
+        notes=(*_notes(config, ranks), *_memory_notes(measured, ranks), *choices),
         config=config,
-        summaries={"cases": summaries},
+        summaries={"cases": summaries, "copy_bytes_per_s": measured.copy_bytes_per_s},
         samples={
             name: {str(size): list(values) for size, values in by.items()} for name, by in times.items()
         },
@@ -141,6 +171,21 @@ def _notes(config: ReduceConfig, ranks: Ranks) -> tuple[str, ...]:
         *(["sides that cannot share a process ran in alternating launches"] if alternate else []),
         *[REDUCE_SIDES[name].note for name in config.side_names if REDUCE_SIDES[name].note],
         *([] if ranks.rate_bytes_per_s else ["no link has a rate here: the network's limit is not known"]),
+    )
+
+
+def _memory_notes(measured: Measured, ranks: Ranks) -> tuple[str, ...]:
+    """How far ours is from what the memory allows, where no network is between the ranks."""
+    if "paceline" not in measured.times_s or ranks.rate_bytes_per_s:
+        return ()
+    rate = measured.copy_bytes_per_s
+    shares = [
+        f"{show_size(size)}: {2 * size / rate / Summary.of(times).median:.0%}"
+        for size, times in measured.times_s["paceline"].items()
+    ]
+    return (
+        f"memory: copying reads and writes {rate * 1e-9:.1f} GB/s a rank while all copy; paceline reads and writes "
+        f"twice the message a rank, and reaches of that rate {', '.join(shares)}",
     )
 
 

@@ -100,8 +100,10 @@ def run_step(config: StepConfig, ranks: Ranks) -> StepOutcome:
     return outcome
 
 
-def bench_allreduce(sizes: str, vs: str, rounds: int, place: Ranks, folder: Path, as_json: bool) -> Report:
-    """Measure all-reduces, check their sums, publish.
+def bench_allreduce(
+    sizes: str, vs: str, rounds: int, place: Ranks, folder: Path, as_json: bool, *, explain: bool = False
+) -> Report:
+    """Measure all-reduces, check their sums, publish; say which algorithms ours took if asked to `explain`.
 
     Raises:
         ConfigurationError: Something asked for is not possible; nothing was started.
@@ -111,7 +113,9 @@ def bench_allreduce(sizes: str, vs: str, rounds: int, place: Ranks, folder: Path
     prepared = ReportFolder.prepare(folder)
     load_before = load_average()
     with place as ranks:
-        result = allreduce_report.report(config, allreduce_report.run(config, ranks), ranks, load_before)
+        measured = allreduce_report.run(config, ranks)
+        choices = allreduce_report.explain(config, ranks) if explain else ()
+        result = allreduce_report.report(config, measured, ranks, load_before, choices)
     publish(result, prepared.path, as_json)
     allreduce_report.draw(result, figure_path(result, prepared.path))
     return result

@@ -31,6 +31,10 @@ class Exchange(ABC):
     rank: int
     num_ranks: int
 
+    def make_buffer(self, num_elements: int) -> Buffer:
+        """Return zeros, where this side likes to have them."""
+        return np.zeros(num_elements, dtype=np.float32)
+
     @abstractmethod
     def all_reduce(self, buffer: Buffer) -> None:
         """Replace `buffer` by the sum over all ranks."""
@@ -66,6 +70,23 @@ class GroupExchange(Exchange):
         values: list[Any] = [None] * self.num_ranks
         self._dist.all_gather_object(values, value)
         return values
+
+
+class ResidentExchange(GroupExchange):
+    """A group of ours whose buffers live in the memory that it shares, as those of our DistributedDataParallel do."""
+
+    def make_buffer(self, num_elements: int) -> Buffer:
+        import torch  # noqa: PLC0415
+
+        group: Any = self._group
+        tensor = group.allocate_tensor(num_elements, dtype=torch.float32, device=torch.device("cpu"))
+        buffer: Buffer = tensor.numpy()
+        return buffer
+
+    def explain(self, size_bytes: int) -> str:
+        """Say which algorithm a message of this size takes, and why. Collective."""
+        group: Any = self._group
+        return str(group.explain(size_bytes))
 
 
 class MpiExchange(Exchange):
@@ -109,6 +130,16 @@ _POLLS = (
 )
 REDUCE_SIDES: dict[str, ReduceSide] = {
     "gloo": ReduceSide("torchrun", GroupExchange),
+    "paceline": ReduceSide(
+        "torchrun",
+        lambda: ResidentExchange("paceline"),
+        note="paceline: buffers in memory that the ranks of a host share, as our DistributedDataParallel has them",
+    ),
+    "paceline-staged": ReduceSide(
+        "torchrun",
+        lambda: GroupExchange("paceline"),
+        note="paceline-staged: buffers in ordinary memory, copied in and out",
+    ),
     "mpi4py": ReduceSide(
         "mpirun", MpiExchange, "mpi4py", f"mpi4py: {_POLLS}; within a host it uses shared memory"
     ),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -28,12 +29,14 @@ class Side:
         family: "none", "torch", "ours", or a peer's package.
         arguments: For the wrapper, where the family has one.
         hook: A communication hook to register, by its name in `peers.HOOKS`.
+        backend: Of the process group; None for the job's own.
         tolerance: How far its mean may be from the exact one, relative; None: lossy by design, only reported.
     """
 
     family: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     hook: str | None = None
+    backend: str | None = None
     tolerance: float | None = 1e-6
 
 
@@ -45,6 +48,7 @@ SIDES: dict[str, Side] = {
     "torch-static": Side("torch", {"static_graph": True}),
     "torch-unused": Side("torch", {"find_unused_parameters": True}),
     "torch-2": Side("torch", {"bucket_cap_mb_list": [1, 2]}),
+    "torch-paceline": Side("torch", backend="paceline"),  # torch's wrapper, our collectives
     "torch-fp16": Side("torch", hook="fp16", tolerance=2e-3),
     "torch-powersgd": Side("torch", {"bucket_cap_mb": 4096}, hook="powersgd", tolerance=None),
     "ours": Side("ours"),
@@ -52,6 +56,7 @@ SIDES: dict[str, Side] = {
     "ours-static": Side("ours", {"static_graph": True}),
     "ours-2": Side("ours", {"bucket_cap_mb_list": [1, 2]}),  # fine buckets, as for several hosts
     "ours-unused": Side("ours", {"find_unused_parameters": True}),
+    "ours-paceline": Side("ours", backend="paceline"),
     "ours-fp16": Side("ours", hook="fp16", tolerance=2e-3),
     "ours-powersgd": Side("ours", {"bucket_cap_mb": 4096}, hook="powersgd", tolerance=None),
     "accelerate": Side("accelerate"),
@@ -70,6 +75,8 @@ def wrap(side_name: str, module: nn.Module, **arguments: Any) -> nn.Module:
     if side.family == "none":
         return module
     wrapper: Any = {"torch": TorchDDP, "ours": OurDDP}[side.family]
+    if side.backend is not None:
+        arguments["process_group"] = dist.new_group(backend=side.backend)
     model: nn.Module = wrapper(module, **{**side.arguments, **arguments})
     if side.hook is not None:
         peers.HOOKS[side.hook](model)

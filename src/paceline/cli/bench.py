@@ -84,7 +84,9 @@ def step(
 @bench.command()
 def allreduce(
     sizes: Annotated[str, typer.Option(help="Of the buffers, comma-separated.")] = "64KiB,1MiB,25MiB",
-    vs: Annotated[str, typer.Option(help="Sides, comma-separated; the first is the baseline.")] = "gloo",
+    vs: Annotated[
+        str, typer.Option(help="Sides, comma-separated; the first is the baseline.")
+    ] = "gloo,paceline",
     hosts: Hosts = None,
     ranks_per_host: RanksPerHost = 1,
     ranks: NumRanks = None,
@@ -96,6 +98,7 @@ def allreduce(
     cpu: Cpu = None,
     congestion_control: CongestionControl = None,
     rounds: Rounds = 6,
+    explain: Annotated[bool, typer.Option("--explain", help="Which algorithm ours took, and why.")] = False,
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
@@ -115,7 +118,7 @@ def allreduce(
         cpu=cpu,
         congestion_control=congestion_control,
     )
-    bench_allreduce(sizes, vs, rounds, place, report, as_json)
+    bench_allreduce(sizes, vs, rounds, place, report, as_json, explain=explain)
 
 
 @bench.command()

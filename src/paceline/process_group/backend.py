@@ -52,8 +52,8 @@ class ProcessGroup(dist.ProcessGroup):
         self.address = address_towards(len(self.host.hosts))
         self._inner = make_gloo(dist.PrefixStore("collectives", store), rank, size, timeout, self.address)
         self._messages = make_gloo(dist.PrefixStore("messages", store), rank, size, timeout, self.address)
-        across = AcrossHosts(self._inner, self.host.hosts, self.host.index, timeout.total_seconds())
-        self._collectives = Collectives(self.host, self._here, across, self._inner)
+        self._across = AcrossHosts(self._inner, self.host.hosts, self.host.index, timeout.total_seconds())
+        self._collectives = Collectives(self.host, self._here, self._across, self._inner)
         self._lane = Lane(f"paceline lane of rank {rank}")
         self._names = {"name": "", "description": ""}  # which c10d gives it
         self._error: BaseException | None = None
@@ -101,6 +101,23 @@ class ProcessGroup(dist.ProcessGroup):
         if not self.supports_tensor_alloc(device):
             return torch.zeros(size, dtype=dtype, device=device)
         return self.host.me.arena.allocate(size, dtype)
+
+    def explain(self, size_bytes: int) -> str:
+        """Say how an all-reduce of this size is performed, and why, from links measured at first use. Collective."""
+        if len(self.host.hosts) == 1:
+            ways = {
+                True: "every rank folds all inputs",
+                False: "every rank folds its share and hands it to all",
+            }
+            small = self._here.is_small(size_bytes)
+            words = f"all_reduce of {size_bytes:,} bytes over {self._size} ranks on one host: shared memory, "
+            words += ways[small]
+        else:
+            self._launch(self._across.prepare, [], None, "probe").wait()
+            words = self._across.choose(size_bytes, 4).why
+            if self.host.num_ranks > 1:
+                words += "; within a host through shared memory, each rank taking a share across"
+        return words + (f" ({self.host.remark})" if self.host.remark else "")
 
     # Reductions
 

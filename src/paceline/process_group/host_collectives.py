@@ -64,14 +64,17 @@ class HostCollectives:
 
     def all_reduce(self, what: Operation, flat: Tensor, fold: Fold, across: Across | None = None) -> None:
         """Replace `flat` on every rank by the fold of all."""
-        size_bytes = flat.numel() * flat.element_size()
-        if across is None and size_bytes <= SMALL_BYTES and size_bytes * len(self._ranks) <= 4 * SMALL_BYTES:
+        if across is None and self.is_small(flat.numel() * flat.element_size()):
             self._all_reduce_small(what, flat, fold)
             return
         for pieces, mine in self._pieces(what, flat):
             self._fold_my_share(pieces, fold, across)
             self._meet(what)
             self._copy_out(mine, pieces[self._host.index])
+
+    def is_small(self, size_bytes: int) -> bool:
+        """Whether every rank folds such a message for itself (rule 5)."""
+        return size_bytes <= SMALL_BYTES and size_bytes * len(self._ranks) <= 4 * SMALL_BYTES
 
     def _all_reduce_small(self, what: Operation, flat: Tensor, fold: Fold) -> None:
         num_elements = flat.numel()
