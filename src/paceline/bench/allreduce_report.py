@@ -183,10 +183,9 @@ def _memory_notes(measured: Measured, ranks: Ranks) -> tuple[str, ...]:
         f"{show_size(size)}: {2 * size / rate / Summary.of(times).median:.0%}"
         for size, times in measured.times_s["paceline"].items()
     ]
-    return (
-        f"memory: copying reads and writes {rate * 1e-9:.1f} GB/s a rank while all copy; paceline reads and writes "
-        f"twice the message a rank, and reaches of that rate {', '.join(shares)}",
-    )
+    note = f"memory: copying reads and writes {rate * 1e-9:.1f} GB/s a rank while all copy; "
+    note += f"paceline reads and writes twice the message a rank, and reaches of that rate {', '.join(shares)}"
+    return (note,)
 
 
 def draw(result: Report, path: Path) -> bool:
