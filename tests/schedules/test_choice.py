@@ -126,6 +126,7 @@ def test_one_rank_needs_nothing():
 
 def test_links_are_read_from_words():
     assert Links.parse("within=2e-5/4e9 between=1e-3/125e6") == CLUSTER
+    assert Links.parse("within=1/2/3 between=4/5/6") == Links(Link(1, 2, 3), Link(4, 5, 6))
     assert Links.from_numbers(CLUSTER.to_numbers()) == CLUSTER
     for text in (
         "",

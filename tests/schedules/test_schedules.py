@@ -17,7 +17,6 @@ from paceline.schedules import (
     Transfer,
     cut,
     halving_doubling,
-    hierarchical,
     price,
     tree,
 )
@@ -43,7 +42,11 @@ CASES = [
     pytest.param(name, topology, id=f"{name}-{topology.host_of_rank}")
     for name, algorithm in SCHEDULES.items()
     for num_ranks in range(1, 18)
-    for topology in (topologies(num_ranks) if algorithm.needs_hosts else [Topology.one_host(num_ranks)])
+    for topology in (
+        topologies(num_ranks)
+        if "host" in algorithm.operation or algorithm.needs_hosts
+        else [Topology.one_host(num_ranks)]
+    )
 ]
 
 
@@ -67,6 +70,20 @@ def contributions(expression):
     return sorted(contributions(expression[0]) + contributions(expression[1]))
 
 
+def check_between_hosts(schedule, topology, held):
+    """Each owner has its shard from one rank of every host; everything else is untouched."""
+    hosts = topology.ranks_of_host
+    num_shards = min(map(len, hosts))
+    for host in hosts:
+        for index, rank in enumerate(host):
+            for block, expression in enumerate(held[rank]):
+                if block * num_shards // schedule.num_blocks == index:
+                    assert contributions(expression) == sorted(rank for host in hosts)
+                    assert expression == held[hosts[0][index]][block]
+                else:
+                    assert expression == rank
+
+
 @pytest.mark.parametrize(("name", "topology"), CASES)
 def test_the_operation_is_what_its_name_says(name, topology):
     """Each contribution is folded once, and ranks that share a result computed it by the same expression."""
@@ -78,6 +95,8 @@ def test_the_operation_is_what_its_name_says(name, topology):
         case "all_reduce":
             assert all(contributions(block) == ranks for block in held[0])
             assert all(held[rank] == held[0] for rank in ranks)
+        case "all_reduce_between_hosts":
+            check_between_hosts(schedule, topology, held)
         case "reduce_scatter":
             assert schedule.num_blocks == len(ranks)
             assert all(contributions(held[rank][rank]) == ranks for rank in ranks)
@@ -159,7 +178,7 @@ def test_hierarchical_sends_the_least_over_each_link_and_all_ranks_of_a_host_sha
     n = num_hosts * each * 16
     topology = Topology(tuple(rank // each for rank in range(num_hosts * each)))
     least = 2 * n * (num_hosts - 1) // num_hosts
-    over_ring = price(hierarchical.over_ring(topology), n, topology, FREE)
+    over_ring = price(SCHEDULES["hierarchical_ring"].build(topology), n, topology, FREE)
     assert over_ring.bytes_over_links == (least,) * num_hosts
     assert len(set(over_ring.bytes_sent)) == 1
     assert over_ring.rounds == 2 * (num_hosts - 1) + 2
@@ -172,12 +191,12 @@ def test_a_flat_ring_over_interleaved_hosts_sends_every_message_over_a_link():
     n = 4000
     flat = price(SCHEDULES["ring"].build(topology), n, topology, FREE)
     assert flat.bytes_over_links == (3 * n, 3 * n)
-    assert price(hierarchical.over_ring(topology), n, topology, FREE).bytes_over_links == (n, n)
+    assert price(SCHEDULES["hierarchical_ring"].build(topology), n, topology, FREE).bytes_over_links == (n, n)
 
 
 def test_hosts_of_unequal_size_have_as_many_shards_as_the_smallest_has_ranks():
     topology = Topology((0, 0, 0, 1, 1))
-    assert hierarchical.over_ring(topology).num_blocks == 2 * 2
+    assert SCHEDULES["hierarchical_ring"].build(topology).num_blocks == 2 * 2
 
 
 @pytest.mark.parametrize("num_elements", [0, 1, 2, 16, 17, 18, 97, 1009])
