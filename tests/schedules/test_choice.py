@@ -79,7 +79,8 @@ def test_an_empty_message_costs_its_headers_only():
     ("message_bytes", "topology", "links", "expected"),
     [
         (8, Topology.one_rank_a_host(8), CLUSTER, {"direct", "recursive_doubling"}),
-        (100 * MEGABYTE, Topology((0, 0, 0, 1, 1, 1)), CLUSTER, {"hierarchical_ring"}),
+        (100 * MEGABYTE, Topology((0, 0, 0, 1, 1, 1)), CLUSTER, {"hierarchical_recursive_doubling"}),
+        (100 * MEGABYTE, Topology((0, 0, 1, 1, 2, 2)), CLUSTER, {"hierarchical_direct"}),
         (
             1 << 20,
             Topology.one_rank_a_host(8),
