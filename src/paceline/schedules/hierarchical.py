@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from paceline.schedules.compose import Rounds, mirror, place, side_by_side
-from paceline.schedules.schedule import Round, Schedule, Transfer
+from paceline.schedules.schedule import Round, Schedule, Transfer, cut
 from paceline.schedules.topology import Topology
 
 
@@ -46,6 +46,12 @@ def num_shards(topology: Topology) -> int:
     return min(map(len, topology.ranks_of_host))
 
 
+def shard_cuts(num_elements: int, topology: Topology, schedule: Schedule) -> tuple[int, ...]:
+    """Where the shards of a message begin and end in a `schedule` of this file; as `cut`, in `num_shards` parts."""
+    blocks = schedule.num_blocks // num_shards(topology)
+    return cut(num_elements, schedule.num_blocks)[::blocks]
+
+
 def _between(topology: Topology, flat: Schedule) -> Rounds:
     """All shards at once: the owners of shard s, one on each host, play the ranks of `flat`."""
     return side_by_side(
@@ -56,7 +62,7 @@ def _between(topology: Topology, flat: Schedule) -> Rounds:
 
 @lru_cache(maxsize=32)
 def between_hosts(topology: Topology, name: str, across: Callable[[int], Schedule]) -> Schedule:
-    """All-reduce each shard among its owners: shard s, of as many equal shards of the message as there are owners.
+    """All-reduce each shard among its owners; `shard_cuts` says which elements are whose.
 
     Each owner starts with its host's reduction of its shard, and ends with that of all hosts. Its other blocks,
     and all those of ranks that own nothing, stay as they are.
