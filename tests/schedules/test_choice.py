@@ -45,6 +45,14 @@ def test_ranks_of_a_host_share_its_link_each_direction_by_itself():
     assert time_s("ring", n, interleaved) == pytest.approx(3 * n / 125e6, rel=0.05)
 
 
+def test_the_busier_direction_of_a_link_counts():
+    """Two ranks of one host serve one each on two others: twice as much leaves a host as arrives at one."""
+    topology = Topology((0, 0, 1, 2))
+    n = 100 * MEGABYTE
+    for name in ("broadcast_tree", "reduce_tree"):
+        assert time_s(name, n, topology) == pytest.approx(2 * n / 125e6 + n / 4e9, rel=0.01)
+
+
 def test_further_messages_and_folding_cost_what_the_links_say():
     """Direct over 4 ranks: 3 messages and 3 headers at first, then 3; each rank folds 3/4 of the message."""
     topology = Topology.one_host(4)

@@ -155,11 +155,11 @@ def test_rounds_and_bytes_are_the_closed_formulas(num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [p for p in range(1, 18) if not is_power_of_two(p)])
-def test_binary_blocks_cost_one_more_round_each_way_and_a_share_of_the_neighbour(num_ranks):
+def test_binary_blocks_cost_no_round_and_a_share_for_each_neighbour(num_ranks):
     n = 16 * 1000
     topology = Topology.one_host(num_ranks)
     priced = price(halving_doubling.all_reduce(num_ranks), n, topology, FREE)
-    assert priced.rounds == 2 * (math.floor(math.log2(num_ranks)) + 1)
+    assert priced.rounds == 2 * math.floor(math.log2(num_ranks))
     sizes = [1 << bit for bit in reversed(range(5)) if num_ranks >> bit & 1]
     expected = []
     for place, size in enumerate(sizes):
@@ -248,17 +248,20 @@ def transfer(source, target, first=0, last=1, fold=True):
 @pytest.mark.parametrize(
     ("rounds", "reason"),
     [
-        ([[transfer(0, 2)]], "outside 0 to 1"),
+        ([[transfer(0, 3)]], "outside 0 to 2"),
         ([[transfer(1, 1)]], "sends to itself"),
         ([[transfer(0, 1, 0, 3)]], "outside the 2 blocks"),
         ([[transfer(0, 1, 1, 1)]], "empty"),
         ([[transfer(0, 1, fold=False), transfer(1, 0, fold=False)]], "rule 5"),
-        ([[transfer(0, 1, fold=False)], [transfer(1, 0)]], "rule 4"),
+        ([[transfer(0, 1, fold=False)], [transfer(1, 2)]], "rule 4"),
+        ([[transfer(0, 1, fold=False)], [transfer(0, 2)]], "rule 4"),
+        ([[transfer(0, 1, fold=False)], [transfer(2, 1)]], "rule 4"),
+        ([[transfer(0, 1, fold=False)], [transfer(2, 0)]], "rule 4"),
     ],
 )
 def test_a_schedule_that_breaks_a_rule_is_refused(rounds, reason):
     with pytest.raises(ConfigurationError, match=reason):
-        Schedule("wrong", 2, 2, tuple(map(tuple, rounds)))
+        Schedule("wrong", 3, 2, tuple(map(tuple, rounds)))
 
 
 def test_prices_refuse_what_does_not_fit():
