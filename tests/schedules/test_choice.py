@@ -45,6 +45,14 @@ def test_ranks_of_a_host_share_its_link_each_direction_by_itself():
     assert time_s("ring", n, interleaved) == pytest.approx(3 * n / 125e6, rel=0.05)
 
 
+def test_the_busier_direction_of_a_link_counts():
+    """Two ranks of one host serve one each on two others: twice as much leaves a host as arrives at one."""
+    topology = Topology((0, 0, 1, 2))
+    n = 100 * MEGABYTE
+    for name in ("broadcast_tree", "reduce_tree"):
+        assert time_s(name, n, topology) == pytest.approx(2 * n / 125e6 + n / 4e9, rel=0.01)
+
+
 def test_further_messages_and_folding_cost_what_the_links_say():
     """Direct over 4 ranks: 3 messages and 3 headers at first, then 3; each rank folds 3/4 of the message."""
     topology = Topology.one_host(4)
@@ -79,7 +87,8 @@ def test_an_empty_message_costs_its_headers_only():
     ("message_bytes", "topology", "links", "expected"),
     [
         (8, Topology.one_rank_a_host(8), CLUSTER, {"direct", "recursive_doubling"}),
-        (100 * MEGABYTE, Topology((0, 0, 0, 1, 1, 1)), CLUSTER, {"hierarchical_ring"}),
+        (100 * MEGABYTE, Topology((0, 0, 0, 1, 1, 1)), CLUSTER, {"hierarchical_recursive_doubling"}),
+        (100 * MEGABYTE, Topology((0, 0, 1, 1, 2, 2)), CLUSTER, {"hierarchical_direct"}),
         (
             1 << 20,
             Topology.one_rank_a_host(8),
@@ -126,6 +135,7 @@ def test_one_rank_needs_nothing():
 
 def test_links_are_read_from_words():
     assert Links.parse("within=2e-5/4e9 between=1e-3/125e6") == CLUSTER
+    assert Links.parse("within=1/2/3 between=4/5/6") == Links(Link(1, 2, 3), Link(4, 5, 6))
     assert Links.from_numbers(CLUSTER.to_numbers()) == CLUSTER
     for text in (
         "",

@@ -18,7 +18,7 @@ from ranks import Ranks, pool
 
 SUM = dist.ReduceOp.SUM
 TOPOLOGY = Topology((0, 0, 1, 1))
-SIZES = [0, 1, 3, 1000, 300_001]
+SIZES = [0, 3, 300_001]
 
 
 @contextmanager
@@ -97,8 +97,9 @@ def lose_rank_one(rank, num_ranks, name, how, timeout_s):
         return None
 
 
-@pytest.mark.parametrize("name", ["ring", "direct"])
-@pytest.mark.parametrize(("how", "timeout_s"), [(signal.SIGKILL, 30.0), (signal.SIGSTOP, 1.0)])
+@pytest.mark.parametrize(
+    ("name", "how", "timeout_s"), [("direct", signal.SIGKILL, 30.0), ("ring", signal.SIGSTOP, 1.0)]
+)
 def test_a_rank_that_dies_or_stops_ends_the_collective_everywhere(name, how, timeout_s):
     """A killed rank long before the timeout; and at least one rank knows which one it was."""
     with Ranks(4) as ranks:

@@ -20,6 +20,7 @@ from paceline.schedules import (
     cut,
     direct,
     halving_doubling,
+    hierarchical,
     price,
     recursive_doubling,
     ring,
@@ -92,19 +93,23 @@ def test_every_schedule_equals_the_direct_sum_and_sends_what_it_is_priced_at(cas
     schedule = SCHEDULES[name].build(topology)
     operation = SCHEDULES[name].operation
     inputs = random_inputs(topology.num_ranks, num_elements, dtype, seed)
-    op = dist.ReduceOp.SUM if operation in {"all_reduce", "reduce_scatter", "reduce"} else None
+    op = dist.ReduceOp.SUM if "reduce" in operation else None
     outputs, sent = perform(schedule, inputs, op, piece_bytes)
     total = torch.stack([tensor.double() for tensor in inputs]).sum(0)
+    rtol = 2**-8 if dtype.itemsize == 2 else 1e-5
     if operation == "all_reduce":
         for output in outputs:
             assert torch.equal(output, outputs[0])
-        torch.testing.assert_close(
-            outputs[0].double(), total, atol=1e-5, rtol=2**-8 if dtype.itemsize == 2 else 1e-5
-        )
+        torch.testing.assert_close(outputs[0].double(), total, atol=1e-5, rtol=rtol)
     elif operation == "reduce":
-        torch.testing.assert_close(
-            outputs[0].double(), total, atol=1e-5, rtol=2**-8 if dtype.itemsize == 2 else 1e-5
-        )
+        torch.testing.assert_close(outputs[0].double(), total, atol=1e-5, rtol=rtol)
+    elif operation == "all_reduce_between_hosts":
+        cuts = hierarchical.shard_cuts(num_elements, topology, schedule)
+        for shard, (first, last) in enumerate(pairwise(cuts)):
+            owners = [host[shard] for host in topology.ranks_of_host]
+            total = torch.stack([inputs[owner][first:last].double() for owner in owners]).sum(0)
+            for owner in owners:
+                torch.testing.assert_close(outputs[owner][first:last].double(), total, atol=1e-5, rtol=rtol)
     elif operation == "broadcast":
         assert all(torch.equal(output, inputs[0]) for output in outputs)
     else:
@@ -118,7 +123,7 @@ def test_every_schedule_equals_the_direct_sum_and_sends_what_it_is_priced_at(cas
                         outputs[rank][first:last].double(),
                         total[first:last],
                         atol=1e-5,
-                        rtol=2**-8 if dtype.itemsize == 2 else 1e-5,
+                        rtol=rtol,
                     )
     priced = price(
         schedule,

@@ -2,8 +2,8 @@
 
 Rules
 1. In place: blocks that overwrite are received into the tensor itself; what is folded arrives in scratch memory
-   that is kept for the next call (at most what a rank receives in one round; (P-1)/P of the message for `direct`,
-   half of it for `halving_doubling`, a P-th for `ring`).
+   that is kept for the next call: as much as a rank receives in one round ((P-1)/P of the message for `direct`,
+   about half of it for `halving_doubling`, a P-th for `ring`), and for 16-bit sums a float32 copy of the message.
 2. A message to be folded is cut into pieces: one is folded while the next ones are under way.
 3. 16-bit sums are accumulated in float32. A partial result travels as float32; what has not been folded yet, and what
    is complete, travels as 16 bits. So there is one rounding, and the bytes it costs are those of partial results:

@@ -3,14 +3,16 @@
 Halving, round t: ranks at distance 2^t, which hold the same range, send each other the half that they do not
 keep. After log2 P rounds each holds a P-th, reduced; the all-gather is the mirror image.
 Binary blocks: the ranks form groups of the sizes of P's binary digits, the largest first, and each group halves by
-itself. When a group is done, it receives the smaller neighbour's result, range by range, in one more round.
-(The smaller group is done by then: it has fewer rounds, also with the one in which it received.)
+itself. A group that is done sends its result, range by range, to the next larger group, in the round that this needs
+anyway: its members already know which range they will keep. So a number of ranks that is no power of two takes no
+further round.
 
-Rounds: 2 log2 P if P is a power of two, else 2 (floor(log2 P) + 1).
+Rounds: 2 floor(log2 P).
 Bytes sent per rank of a group of s ranks, n the message: 2(s-1)/s n, and n/s more for each neighbour group.
 The first, largest messages go to the nearest ranks, which may share a host.
 
-Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 4.1; Thakur, Rabenseifner & Gropp 2005.
+Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 4.1, where the groups are
+joined in an extra round each way; Thakur, Rabenseifner & Gropp 2005.
 """
 
 from __future__ import annotations
@@ -71,12 +73,12 @@ def _reduce_to_owners(num_ranks: int) -> tuple[int, Rounds]:
     groups = _groups(num_ranks)
     num_blocks = len(groups[0])
     rounds: list[Round] = []
-    for t in range(_log2(groups[0]) + (len(groups) > 1)):
+    for t in range(_log2(groups[0])):
         transfers = [
             transfer for group in groups if t < _log2(group) for transfer in _halve(group, t, num_blocks)
         ]
         for larger, smaller in pairwise(groups):
-            if t == _log2(larger):
+            if t == _log2(smaller):
                 transfers += _join(larger, smaller, num_blocks)
         rounds.append(tuple(transfers))
     return num_blocks, tuple(rounds)

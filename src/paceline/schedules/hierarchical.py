@@ -2,14 +2,16 @@
 
 The message is cut into as many shards as the smallest host has ranks. On every host the ranks with the first local
 indices own one shard each: they fold it from all ranks of the host (one round), all-reduce it with the owners of
-the same shard on the other hosts (any all-reduce; all shards at once, so every owner of a host uses its link), and
-give the result to the ranks of their host (one round).
+the same shard on the other hosts (any flat all-reduce; all shards at once, so every owner of a host uses its
+link), and give the result to the ranks of their host (one round).
 
 Hosts of unequal size: ranks beyond the smallest host's number own nothing; they only give and receive. A host's
 link is shared by its ranks, so more owners would not make it faster.
 
 Bytes over a host's link, H hosts, n the message, with a bandwidth-optimal algorithm across: 2(H-1)/H n in each
 direction, the least possible. A flat ring with ranks ordered by host sends 2(P-1)/P n; any other order more.
+
+`between_hosts` is the middle alone, for ranks that reduce and distribute inside a host by other means.
 
 Source: Goyal et al. 2017, section 4.1, where one rank a host communicates; here all owners do.
 """
@@ -19,9 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from paceline.schedules import halving_doubling, ring
 from paceline.schedules.compose import Rounds, mirror, place, side_by_side
-from paceline.schedules.schedule import Round, Schedule, Transfer
+from paceline.schedules.schedule import Round, Schedule, Transfer, cut
 from paceline.schedules.topology import Topology
 
 
@@ -40,33 +41,49 @@ def _distribute(members: tuple[int, ...], num_shards: int, shard_blocks: int) ->
     )
 
 
-def _hierarchical(topology: Topology, name: str, across: Callable[[int], Schedule]) -> Schedule:
-    hosts = topology.ranks_of_host
-    num_shards = min(map(len, hosts))
-    between = across(len(hosts))
-    distribute: Rounds = side_by_side(
-        [(_distribute(host, num_shards, between.num_blocks),) for host in hosts]
+def num_shards(topology: Topology) -> int:
+    """How many ranks of each host own a shard."""
+    return min(map(len, topology.ranks_of_host))
+
+
+def shard_cuts(num_elements: int, topology: Topology, schedule: Schedule) -> tuple[int, ...]:
+    """Where the shards of a message begin and end in a `schedule` of this file; as `cut`, in `num_shards` parts."""
+    blocks = schedule.num_blocks // num_shards(topology)
+    return cut(num_elements, schedule.num_blocks)[::blocks]
+
+
+def _between(topology: Topology, flat: Schedule) -> Rounds:
+    """All shards at once: the owners of shard s, one on each host, play the ranks of `flat`."""
+    return side_by_side(
+        place(flat.rounds, [host[shard] for host in topology.ranks_of_host], shard * flat.num_blocks)
+        for shard in range(num_shards(topology))
     )
-    distribute = tuple(transfers for transfers in distribute if transfers)
-    middle = side_by_side(
-        place(between.rounds, [host[shard] for host in hosts], shard * between.num_blocks)
-        for shard in range(num_shards)
+
+
+@lru_cache(maxsize=32)
+def between_hosts(topology: Topology, name: str, across: Callable[[int], Schedule]) -> Schedule:
+    """All-reduce each shard among its owners; `shard_cuts` says which elements are whose.
+
+    Each owner starts with its host's reduction of its shard, and ends with that of all hosts. Its other blocks,
+    and all those of ranks that own nothing, stay as they are.
+    """
+    flat = across(topology.num_hosts)
+    return Schedule(
+        name, topology.num_ranks, num_shards(topology) * flat.num_blocks, _between(topology, flat)
+    )
+
+
+@lru_cache(maxsize=32)
+def all_reduce(topology: Topology, name: str, across: Callable[[int], Schedule]) -> Schedule:
+    """Two rounds more than `across` takes for as many ranks as there are hosts."""
+    flat = across(topology.num_hosts)
+    shards = num_shards(topology)
+    distribute: Rounds = side_by_side(
+        (_distribute(host, shards, flat.num_blocks),) for host in topology.ranks_of_host if len(host) > 1
     )
     return Schedule(
         name,
         topology.num_ranks,
-        num_shards * between.num_blocks,
-        mirror(distribute) + middle + distribute,
+        shards * flat.num_blocks,
+        mirror(distribute) + _between(topology, flat) + distribute,
     )
-
-
-@lru_cache(maxsize=32)
-def over_ring(topology: Topology) -> Schedule:
-    """A ring of hosts for each shard: 2(H-1) + 2 rounds."""
-    return _hierarchical(topology, "hierarchical_ring", ring.all_reduce)
-
-
-@lru_cache(maxsize=32)
-def over_halving_doubling(topology: Topology) -> Schedule:
-    """Halving-doubling of hosts for each shard: 2 log2 H + 2 rounds."""
-    return _hierarchical(topology, "hierarchical_halving_doubling", halving_doubling.all_reduce)

@@ -18,7 +18,9 @@ from paceline.schedules import (
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.topology import Topology
 
-Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce"]
+Operation = Literal[
+    "all_reduce", "all_reduce_between_hosts", "reduce_scatter", "all_gather", "broadcast", "reduce"
+]
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,30 @@ def _flat(operation: Operation, build: Callable[[int], Schedule]) -> Algorithm:
     return Algorithm(operation, lambda topology: build(topology.num_ranks))
 
 
+def _hierarchical(name: str, across: Callable[[int], Schedule]) -> Algorithm:
+    return Algorithm(
+        "all_reduce", lambda topology: hierarchical.all_reduce(topology, name, across), needs_hosts=True
+    )
+
+
+def _between(name: str, across: Callable[[int], Schedule]) -> Algorithm:
+    return Algorithm(
+        "all_reduce_between_hosts", lambda topology: hierarchical.between_hosts(topology, name, across)
+    )
+
+
+_FLAT: dict[str, Callable[[int], Schedule]] = {
+    "recursive_doubling": recursive_doubling.all_reduce,
+    "direct": direct.all_reduce,
+    "halving_doubling": halving_doubling.all_reduce,
+    "circulant": circulant.all_reduce,
+    "ring": ring.all_reduce,
+}
+
 SCHEDULES: dict[str, Algorithm] = {
-    "recursive_doubling": _flat("all_reduce", recursive_doubling.all_reduce),
-    "direct": _flat("all_reduce", direct.all_reduce),
-    "halving_doubling": _flat("all_reduce", halving_doubling.all_reduce),
-    "circulant": _flat("all_reduce", circulant.all_reduce),
-    "ring": _flat("all_reduce", ring.all_reduce),
-    "hierarchical_ring": Algorithm("all_reduce", hierarchical.over_ring, needs_hosts=True),
-    "hierarchical_halving_doubling": Algorithm(
-        "all_reduce", hierarchical.over_halving_doubling, needs_hosts=True
-    ),
+    **{name: _flat("all_reduce", build) for name, build in _FLAT.items()},
+    **{(name := f"hierarchical_{flat}"): _hierarchical(name, build) for flat, build in _FLAT.items()},
+    **{(name := f"between_hosts_{flat}"): _between(name, build) for flat, build in _FLAT.items()},
     "reduce_scatter_direct": _flat("reduce_scatter", direct.reduce_scatter),
     "reduce_scatter_circulant": _flat("reduce_scatter", circulant.reduce_scatter),
     "reduce_scatter_ring": _flat("reduce_scatter", ring.reduce_scatter),

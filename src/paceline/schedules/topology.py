@@ -10,7 +10,7 @@ from functools import cached_property
 
 from paceline.errors import ConfigurationError
 
-_LINKS = re.compile(r"within=(\S+)/(\S+)\s+between=(\S+)/(\S+)")
+_LINKS = re.compile(r"within=(\S+)\s+between=(\S+)")
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,19 @@ class Links:
 
     @classmethod
     def parse(cls, text: str) -> Links:
-        """Read "within=2e-5/4e9 between=1e-4/125e6": latency in seconds, rate in bytes per second.
+        """Read "within=2e-5/4e9/1e-5 between=1e-4/125e6": latency in s, rate in bytes per s, s per further message.
 
         Raises:
             ConfigurationError: it is not of that form.
         """
         match = _LINKS.fullmatch(text.strip())
         try:
-            within_s, within_per_s, between_s, between_per_s = map(float, match.groups() if match else ())
-        except ValueError as error:
+            if match is None:
+                raise ValueError(text)  # noqa: TRY301 - one message for both
+            within, between = (Link(*map(float, numbers.split("/"))) for numbers in match.groups())
+        except (TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"links {text!r}: expected latency (s) and rate (bytes per s) of both links, as in "
-                "'within=2e-5/4e9 between=1e-4/125e6'"
+                f"links {text!r}: expected latency (s), rate (bytes per s) and perhaps that of a further message (s) "
+                "of both links, as in 'within=2e-5/4e9/1e-5 between=1e-4/125e6'"
             ) from error
-        return cls(Link(within_s, within_per_s), Link(between_s, between_per_s))
+        return cls(within, between)

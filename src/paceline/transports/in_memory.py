@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from paceline.errors import PeerLostError
+from paceline.errors import PeerLostError, ProtocolError
 from paceline.transports.transport import Message, Transport
 
 Route = tuple[int, int, int]
@@ -21,6 +22,7 @@ Route = tuple[int, int, int]
 class InMemoryNetwork:
     """Joins `num_ranks` in-memory transports.
 
+    Strict: a message that its sender changes before its exchange is over is an error.
     Faults: `lose` a rank, `delay` what one rank sends to another.
     """
 
@@ -81,8 +83,9 @@ class InMemoryTransport(Transport):
         on_received: Callable[[int], None],
     ) -> None:
         deadline = time.monotonic() + timeout_s
-        for peer, tensor in sends:
-            self._network.deliver(self.rank, peer, tensor.clone())
+        copies = [tensor.clone() for _, tensor in sends]
+        for (peer, _), copy in zip(sends, copies, strict=True):
+            self._network.deliver(self.rank, peer, copy)
         for index, (peer, tensor) in enumerate(receives):
             received = self._network.take((peer, self.rank, tensor.nbytes), deadline - time.monotonic())
             if received is None:
@@ -93,3 +96,8 @@ class InMemoryTransport(Transport):
                 )
             tensor.copy_(received.view(tensor.dtype))
             on_received(index)
+        for (peer, tensor), copy in zip(sends, copies, strict=True):
+            if not torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)):
+                raise ProtocolError(
+                    f"rank {self.rank} changed a message while it was on its way to rank {peer}"
+                )
