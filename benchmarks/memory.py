@@ -136,7 +136,7 @@ def _profiled_bytes(work: Callable[[], None]) -> tuple[int, int]:
     """Return the peak and the final sum of what `work` allocated and freed through torch's CPU allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-        # Gloo's thread ends its last record after the work is done; torch 2.13 crashes when that meets the profiler's end.
+        # Gloo's thread ends its last record after its work; torch 2.13 crashes when that meets the profiler's end.
         time.sleep(GLOO_GRACE_S)
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     events = (

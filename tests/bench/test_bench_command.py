@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from paceline.cli import main
-from terminal import paceline
+from terminal import alive, paceline, started
 
 TIMED = ["--workload", "resnet50", "--scale", "100", "--compute-s", "0.01", "--rounds", "2"]
 
@@ -82,6 +87,56 @@ def test_step_on_an_emulated_cluster(tmp_path: Path) -> None:
     assert limit["communication_s"] > 0.8 * limit["link_s"]
     assert record["place"]["TCP"] == "cubic"
     assert record["summaries"]["sides"]["torch"]["error"] == 0
+
+
+def test_nothing_is_left_after_sigkill(tmp_path: Path) -> None:
+    """Not a rank, not a temporary file: the keepers see to it a moment later."""
+    words = [
+        "--workload",
+        "resnet50",
+        "--scale",
+        "100",
+        "--rounds",
+        "1000",
+        "--report",
+        str(tmp_path / "report"),
+    ]
+    with started([sys.executable, "-m", "paceline", "bench", "step", *words], tmp_path) as process:
+        until(lambda: sum("paceline.bench.rank" in line for line in alive(process).values()) >= 2)
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=60)
+        until(lambda: not alive(process) and not list((tmp_path / "tmp").glob("paceline-*")))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Ask again until it holds or half a minute has passed."""
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        select.select([], [], [], 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", ["accelerate", "deepspeed", "torchft"])
+def test_peer_gets_the_mean(peer: str, tmp_path: Path) -> None:
+    """Where it is installed: its gradients are the mean, on every rank."""
+    if importlib.util.find_spec(peer) is None:
+        pytest.skip(f"{peer} is not installed (benchmarks/peers-requirements.txt)")
+    words = ["--vs", peer, "--report", str(tmp_path / "report"), "--json"]
+    done = paceline("bench", "step", *TIMED, *words, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["summaries"]["sides"][peer]["error"] == 0
+
+
+@pytest.mark.slow
+def test_mpi_gets_the_sum(tmp_path: Path) -> None:
+    """Where it is installed: under mpirun, in launches of its own between Gloo's."""
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed (benchmarks/peers-requirements.txt)")
+    words = ["--sizes", "64KiB", "--vs", "gloo,mpi4py", "--rounds", "2", "--report", str(tmp_path / "report")]
+    done = paceline("bench", "allreduce", *words, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "alternating launches" in done.out
 
 
 STEP, ALL = ["bench", "step"], ["bench", "allreduce"]

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.bench.allreduce import launches, num_per_turn
 from paceline.bench.footprint import check_memory, needed_bytes
-from paceline.bench.limit import StepLimit, bus_rate, ring_bytes_per_rank
+from paceline.bench.limit import StepLimit, backward_and_communication_s, bus_rate, ring_bytes_per_rank
 from paceline.bench.profile import LayerTime, Profile, default_profile
 from paceline.bench.recording import record
 from paceline.bench.sizes import parse_sizes
@@ -41,6 +41,14 @@ def test_the_ideal_hides_the_shorter_behind_the_longer() -> None:
     assert StepLimit(1, 5, 2, 0.5).ideal_s == 6.5
     assert StepLimit(1, 5, 2, 0.5).no_overlap_s == 8.5
     assert StepLimit(1, 2, 0, 0.5).realised(3.5) == 0
+
+
+def test_what_is_ready_last_cannot_be_hidden() -> None:
+    """All bytes in the layer that backward meets last: nothing overlaps; in the first: all but backward does."""
+    assert backward_and_communication_s([(1.0, 0), (1.0, 100)], 3.0) == 5.0
+    assert backward_and_communication_s([(0.0, 100), (2.0, 0)], 3.0) == 3.0
+    assert backward_and_communication_s([(1.0, 50), (1.0, 50)], 1.0) == 2.5
+    assert backward_and_communication_s([(1.0, 99), (9.0, 1)], 1.0) == pytest.approx(10.01)
 
 
 def test_the_default_profile_is_published_and_one_to_two() -> None:
@@ -83,6 +91,10 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     shorter = default_profile("vgg16")
     dataclasses.replace(shorter, layers=shorter.layers[:-1]).save(path)
     with pytest.raises(ConfigurationError, match="it has 15 layers, the model 16"):
+        Profile.load(path, "vgg16")
+    renamed = dataclasses.replace(shorter.layers[3], name="other")
+    dataclasses.replace(shorter, layers=(*shorter.layers[:3], renamed, *shorter.layers[4:])).save(path)
+    with pytest.raises(ConfigurationError, match="it has 'other'"):
         Profile.load(path, "vgg16")
     path.write_text(json.dumps({"workload": "vgg16"}))
     with pytest.raises(ConfigurationError, match="is not a profile"):

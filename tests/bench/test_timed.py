@@ -102,6 +102,20 @@ def test_gradients_are_of_the_rank_and_differ_everywhere() -> None:
     assert flat.abs().max() < 4
 
 
+def test_what_is_done_to_a_gradient_does_not_come_back() -> None:
+    """Clipping or averaging in place changes this step's gradients, not the table that the next step's come from."""
+    model = TimedModel(PROFILE, rank=0, stopwatch=stopwatch(Hands()))
+    digests = []
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.zeros(1, requires_grad=True)).sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        digests.append(digest(gradients))
+        for gradient in gradients:
+            gradient.mul_(0.5)
+    assert digests[0] == digests[1]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_window_lies_inside_its_table(shape: tuple[int, ...]) -> None:
     """Every index reads its own table: the largest index of the largest window is still there."""

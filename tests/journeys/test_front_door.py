@@ -65,6 +65,7 @@ def test_help_names_every_command(tmp_path):
     out = paceline("--help", cwd=tmp_path).out
     assert "run" in out
     assert "demo" in out
+    assert "emulate" in out
 
 
 @pytest.mark.parametrize(

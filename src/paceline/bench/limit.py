@@ -10,11 +10,15 @@ With several ranks on a host, a flat ring of consecutive ranks sends that many b
 reducing within hosts first would need 2 (H-1)/H * N only, H being the number of hosts. Headers (4 to 5 % with an MTU
 of 1,500) are not counted. A side that sends fewer bytes (a cast, a low rank) may realise more than 1.
 
+Not all of the ideal can be reached: the gradients that become ready last have nothing left to hide behind.
+`backward_and_communication_s` is what a perfect implementation takes that sends each layer's gradients at once.
+
 Source: Li et al., VLDB 2020, figure 6, in which torch realises 0.84 to 0.96.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -26,6 +30,21 @@ def ring_bytes_per_rank(num_ranks: int, num_bytes: int) -> float:
 def bus_rate(num_ranks: int, num_bytes: int, seconds: float) -> float:
     """Return nccl-tests' busbw in bytes a second: the rate at which every rank sends, whatever their number."""
     return ring_bytes_per_rank(num_ranks, num_bytes) / seconds
+
+
+def backward_and_communication_s(layers: Sequence[tuple[float, int]], communication_s: float) -> float:
+    """Return the least time from the start of backward to the last byte.
+
+    Args:
+        layers: Seconds of backward and bytes of gradients, in the order of backward.
+        communication_s: Of all bytes; the wire serves them in the order in which they are ready, at one rate.
+    """
+    num_bytes = sum(size for _, size in layers)
+    ready_s = wire_free_s = 0.0
+    for layer_s, size in layers:
+        ready_s += layer_s
+        wire_free_s = max(wire_free_s, ready_s) + communication_s * size / num_bytes
+    return max(ready_s, wire_free_s)
 
 
 @dataclass(frozen=True)

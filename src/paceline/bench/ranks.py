@@ -209,7 +209,8 @@ class ClusterRanks(Ranks):
         if outcome.exit_code != 0:
             raise RanksFailedError(
                 f"the ranks on host {outcome.failed_host} of the emulated cluster ended with exit code "
-                f"{outcome.exit_code}. Their own message is above; try --hosts less, or --ranks 2 on loopback."
+                f"{outcome.exit_code}. Their own message is above. Next: --ranks 2 on loopback shows whether "
+                "the network matters."
             )
 
 

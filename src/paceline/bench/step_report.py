@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.bench.limit import StepLimit, ring_bytes_per_rank
+from paceline.bench.limit import StepLimit, backward_and_communication_s, ring_bytes_per_rank
 from paceline.bench.protocol.figure import save_bars
 from paceline.bench.protocol.provenance import collect
 from paceline.bench.protocol.report import Report
@@ -14,6 +15,7 @@ from paceline.bench.protocol.summary import Summary, ratios, slowest_rank
 from paceline.bench.ranks import Ranks
 from paceline.bench.sides import labels
 from paceline.bench.step import StepConfig, StepOutcome, per_round
+from paceline.bench.timed import scaled
 from paceline.bench.training import StepTimes
 
 PHASES = ("forward_s", "backward_s", "optimizer_s")
@@ -48,12 +50,14 @@ class StepFindings:
     Attributes:
         limit: From what was measured alone; medians.
         link_s: Bytes per rank over the slowest link's rate; None without a rate.
+        reachable_s: The least step of any implementation, since what is ready last cannot be hidden; None: not known.
         bytes_per_rank: What a ring sends.
         sides: By label.
     """
 
     limit: StepLimit
     link_s: float | None
+    reachable_s: float | None
     bytes_per_rank: float
     sides: Mapping[str, SideSummary]
 
@@ -78,10 +82,10 @@ def findings(config: StepConfig, outcome: StepOutcome, ranks: Ranks) -> StepFind
     steps = {name: _rounds(side.per_rank, config) for name, side in zip(names, outcome.sides, strict=True)}
     base = steps[names[config.baseline]]
     num_bytes = ring_bytes_per_rank(ranks.num_ranks, config.gradient_bytes)
+    limit = StepLimit(*(Summary.of(x).median for x in (alone[0], alone[1], communication, alone[2])))
     return StepFindings(
-        limit=StepLimit(
-            *(Summary.of(x).median for x in (alone[0], alone[1], communication, alone[2])),
-        ),
+        limit=limit,
+        reachable_s=_reachable_s(config, limit),
         link_s=num_bytes / ranks.rate_bytes_per_s if ranks.rate_bytes_per_s else None,
         bytes_per_rank=num_bytes,
         sides={
@@ -96,6 +100,18 @@ def findings(config: StepConfig, outcome: StepOutcome, ranks: Ranks) -> StepFind
             for name, side in zip(names, outcome.sides, strict=True)
         },
     )
+
+
+def _reachable_s(config: StepConfig, limit: StepLimit) -> float | None:
+    profile = config.profile
+    if profile is None:
+        return None
+    slower = limit.backward_s / profile.backward_s if profile.backward_s else 1.0
+    layers = [
+        (layer.backward_s * slower, sum(4 * math.prod(scaled(shape, config.scale)) for shape in layer.shapes))
+        for layer in reversed(profile.layers)
+    ]
+    return limit.forward_s + backward_and_communication_s(layers, limit.communication_s) + limit.optimizer_s
 
 
 def _rounds(per_rank: tuple[StepTimes, ...], config: StepConfig) -> list[float]:
@@ -126,6 +142,7 @@ def report(config: StepConfig, outcome: StepOutcome, ranks: Ranks, load_before: 
                 "no_overlap_s": found.limit.no_overlap_s,
                 "ideal_s": found.limit.ideal_s,
                 "bytes_per_rank": found.bytes_per_rank,
+                "reachable_s": found.reachable_s,
                 "link_s": found.link_s,
                 "link_ideal_s": found.link_ideal_s,
             },
@@ -163,6 +180,11 @@ def _limit_notes(config: StepConfig, found: StepFindings, ranks: Ranks) -> tuple
         f"{limit.optimizer_s * 1e3:.1f}, communication {limit.communication_s * 1e3:.1f} ms; without overlap "
         f"{limit.no_overlap_s * 1e3:.1f}, with an ideal one {limit.ideal_s * 1e3:.1f} ms"
     )
+    if found.reachable_s is not None:
+        measured += (
+            f"; what is ready last cannot be hidden, so no implementation goes below {found.reachable_s * 1e3:.1f} ms, "
+            f"{limit.realised(found.reachable_s):.2f} of the ideal overlap"
+        )
     size = (
         f"{config.gradient_bytes / 1e6:.1f} MB of float32 gradients; a flat ring sends 2(P-1)/P of them, "
         f"{found.bytes_per_rank / 1e6:.1f} MB a rank"
@@ -191,10 +213,9 @@ def draw(result: Report, path: Any) -> bool:
     """Draw a bar a side, and lines at computing alone, the ideal and no overlap. Returns whether it was drawn."""
     limit, sides = result.summaries["limit"], result.summaries["sides"]
     compute_s = limit["forward_s"] + limit["backward_s"] + limit["optimizer_s"]
-    lines = {
-        "computing alone": compute_s,
-        "ideal overlap": limit["ideal_s"],
-        "no overlap": limit["no_overlap_s"],
-    }
+    lines = {"computing alone": compute_s, "ideal overlap": limit["ideal_s"]}
+    if limit["reachable_s"] is not None:
+        lines["least that can be reached"] = limit["reachable_s"]
+    lines["no overlap"] = limit["no_overlap_s"]
     bars = {name: Summary(**side["step_s"]) for name, side in sides.items()}
     return save_bars(path, result.question, "seconds a step", bars, lines)

@@ -91,7 +91,7 @@ class _Pass(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         layer: TimedLayer = ctx.layer
         layer.stopwatch.spend(layer.backward_s)
-        return gradients[0], None, *layer.gradients()
+        return gradients[0], None, *layer.gradients
 
 
 class TimedLayer(nn.Module):
@@ -103,13 +103,11 @@ class TimedLayer(nn.Module):
         super().__init__()
         self.weights = nn.ParameterList(parameters)
         self._own = list(parameters)
-        self._gradients = list(gradients)
+        self.gradients = list(
+            gradients
+        )  # one a parameter; held here, so autograd copies instead of taking them
         self.stopwatch = stopwatch
         self.forward_s = self.backward_s = 0.0
-
-    def gradients(self) -> list[Tensor]:
-        """Return one a parameter; what autograd would take as it is, instead of copying it, is a copy already."""
-        return [g.clone() if g.is_contiguous() else g for g in self._gradients]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`, later."""

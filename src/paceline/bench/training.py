@@ -71,17 +71,15 @@ class Trainee:
         return [parameter.detach() for parameter in self.module.parameters()]
 
     def last_answer(self) -> list[Tensor]:
-        """Train one more step and return what has to be the same on all ranks.
+        """Run one more forward and backward and return what has to be the same on all ranks.
 
         Contract:
-            Collective. Looked at before the optimizer's step: DeepSpeed drops the gradients after it.
+            Collective; nothing trains afterwards. No optimizer's step: DeepSpeed drops the gradients in it.
         """
         self.parallel.zero_grad()
         loss, self.carry = self.workload.loss(self.parallel.model, self.batches[0], self.carry)
         self.parallel.backward(loss)
-        answer = self.workload.answer(self.module)
-        self.parallel.step()
-        return answer
+        return self.workload.answer(self.module)
 
     def rest(self) -> None:
         """Drop the gradients, so that sides that wait for their turn take less memory."""

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import signal
-from typing import Annotated, Any
+import sys
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.emulation import EmulatedCluster
 
 SETTINGS: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": False, "allow_interspersed_args": False},
@@ -78,13 +87,24 @@ def emulate(
     ] = False,
 ) -> int:
     """Run a script on several emulated hosts of this machine, over links of a given rate, loss and delay."""
-    from paceline.emulation import ClusterSpec, EmulatedCluster, check_script
+    from rich.console import Console
+
+    from paceline.emulation import (
+        ClusterSpec,
+        EmulatedCluster,
+        check_script,
+        print_line,
+        quantities,
+        show,
+    )
     from paceline.emulation import clean as remove_orphans
+    from paceline.errors import ConfigurationError
 
     if clean:
         removed = remove_orphans()
         print("\n".join(["removed:", *removed]) if removed else "nothing was left behind")
         return 0
+    timeout_s = None if timeout is None else quantities.seconds(timeout, "--timeout")
     spec = ClusterSpec.parse(
         hosts=hosts,
         ranks_per_host=ranks_per_host,
@@ -106,12 +126,51 @@ def emulate(
         uplink=uplink,
         links=links,
     )
-    check_script(script or [])
+    if check and hosts < 2:
+        raise ConfigurationError("--check measures between hosts. Pass --hosts 2 or more.")
+    if not check:
+        check_script(script or [])
+    console = Console(stderr=as_json)
     _end_on_signals()
     with EmulatedCluster(spec) as cluster:
-        outcome = cluster.run(script or [])
-    print(outcome)
+        console.print(show.settings(spec))
+        if check:
+            return _check(cluster, console, as_json=as_json)
+        console.print(f"{hosts} host(s) are up; starting {spec.num_ranks} rank(s)...")
+        outcome = cluster.run(
+            script or [], on_line=partial(print_line, stream=console.file), timeout_s=timeout_s
+        )
+    console.print(show.traffic(outcome))
+    for remark in show.remarks(outcome):
+        console.print(remark, markup=False)
+    if as_json:
+        print(json.dumps(show.outcome_as_json(outcome)))
+    if failure := outcome.failure():
+        print(f"paceline: {failure}", file=sys.stderr)
     return outcome.exit_code
+
+
+def _check(cluster: EmulatedCluster, console: Console, *, as_json: bool) -> int:
+    """Measure and show; 0 if everything agrees."""
+    from paceline.emulation import show
+    from paceline.emulation.check import check
+
+    found = []
+    with console.status("measuring...") as status:
+        for finding in check(cluster):
+            found.append(finding)
+            status.update(f"measured {finding.what}: {finding.measured}")
+    console.print(show.findings(found))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in found]))
+    wrong = [finding.what for finding in found if finding.ok is False]
+    if wrong:
+        print(
+            f"paceline: {len(wrong)} of {len(found)} measurements disagree with what was asked: {', '.join(wrong)}. "
+            "A busy machine is the usual reason. See docs/troubleshooting.md#disagree-with-what-was-asked.",
+            file=sys.stderr,
+        )
+    return 1 if wrong else 0
 
 
 def _end_on_signals() -> None:

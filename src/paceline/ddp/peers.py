@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -58,6 +59,7 @@ class Peers:
         self._num_ranks = process_group.size()
         self._in_slices = in_slices and self._num_ranks > 1
         self._store: dist.Store | None = None
+        self._question: _Question | None = None
         try:
             self._store = dist.PrefixStore(f"paceline/{name}", dist.distributed_c10d._get_default_store())
             if self._num_ranks > 1:
@@ -84,16 +86,22 @@ class Peers:
             raise self.lost(error, doing) from error
 
     def _raise_if_called(self) -> None:
-        if self._store is not None and self._store.check(["roll_call"]):
-            raise RuntimeError("another rank has called the roll")
+        if self._store is None:
+            return
+        if self._question is None or not self._question.is_alive():
+            self._question = _Question(self._store, "roll_call")
+            if self._question.is_answered_with_yes(SLICE_S):
+                raise RuntimeError("another rank has called the roll")
 
     def lost(self, error: Exception, doing: str) -> PeerLostError:
         """Call the roll, or answer it, and put the result into words."""
-        silent = None if self._store is None else self._call_roll(self._store, doing)
+        # A question that hangs holds the store's lock, so nothing else can be asked.
+        hangs = self._question is not None and self._question.is_alive()
+        silent = None if self._store is None or hangs else self._call_roll(self._store, doing)
         if self._store is None:
             who = "this job has no store in which to ask who still answers"
         elif silent is None:
-            who = "the job's store does not answer, so the rank that hosts it (usually 0) is gone"
+            who = "the job's store does not answer, so the rank that hosts it (usually 0) is gone or out of reach"
         else:
             states = {rank: self._state_of(self._store, rank) for rank in silent}
             gone = {rank: state for rank, state in states.items() if state.is_gone} or states
@@ -143,6 +151,31 @@ def _answers(store: dist.Store, rank: int, deadline_s: float) -> bool:
     except RuntimeError:
         return store.check([key])
     return True
+
+
+class _Question(threading.Thread):
+    """Asks the store whether it has a key; aside, because a store that a cut network hides never answers."""
+
+    def __init__(self, store: dist.Store, key: str) -> None:
+        super().__init__(name="paceline-roll-call", daemon=True)
+        self._store = store
+        self._key = key
+        self._answer = False
+        self._error: RuntimeError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._answer = self._store.check([self._key])
+        except RuntimeError as error:
+            self._error = error
+
+    def is_answered_with_yes(self, patience_s: float) -> bool:
+        """Whether the key is there; False also while there is no answer."""
+        self.join(patience_s)
+        if self._error is not None:
+            raise self._error
+        return self._answer and not self.is_alive()
 
 
 class _State:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.emulation import cpu, job, owner
 from paceline.emulation.job import Outcome
@@ -45,6 +45,7 @@ class Counters:
         lost_packets: Of those sent, lost at random.
         port_drops: Packets for the host that did not fit into its switch port's queue.
         host_drops: Packets that did not fit into the host's own queue.
+        wire_drops: Packets that the emulation itself lost, because this machine was too slow for a user-space delay.
         marked_packets: Packets for the host that got an ECN mark.
         not_ecn_drops: Packets for the host that were dropped instead of marked.
         retransmits: TCP segments that the host sent more than once.
@@ -57,6 +58,7 @@ class Counters:
     lost_packets: int
     port_drops: int
     host_drops: int
+    wire_drops: int
     marked_packets: int
     not_ecn_drops: int
     retransmits: int
@@ -205,7 +207,7 @@ class EmulatedCluster:
             )
         answer: dict[str, Any] = json.loads(said)
         if "refused" in answer:
-            raise UnsupportedError(f"{answer['refused']} Nothing was created.")
+            raise UnsupportedError(answer["refused"])
         if "failed" in answer:
             raise EmulationError(
                 f"the emulated cluster failed: {answer['failed']}. Nothing of it is left. "
@@ -223,10 +225,10 @@ class EmulatedCluster:
             owner.remove_folder(self._id)
 
 
-def print_line(host: int, rank: int | None, text: str) -> None:
-    """Print a line of output behind its host and rank."""
+def print_line(host: int, rank: int | None, text: str, stream: TextIO | None = None) -> None:
+    """Print a line of output behind its host and rank; to standard output unless told otherwise."""
     who = f"host{host}" if rank is None else f"host{host} rank {rank}"
-    print(f"[{who}] {text}", flush=True)  # noqa: T201
+    print(f"[{who}] {text}", file=stream, flush=True)
 
 
 def clean() -> list[str]:
@@ -252,9 +254,7 @@ def _check_machine(spec: ClusterSpec) -> None:
 
 def _environment() -> dict[str, str]:
     """The laboratory has to find this package, from wherever it was imported."""
-    import paceline
-
-    source = str(Path(paceline.__file__).parents[1])
+    source = str(Path(__file__).parents[2])
     path = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 

@@ -34,6 +34,7 @@ def _of_link(network: Network, host: int, link: int) -> dict[str, int]:
     drops = _drops(network.ip, port.index)
     marked, not_ecn = (0, 0) if port.marks is None else marking.read(port.marks)
     at_host = _drops(network.ip_of(host), port.index_at_host)
+    hosts_stats = network.ip_of(host).get_links(port.index_at_host)[0].get_attr("IFLA_STATS64")
     return {
         "sent_bytes": stats["rx_bytes"],
         "sent_packets": stats["rx_packets"],
@@ -42,6 +43,7 @@ def _of_link(network: Network, host: int, link: int) -> dict[str, int]:
         "lost_packets": drops.get(_CLSACT, 0) - not_ecn,
         "port_drops": drops.get(_ROOT, 0),
         "host_drops": at_host.get(_ROOT, 0),
+        "wire_drops": stats["tx_dropped"] + hosts_stats["tx_dropped"] if network.wires else 0,
         "marked_packets": marked,
         "not_ecn_drops": not_ecn,
     }

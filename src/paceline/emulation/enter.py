@@ -47,7 +47,7 @@ def main(pid: str, group: str, command: list[str]) -> int:
     try:
         _join(pid)
     except OSError as error:
-        print(f"cannot enter the host: {error.strerror}", file=sys.stderr)
+        print(f"cannot enter the host: {error.strerror}", file=sys.stderr)  # noqa: T201
         return 125
     # Blocked until the child exists, so that no signal gets lost in between.
     passed_on = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
@@ -59,7 +59,7 @@ def main(pid: str, group: str, command: list[str]) -> int:
         try:
             os.execvp(command[0], command)  # noqa: S606
         except OSError as error:
-            print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+            print(f"{command[0]}: {error.strerror}", file=sys.stderr)  # noqa: T201
             os._exit(127)
 
     def pass_on(number: int, _: object) -> None:

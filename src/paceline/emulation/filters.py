@@ -46,7 +46,7 @@ class Filter:
 
 
 def loss(ratio: float) -> Filter:
-    """Drop IPv4 packets at random; ARP passes, because losing it stops a host for a second."""
+    """Drop IPv4 packets at random."""
     return Filter(
         "loss",
         _assembled(
@@ -61,7 +61,7 @@ def loss(ratio: float) -> Filter:
 
 
 def band_of_dscp() -> Filter:
-    """Class selector 7 is band 0, served first; class selector 0 is band 7; what is not IPv4 (ARP) is band 0."""
+    """Class selector 7 is band 0, served first; class selector 0 is band 7; what is not IPv4 is band 0."""
     return Filter(
         "band",
         _assembled(

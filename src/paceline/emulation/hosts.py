@@ -57,7 +57,7 @@ def inside(pid: int, home: int) -> Iterator[None]:
 def _become_host(name: str, hosts_text: str, lab: int, report: int) -> None:
     """Never returns. The middle process waits for the host's first one: its child, so that both die in order."""
     try:
-        _forget_the_lab(report)
+        forget_the_lab(report)
         kernel.die_with_parent(lab)
         kernel.unshare(kernel.NEW_NET | kernel.NEW_MOUNT | kernel.NEW_UTS | kernel.NEW_IPC | kernel.NEW_PID)
         start, go = os.pipe()
@@ -81,11 +81,14 @@ def _become_host(name: str, hosts_text: str, lab: int, report: int) -> None:
     os._exit(0)
 
 
-def _forget_the_lab(keep: int) -> None:
-    """Close the laboratory's files and defaults its signals: the owner must see the laboratory's end, not ours."""
-    os.closerange(3, keep)
-    os.closerange(keep + 1, 4096)
-    for number in (signal.SIGINT, signal.SIGTERM):
+def forget_the_lab(*keep: int) -> None:
+    """Close the laboratory's files and default its signals: the owner must see the laboratory's end, not ours."""
+    first = 3
+    for file in sorted(keep):
+        os.closerange(first, file)
+        first = file + 1
+    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.machinery
+import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,8 +35,10 @@ OnLine = Callable[[int, "int | None", str], None]
 
 PORT = 29500  # free: every host has its own ports
 GRACE_S = 10.0
+TIMED_OUT = 124
 _STOP_S = 5.0
 _POLL_S = 0.02
+_SAMPLE_S = 0.5
 _PREFIX = "\x1f"
 _OF_RANK = re.compile(f"{_PREFIX}(\\d+){_PREFIX}(.*)", re.DOTALL)
 
@@ -50,8 +52,10 @@ class Outcome:
             time was up.
         exit_codes: One a host; None for one that had to be stopped.
         failed_host: The host that failed first; None if none did.
+        failed_s: Seconds from the start to that.
         wall_s: Seconds from the start of the agents to the end of the last.
         timed_out: Whether `timeout_s` ended it.
+        busy_ratio: Share of this machine's processor time that was in use in the second half, by anyone.
         counters: What each host's links carried meanwhile.
         spec: The cluster.
     """
@@ -59,38 +63,55 @@ class Outcome:
     exit_code: int
     exit_codes: tuple[int | None, ...]
     failed_host: int | None
+    failed_s: float | None
     wall_s: float
     timed_out: bool
+    busy_ratio: float
     counters: tuple[Counters, ...]
     spec: ClusterSpec
+
+    def failure(self) -> str | None:
+        """What went wrong, in one paragraph; None if all is well."""
+        if self.timed_out:
+            return (
+                f"the time was up after {self.wall_s:.1f} s and every rank was stopped. Give the job longer with "
+                "--timeout, or see above what it was doing."
+            )
+        if self.failed_host is None or self.failed_s is None:
+            return None
+        others = [
+            f"host{host} {'had to be stopped' if code is None else f'exit code {code}'}"
+            for host, code in enumerate(self.exit_codes)
+            if code != 0 and host != self.failed_host
+        ]
+        also = f"; then {', '.join(others)}" if others else "; the others ended well"
+        return (
+            f"host{self.failed_host} failed first (exit code {self.exit_codes[self.failed_host]}), "
+            f"{self.failed_s:.1f} s after the start{also}. The ranks' own messages are above. "
+            "See docs/troubleshooting.md#failed-first."
+        )
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A job's end, before the counters are read."""
+    """A job's end, before the counters are read; the fields are `Outcome`'s."""
 
     spec: ClusterSpec
     exit_codes: tuple[int | None, ...]
     failed_host: int | None
+    failed_s: float | None
     wall_s: float
     timed_out: bool
+    busy_ratio: float
 
     def outcome(self, counters: Sequence[Counters]) -> Outcome:
         """The same with what the links carried."""
         code = 0
         if self.timed_out:
-            code = 124
+            code = TIMED_OUT
         elif self.failed_host is not None:
             code = self.exit_codes[self.failed_host] or 1
-        return Outcome(
-            code,
-            self.exit_codes,
-            self.failed_host,
-            self.wall_s,
-            self.timed_out,
-            tuple(counters),
-            self.spec,
-        )
+        return Outcome(exit_code=code, counters=tuple(counters), **vars(self))
 
 
 class Job:
@@ -114,6 +135,7 @@ class Job:
         self._readers: list[threading.Thread] = []
         self._agents: list[subprocess.Popen[str]] = []
         self._started_s = time.monotonic()
+        self._processor = _Processor()
         for host in cluster.hosts:
             self._agents.append(
                 subprocess.Popen(
@@ -131,29 +153,35 @@ class Job:
 
     def wait(self, timeout_s: float | None) -> Ended:
         """Wait until every agent has ended, or had to be stopped."""
-        deadline_s = None if timeout_s is None else self._started_s + timeout_s
         failed: int | None = None
-        timed_out = False
-        grace_ends_s = float("inf")
-        while running := [agent for agent in self._agents if agent.poll() is None]:
-            now_s = time.monotonic()
-            if failed is None:
-                failed = self._first_failed()
-                grace_ends_s = float("inf") if failed is None else now_s + GRACE_S
-            timed_out = deadline_s is not None and now_s > deadline_s
-            if timed_out or now_s > grace_ends_s:
-                self._stop(running)
+        failed_s = stopped_s = math.inf
+        stopped: list[int] = []
+        while running := [host for host, agent in enumerate(self._agents) if agent.poll() is None]:
+            now_s = time.monotonic() - self._started_s
+            self._processor.sample(now_s)
+            if failed is None and (failed := self._first_failed()) is not None:
+                failed_s = now_s
+            if now_s > min(failed_s + GRACE_S, math.inf if timeout_s is None else timeout_s):
+                stopped, stopped_s = running, now_s
+                self._stop([self._agents[host] for host in running])
                 break
             time.sleep(_POLL_S)
-        codes = tuple(
-            None if agent.returncode in (-signal.SIGKILL, None) else agent.returncode
-            for agent in self._agents
-        )
-        failed = self._first_failed() if failed is None else failed
         wall_s = time.monotonic() - self._started_s
         for reader in self._readers:
             reader.join()
-        return Ended(self._spec, codes, failed, wall_s, timed_out)
+        if failed is None and not stopped:
+            failed, failed_s = self._first_failed(), wall_s
+        return Ended(
+            spec=self._spec,
+            exit_codes=tuple(
+                None if host in stopped else agent.returncode for host, agent in enumerate(self._agents)
+            ),
+            failed_host=failed,
+            failed_s=None if failed is None else failed_s,
+            wall_s=wall_s,
+            timed_out=bool(stopped) and failed_s + GRACE_S > stopped_s,
+            busy_ratio=self._processor.busy_ratio(),
+        )
 
     def close(self) -> None:
         """End what still runs, and remove the job's files."""
@@ -166,7 +194,7 @@ class Job:
         return next((i for i, agent in enumerate(self._agents) if agent.poll() not in (None, 0)), None)
 
     def _stop(self, agents: Sequence[subprocess.Popen[str]]) -> None:
-        """SIGTERM, so that an agent ends its ranks; then SIGKILL, which the kernel extends to its ranks."""
+        """SIGTERM, so that an agent ends its ranks; then SIGKILL, after which its keeper does."""
         for agent in agents:
             agent.terminate()
         deadline_s = time.monotonic() + _STOP_S
@@ -219,13 +247,36 @@ class Job:
                     self._on_line(host, rank, text.rstrip("\n"))
 
 
+class _Processor:
+    """How busy this machine's cores were in the second half of a time; the first is mostly starting Python."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, int, int]] = []
+
+    def sample(self, now_s: float) -> None:
+        """Note the ticks so far, twice a second."""
+        if self._samples and now_s - self._samples[-1][0] < _SAMPLE_S:
+            return
+        with Path("/proc/stat").open() as stat:
+            ticks = [int(word) for word in stat.readline().split()[1:9]]
+        self._samples.append((now_s, sum(ticks), ticks[3] + ticks[4]))
+
+    def busy_ratio(self) -> float:
+        """Of the samples' second half; 0 if there are too few."""
+        if len(self._samples) < 3:
+            return 0.0
+        _, total, idle = self._samples[len(self._samples) // 2]
+        _, last_total, last_idle = self._samples[-1]
+        return 1 - (last_idle - idle) / max(last_total - total, 1)
+
+
 def check_script(argv: Sequence[str]) -> None:
     """Refuse what is not there to run, before anything is made.
 
     Raises:
         ConfigurationError: Names what was looked for and where.
     """
-    if not argv or argv == ["-m"]:
+    if not argv or list(argv) == ["-m"]:
         raise ConfigurationError(
             "no script to run. Name it after the options: paceline emulate --hosts 2 -- train.py --epochs 3"
         )

@@ -17,21 +17,23 @@ import contextlib
 import errno
 import json
 import os
+import select
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.emulation import counters, cpu, kernel, owner
 from paceline.emulation.hosts import start_host
 from paceline.emulation.spec import ClusterSpec
+from paceline.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from paceline.emulation.network import Network
 
 _REFUSED = (errno.EPERM, errno.EACCES)
-
-
-class _Refusal(Exception):  # noqa: N818
-    """The kernel lacks something, or does not allow it; the text is for the user."""
 
 
 class Laboratory:
@@ -46,6 +48,7 @@ class Laboratory:
         self._spec = spec
         self._owner = owner_id
         self._pids: list[int] = []
+        self._network: Network | None = None
         self._folder = owner.make_folder(self._owner)
 
     def build(self) -> dict[str, Any]:
@@ -58,7 +61,10 @@ class Laboratory:
         names = [host_name(host) for host in range(self._spec.hosts)]
         addresses = [address(self._spec, host) for host in range(self._spec.hosts)]
         for name in names:
-            self._pids.append(start_host(name, _hosts_text(names, addresses)))
+            with _allowed(
+                "hosts with namespaces and a /proc of their own, which in a container takes --privileged"
+            ):
+                self._pids.append(start_host(name, _hosts_text(names, addresses)))
         for group, pid in zip(groups, self._pids, strict=True):
             if group is not None:
                 group.write_text(str(pid))
@@ -72,16 +78,19 @@ class Laboratory:
 
     def answer(self, request: dict[str, Any]) -> Any:
         """Do what a request says."""
+        if self._network is None:
+            raise ValueError("nothing has been built")
         if request["do"] == "counters":
             return counters.read(self._network, self._pids)
         if request["do"] == "set_link":
             self._network.set_link(request["host"], request["link"], up=request["up"])
             return None
-        raise _Refusal(f"no request {request['do']!r}")
+        raise ValueError(f"no request {request['do']!r}")
 
     def close(self) -> None:
         """End every host and wait until its processes are gone; then the groups can be removed."""
-        for pid in self._pids:
+        wires = [] if self._network is None else self._network.wires
+        for pid in (*self._pids, *wires):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -96,19 +105,31 @@ class Laboratory:
             return [None] * len(cores)
         groups = cpu.find_groups()
         if groups is None:
-            raise _Refusal(
+            raise UnsupportedError(
                 "--cpu needs a cgroup with the cpu controller that this user may write to, and there is none. Run as "
-                "root, or leave --cpu out."
+                "root, or leave --cpu out. Nothing was created."
             )
-        return [
-            None if limit is None else groups.limit(self._owner, host_name(host), limit)
-            for host, limit in enumerate(cores)
-        ]
+        with _allowed("--cpu, which takes a cgroup with a quota"):
+            return [
+                None if limit is None else groups.limit(self._owner, host_name(host), limit)
+                for host, limit in enumerate(cores)
+            ]
 
 
 def host_name(host: int) -> str:
     """What a host is called, in messages and as its own host name."""
     return f"host{host}"
+
+
+@contextlib.contextmanager
+def _allowed(what: str) -> Iterator[None]:
+    """Say what it was about if the kernel refuses what follows."""
+    try:
+        yield
+    except OSError as error:
+        raise UnsupportedError(
+            f"this machine does not allow {what} ({error.strerror}). Nothing was created."
+        ) from error
 
 
 def _isolate() -> None:
@@ -125,10 +146,11 @@ def _isolate() -> None:
             Path("/proc/self/uid_map").write_text(f"0 {user} 1")
             Path("/proc/self/gid_map").write_text(f"0 {group} 1")
     except OSError as error:
-        raise _Refusal(
+        raise UnsupportedError(
             "emulating hosts needs root, or a kernel that lets users make namespaces, and here it does not "
             f"({error.strerror}): run as root (in a container: with --privileged), or set "
-            "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where those exist."
+            "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0 where those exist. "
+            "Nothing was created."
         ) from error
 
 
@@ -141,6 +163,7 @@ def _hosts_text(names: list[str], addresses: list[str]) -> str:
 
 def serve(owner_id: str, connection: socket.socket) -> None:
     """Build what the first line says, answer the others, and take everything away at their end."""
+    owner = _watch(os.getppid())
     with connection, connection.makefile("rw") as lines:
 
         def say(what: dict[str, Any]) -> None:
@@ -152,14 +175,28 @@ def serve(owner_id: str, connection: socket.socket) -> None:
         try:
             try:
                 say({"built": laboratory.build()})
-                for line in lines:
+                while _owner_lives(connection, owner) and (line := lines.readline()):
                     say({"answer": laboratory.answer(json.loads(line))})
-            except _Refusal as error:
+            except UnsupportedError as error:
                 say({"refused": str(error)})
             except Exception as error:  # noqa: BLE001 - whatever it is, the owner has to hear of it
                 say({"failed": f"{type(error).__name__}: {error}"})
         finally:
             laboratory.close()
+
+
+def _watch(pid: int) -> int | None:
+    """An open file that says when a process has ended; None where the kernel has none."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.pidfd_open(pid)
+    return None
+
+
+def _owner_lives(connection: socket.socket, owner: int | None) -> bool:
+    """Wait until the owner speaks or ends; its socket alone may be kept open by a child it forked."""
+    files: list[socket.socket | int] = [connection] if owner is None else [connection, owner]
+    ready, _, _ = select.select(files, [], [])
+    return owner not in ready
 
 
 if __name__ == "__main__":

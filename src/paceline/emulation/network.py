@@ -15,22 +15,23 @@ Rules
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyroute2 import IPRoute
+from pyroute2 import IPRoute, NetlinkError
 from pyroute2.ethtool import Ethtool
 from pyroute2.netlink.rtnl.tcmsg import plugins, sched_pfifo
 
-from paceline.emulation import filters, marking
+from paceline.emulation import delay, filters, marking
 from paceline.emulation.hosts import inside
 from paceline.emulation.spec import ClusterSpec
+from paceline.errors import UnsupportedError
 
 HOST_QUEUE_BYTES = 1 << 20
-plugins.setdefault(
-    "bfifo", sched_pfifo
-)  # pyroute2 knows the packet-limited sister, whose message is the same
+# pyroute2 knows the sister that counts packets, whose message is the same.
+plugins.setdefault("bfifo", sched_pfifo)
 
 _ROOT, _WHOLE_LINK, _ONLY_CLASS = 0x10000, 0x10001, 0x10010
 _FLOOR_BYTES_PER_S = 1000  # what strict priority guarantees a band: as good as nothing
@@ -67,6 +68,10 @@ class Network:
     Args:
         spec: What to build.
         pids: The hosts' first processes.
+
+    Attributes:
+        ip: Talks to the kernel about the switch's network.
+        wires: The processes of links with a user-space delay.
     """
 
     def __init__(self, spec: ClusterSpec, pids: list[int]) -> None:
@@ -75,6 +80,7 @@ class Network:
         self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
         self.ip = IPRoute()
         self._ip_of: list[IPRoute] = []
+        self.wires: list[int] = []
         self._marks: dict[tuple[int, int], int] = {}
 
     def build(self) -> None:
@@ -83,11 +89,14 @@ class Network:
         Raises:
             OSError: The kernel refused something. pyroute2's NetlinkError is raised as it is.
         """
-        self._up("lo")
+        with _needs("rights over a network namespace"):
+            self._up("lo")
+        self._netem = bool(self._spec.delay_s) and delay.has_netem(self.ip, self._index("lo"))
         for link in range(self._spec.links):
             self._add_switches(link)
             for host, pid in enumerate(self._pids):
                 self._add_link(host, pid, link)
+            self._teach_switches(link)
         for host, pid in enumerate(self._pids):
             with inside(pid, self._home):
                 self._ip_of.append(IPRoute())
@@ -125,53 +134,91 @@ class Network:
         self._add_bridge(spine)
         for rack in range(spec.racks):
             up, down = f"up{link}r{rack}", f"down{link}r{rack}"
-            self.ip.link(
-                "add",
-                ifname=up,
-                kind="veth",
-                mtu=spec.mtu,
-                peer={"ifname": down, "attrs": [("IFLA_MTU", spec.mtu)]},
-            )
+            self._add_veth(up, {"ifname": down})
             for port, bridge in ((up, switch_name(link, rack)), (down, spine)):
-                self.ip.link("set", index=self._index(port), master=self._index(bridge))
+                self.ip.link("set", index=self._index(port), mtu=spec.mtu, master=self._index(bridge))
+                _quiet(port)
                 self._set_offload(port)
                 self._shape(self.ip, port, spec.uplink_bits_per_s, spec.queue_bytes)
                 self._up(port)
 
     def _add_bridge(self, name: str) -> None:
-        self.ip.link(
-            "add", ifname=name, kind="bridge", mtu=self._spec.mtu, br_stp_state=0, br_mcast_snooping=0
-        )
+        with _needs("bridges"):
+            self.ip.link(
+                "add", ifname=name, kind="bridge", mtu=self._spec.mtu, br_stp_state=0, br_mcast_snooping=0
+            )
         _quiet(name)
         self._up(name)
 
     def _add_link(self, host: int, pid: int, link: int) -> None:
         spec, port = self._spec, port_name(host, link)
-        self.ip.link(
-            "add",
-            ifname=port,
-            kind="veth",
-            mtu=spec.mtu,
-            peer={"ifname": f"eth{link}", "net_ns_pid": pid, "attrs": [("IFLA_MTU", spec.mtu)]},
-        )
+        self._add_pair(host, pid, link)
         index = self._index(port)
-        self.ip.link("set", index=index, master=self._index(switch_name(link, spec.rack_of(host))))
+        self.ip.link(
+            "set", index=index, mtu=spec.mtu, master=self._index(switch_name(link, spec.rack_of(host)))
+        )
         _quiet(port)
         self._set_offload(port)
         self._shape(self.ip, port, spec.port_rate_bits_per_s[host], spec.queue_bytes, priority=spec.priority)
         self._add_filters(host, link, index)
         self._up(port)
 
+    def _add_pair(self, host: int, pid: int, link: int) -> None:
+        """The two ends of a link and what lies between them: nothing, or a delay."""
+        spec, port, at_host = self._spec, port_name(host, link), f"eth{link}"
+        if not spec.delay_s:
+            self._add_veth(port, {"ifname": at_host, "net_ns_pid": pid})
+        elif not self._netem:
+            self.wires.append(delay.add_wire(pid, at_host, port, self._home, spec))
+        else:  # host - near [bridge] far - port, where far delays what it sends towards the port
+            near, far, wire = f"n{host}.{link}", f"f{host}.{link}", f"w{host}.{link}"
+            self._add_veth(near, {"ifname": at_host, "net_ns_pid": pid})
+            self._add_veth(port, {"ifname": far})
+            self._add_bridge(wire)
+            for end in (near, far):
+                index = self._index(end)
+                self.ip.link("set", index=index, mtu=spec.mtu, master=self._index(wire), state="up")
+                _quiet(end)
+                self._set_offload(end)
+            delay.add_netem(self.ip, self._index(far), spec)
+
+    def _add_veth(self, name: str, peer: dict[str, object]) -> None:
+        with _needs("veth links"):
+            self.ip.link("add", ifname=name, kind="veth", mtu=self._spec.mtu, peer=peer)
+
+    def _teach_switches(self, link: int) -> None:
+        """Tell every bridge behind which port each host lies: without ARP nobody would ever say."""
+        spec = self._spec
+        for host in range(spec.hosts):
+            home_rack = spec.rack_of(host)
+            ports = {switch_name(link, home_rack): port_name(host, link)}
+            if spec.racks > 1:
+                ports |= {
+                    switch_name(link, rack): f"up{link}r{rack}"
+                    for rack in range(spec.racks)
+                    if rack != home_rack
+                }
+                ports |= {f"spine{link}": f"down{link}r{home_rack}"}
+            for port in ports.values():
+                self.ip.fdb("add", ifindex=self._index(port), lladdr=_hardware_address(host, link))
+
     def _add_filters(self, host: int, link: int, index: int) -> None:
         spec, rate = self._spec, self._spec.port_rate_bits_per_s[host]
         marks = rate is not None and (spec.mark_bytes is not None or spec.drop_bytes is not None)
         if not marks and not spec.loss_ratio[host]:
             return
-        self.ip.tc("add", "clsact", index)
+        with _needs("the clsact queue and BPF filters (sch_ingress, cls_bpf)"):
+            self.ip.tc("add", "clsact", index)
         if spec.loss_ratio[host]:
             filters.attach(filters.loss(spec.loss_ratio[host]), index, filters.INGRESS)
         if marks and rate is not None:
-            program, self._marks[host, link] = marking.load(rate, spec.mark_bytes, spec.drop_bytes)
+            try:
+                program, self._marks[host, link] = marking.load(rate, spec.mark_bytes, spec.drop_bytes)
+            except PermissionError as error:
+                raise UnsupportedError(
+                    "--mark and --drop load a program into the kernel, which only root may do. Run as root, or leave "
+                    "them out. Nothing was created."
+                ) from error
             filters.attach(program, index, filters.EGRESS)
             os.close(program.program)
 
@@ -184,7 +231,8 @@ class Network:
             self._set_offload(name)
             self._shape(ip, name, spec.rate_bits_per_s[host], HOST_QUEUE_BYTES)
             index = _find(ip, name)
-            ip.link("set", index=index, mtu=spec.mtu, state="up", txqlen=1000)
+            ip.link("set", index=index, mtu=spec.mtu, address=_hardware_address(host, link))
+            ip.link("set", index=index, state="up", txqlen=delay.TAP_QUEUE_PACKETS)
             own = link_address(host, link)
             ip.addr("add", index=index, address=own, prefixlen=24, flags=_NO_PREFIX_ROUTE)
             ip.route(
@@ -196,10 +244,23 @@ class Network:
                 proto=_KERNEL_PROTOCOL,
                 metrics=self._metrics(),
             )
+            self._introduce_peers(ip, host, link, index)
         if spec.mark_bytes is not None:
             _set("net/ipv4/tcp_ecn", "1")
         if spec.links > 1:
             self._join_links(ip, host)
+
+    def _introduce_peers(self, ip: IPRoute, host: int, link: int, index: int) -> None:
+        """Instead of ARP, which would drop packets until it is answered, and be counted as traffic."""
+        for peer in range(self._spec.hosts):
+            if peer != host:
+                ip.neigh(
+                    "add",
+                    dst=link_address(peer, link),
+                    lladdr=_hardware_address(peer, link),
+                    ifindex=index,
+                    state="permanent",
+                )
 
     def _join_links(self, ip: IPRoute, host: int) -> None:
         """Give the host an address that others reach over any of its links; a flow stays on one."""
@@ -245,7 +306,8 @@ class Network:
         burst = max(10 * self._spec.mtu, round(rate * 0.0005))
         quantum = self._spec.mtu + 100
         limits = {"ceil": rate, "cburst": burst, "quantum": quantum}
-        ip.tc("add", "htb", index, _ROOT, default=(_ONLY_CLASS + 7 if priority else _ONLY_CLASS) & 0xFFFF)
+        with _needs("the HTB queueing discipline (sch_htb)"):
+            ip.tc("add", "htb", index, _ROOT, default=(_ONLY_CLASS + 7 if priority else _ONLY_CLASS) & 0xFFFF)
         if not priority:
             ip.tc("add-class", "htb", index, _ONLY_CLASS, parent=_ROOT, rate=rate, burst=burst, **limits)
             ip.tc("add", "bfifo", index, 0x100000, parent=_ONLY_CLASS, limit=queue_bytes)
@@ -295,6 +357,10 @@ def link_address(host: int, link: int) -> str:
     return f"10.77.{link}.{host + 1}"
 
 
+def _hardware_address(host: int, link: int) -> str:
+    return f"02:00:00:00:{link:02x}:{host:02x}"
+
+
 def port_name(host: int, link: int) -> str:
     """The switch's side of a host's link."""
     return f"p{host}" if link == 0 else f"p{host}.{link}"
@@ -303,6 +369,18 @@ def port_name(host: int, link: int) -> str:
 def switch_name(link: int, rack: int) -> str:
     """The bridge of a rack."""
     return f"sw{link}r{rack}"
+
+
+@contextmanager
+def _needs(what: str) -> Iterator[None]:
+    """Say what the kernel lacks if it refuses what follows."""
+    try:
+        yield
+    except NetlinkError as error:
+        raise UnsupportedError(
+            f"this kernel lacks {what}, or does not allow them here ({error.args[1]}). Load the module, run as root, "
+            "or try another machine. Nothing was created."
+        ) from error
 
 
 def _find(ip: IPRoute, name: str) -> int:

@@ -265,8 +265,8 @@ class ClusterSpec:
                 continue
             if not 0 < value <= self.queue_bytes:
                 raise ConfigurationError(
-                    f"{option} {value}B is not within the queue of {self.queue_bytes} bytes. Pass a smaller threshold or a "
-                    "larger --queue."
+                    f"{option} {value}B is not within the queue of {self.queue_bytes} bytes. Pass a smaller "
+                    "threshold or a larger --queue."
                 )
             if any(rate is None for rate in self.port_rate_bits_per_s):
                 raise ConfigurationError(
@@ -276,10 +276,14 @@ class ClusterSpec:
             raise ConfigurationError(
                 "--loss and --offload do not go together: one loss would be a burst of up to 44 packets. Drop one."
             )
+        if self.delay_s and any(rate is None for rate in self.rate_bits_per_s):
+            raise ConfigurationError(
+                "--delay needs a rate: without one there is no end to what is under way. Pass --rate."
+            )
         if self.jitter_s > self.delay_s:
             raise ConfigurationError(
-                f"--jitter {q.show_seconds(self.jitter_s)} is larger than the delay of {q.show_seconds(self.delay_s)}: a "
-                "packet would arrive before it was sent. Pass a larger --delay."
+                f"--jitter {q.show_seconds(self.jitter_s)} is larger than the delay of {q.show_seconds(self.delay_s)}: "
+                "a packet would arrive before it was sent. Pass a larger --delay."
             )
         if self.uplink_bits_per_s is not None and self.racks == 1:
             raise ConfigurationError("--uplink is what leaves a rack; pass --racks 2 or more with it.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.bench.protocol.summary import Summary
 
-_LINE_STYLES = (":", "--", "-.")
+_LINE_STYLES = (":", "--", "-", "-.")
 
 
 def save_bars(
@@ -35,7 +35,7 @@ def save_bars(
     for (name, x), style in zip((references or {}).items(), _LINE_STYLES, strict=False):
         axes.axvline(x, color="tab:red", linestyle=style, label=name)
     if references:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False, fontsize="small")
+        axes.figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
     axes.set_xlabel(unit)
     return _save(axes, path, title)
 

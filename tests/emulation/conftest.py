@@ -1,0 +1,39 @@
+"""A cluster to test on, and the reason where there can be none."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.emulation import ClusterSpec, EmulatedCluster
+from paceline.errors import UnsupportedError
+
+
+@pytest.fixture(scope="session")
+def _emulation_is_possible():
+    """Skips with the product's own words where this machine or user cannot emulate hosts."""
+    try:
+        with EmulatedCluster(ClusterSpec(hosts=1)):
+            return True
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def cluster(_emulation_is_possible):
+    """Opens clusters from the words of the command line; all are closed at the end."""
+    opened = []
+
+    def open_cluster(**words):
+        made = EmulatedCluster(ClusterSpec.parse(**words))
+        made.__enter__()
+        opened.append(made)
+        return made
+
+    yield open_cluster
+    for made in opened:
+        made.__exit__(None, None, None)
+
+
+@pytest.fixture
+def possible(_emulation_is_possible):
+    """For tests that start a command which emulates."""
