@@ -117,6 +117,7 @@ def measure(config: StudyConfig, tell: TellProgress) -> list[Outcome]:
                     cap_flows(trainee.variant.flow_bytes_per_s)
                 before = _sent_bytes()
                 trainee.step(phases[turn.side_index])
+                dist.barrier(trainee.group)  # behind what a slow link's queue still holds
                 sent[turn.side_index] += _sent_bytes() - before
             done += 1
             tell(done / (num_turns + 1))

@@ -6,6 +6,7 @@ everything once after backward, in 16 bits: that is the variant its curves are c
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -272,11 +273,16 @@ def _costs(outcomes: Sequence[Any], options: ScalingOptions) -> list[str]:
         ]
         slope, fixed_s = statistics.linear_regression(*zip(*points, strict=True))
         link_bytes_per_s = options.rate_bytes_per_s * proportion / max(options.rates)
-        if slope > 0:
-            notes.append(
-                f"{link_label(proportion)}: an all-reduce among {options.num_ranks} ranks takes {fixed_s * 1e3:.0f} ms "
-                f"whatever its size, and its bytes go at {1 / slope / link_bytes_per_s:.0%} of the link's rate"
-            )
+        rate_ratio = 1 / slope / link_bytes_per_s if slope > 0 else math.inf
+        by_bytes = (
+            f"its bytes go at {rate_ratio:.0%} of the link's rate"
+            if rate_ratio <= 1.1
+            else "its bytes cost next to nothing: the ranks' cores bound it, not the link"
+        )
+        notes.append(
+            f"{link_label(proportion)}: an all-reduce among {options.num_ranks} ranks takes {fixed_s * 1e3:.0f} ms "
+            f"whatever its size, and {by_bytes}"
+        )
     return notes
 
 
