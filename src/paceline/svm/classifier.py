@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import expit
 from sklearn.base import ClassifierMixin
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from paceline.errors import ConfigurationError
+from paceline.svm import calibration
 from paceline.svm.estimator import KernelMachine
 from paceline.svm.pairs import Pairs
 from paceline.svm.samples import Samples
@@ -20,13 +24,21 @@ from paceline.svm.training_set import TrainingSet
 from paceline.svm.world import World
 
 
+def _has_probabilities(model: SVC) -> bool:
+    if not model.probability:
+        raise AttributeError("predict_proba is only available when SVC was made with probability=True")
+    return True
+
+
+def _seed(seed: Any) -> int:
+    return int(np.random.default_rng(seed).integers(2**31))
+
+
 class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
     """A support vector classifier with scikit-learn's contract, trained by all ranks of a process group.
 
     In one process it takes the place of `sklearn.svm.SVC`. Where torch's default process group is initialised, every
     rank calls `fit`, and all end with the same model.
-
-    Limits first: no `probability` (scikit-learn is removing it; wrap in `CalibratedClassifierCV`).
 
     Args:
         C: Price of a violated margin.
@@ -42,7 +54,9 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         max_iter: Limit of pair updates (LIBSVM's iterations) for each pair of classes; -1 for none.
         decision_function_shape: `ovr` or `ovo`.
         break_ties: Break ties of the votes by the decision function (with `ovr`).
-        random_state: Without effect: nothing here is random.
+        probability: Whether `predict_proba` is wanted; costs five more fits, on parts of the training set.
+        random_state: Seed of those parts.
+        warm_start: Whether to start from the last fit's coefficients, if it was of as many rows and the same classes.
         elimination: When samples are eliminated: `adaptive`, `none`, or such as `multi-5%` or `single-500`.
         rows: In a process group: `own` rows are passed by each rank, `all` rows are passed by every rank and dealt
             out, or the process trains `alone`.
@@ -61,6 +75,8 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         counters_: What each pair of classes took, a tuple of `Counters`.
         fit_status_: 0 if every pair converged, else 1.
         shape_fit_: Rows and features of the training set of all ranks.
+        probA_: Slope of each pair's sigmoid, with `probability`.
+        probB_: Its shift.
         n_features_in_: Features.
 
     Source:
@@ -83,7 +99,9 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         max_iter: int = -1,
         decision_function_shape: str = "ovr",
         break_ties: bool = False,
+        probability: bool = False,
         random_state: Any = None,
+        warm_start: bool = False,
         elimination: str = "adaptive",
         rows: str = "own",
     ) -> None:
@@ -100,13 +118,17 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         self.max_iter = max_iter
         self.decision_function_shape = decision_function_shape
         self.break_ties = break_ties
+        self.probability = probability
         self.random_state = random_state
+        self.warm_start = warm_start
         self.elimination = elimination
         self.rows = rows
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
         self._check_number("C", 0.0, is_open=True)
+        if not isinstance(self.probability, (bool, np.bool_)):
+            self._refuse("probability", "a bool")
         if self.decision_function_shape not in ("ovr", "ovo"):
             self._refuse("decision_function_shape", "a str among ('ovo', 'ovr')")
 
@@ -155,7 +177,8 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         return np.asarray(np.searchsorted(self.classes_, y), np.float64)
 
     def _solve_all(self, data: TrainingSet, matrix: Samples) -> None:
-        pairs = Pairs.of(data, matrix, len(self.classes_), self.C * self.class_weight_)
+        start = self._start(data, (len(self.classes_) - 1, data.num_rows))
+        pairs = Pairs.of(data, matrix, len(self.classes_), self.C * self.class_weight_, start)
         solutions, table = pairs.solve(self._kernel, self._settings())
         for solution in solutions:
             self._warn(solution)
@@ -167,6 +190,33 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         self.n_iter_ = np.array([solution.counters.num_steps for solution in solutions], np.int32)
         self.gap_ = np.array([solution.gap for solution in solutions])
         self.objective_ = np.array([solution.objective for solution in solutions])
+        if self.probability:
+            self._calibrate(data, matrix)
+
+    def _calibrate(self, data: TrainingSet, matrix: Samples) -> None:
+        """Fit a sigmoid for each pair to decision values of samples left out. Collective."""
+        seed = self.random_state
+        if isinstance(seed, np.random.RandomState):
+            seed = int(seed.randint(2**31))
+        fold = calibration.folds(data.all_targets, int(data.world.broadcast(np.array([_seed(seed)]), "")[0]))
+        num = len(self.classes_)
+        pairs = list(itertools.combinations(range(num), 2))
+        values = np.zeros((len(data.samples), len(pairs)))
+        mine = fold[np.searchsorted(data.all_ids, data.samples.ids)]
+        for left_out in np.unique(fold):
+            model: SVC = copy.copy(self)
+            model.probability = model.warm_start = False
+            model._solve_all(data.subset(fold != left_out), matrix.take(np.flatnonzero(mine != left_out)))
+            at = np.flatnonzero(mine == left_out)
+            values[at] = model._values_of_pairs(data.samples.take(at).rows)  # type: ignore[attr-defined]
+        doing = "calibrating"
+        everyone = np.concatenate(data.world.gather_uneven(values.ravel(), doing)).reshape(-1, len(pairs))
+        targets = np.concatenate(data.world.gather_uneven(data.targets, doing))
+        found = np.zeros((len(pairs), 2))
+        for pair, (one, other) in enumerate(pairs):
+            chosen = np.isin(targets, (one, other))
+            found[pair] = calibration.sigmoid(everyone[chosen, pair], targets[chosen] == one)
+        self.probA_, self.probB_ = data.world.broadcast(found, doing).T
 
     def _group_by_class(self, labels: NDArray[np.int64]) -> None:
         """Put the support vectors in the order of their classes."""
@@ -203,9 +253,30 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         # Confidences only break ties: they are squeezed into (-1/3, 1/3).
         return np.asarray(votes + confidences / (3 * (np.abs(confidences) + 1)))
 
+    @available_if(_has_probabilities)
+    def predict_proba(self, X: Any) -> NDArray[np.float64]:
+        """Probabilities of the classes, shape (N, K); needs `probability=True` before `fit`."""
+        check_is_fitted(self)
+        values = self._values_of_pairs(self._seen_rows(X))
+        return calibration.coupled(expit(-(self.probA_ * values + self.probB_)), len(self.classes_))
+
+    @available_if(_has_probabilities)
+    def predict_log_proba(self, X: Any) -> NDArray[np.float64]:
+        """Logarithms of `predict_proba`."""
+        return np.asarray(np.log(self.predict_proba(X)))
+
+    def _values_of_pairs(self, X: Any) -> NDArray[np.float64]:
+        """Decision values of all pairs, positive for the first class, also where there is one pair; shape (N, pairs)."""
+        if len(self.classes_) == 2:
+            return np.asarray(self._expansion(X, slice(None)) - self._offsets)
+        return self._values(X)
+
     def _decisions_of_pairs(self, X: Any) -> NDArray[np.float64]:
         """Values of all pairs of classes, shape (N, pairs); each class's kernel values serve all of its pairs."""
-        X, num = self._seen_rows(X), len(self.classes_)
+        return self._values(self._seen_rows(X))
+
+    def _values(self, X: Any) -> NDArray[np.float64]:
+        num = len(self.classes_)
         at = {pair: k for k, pair in enumerate(itertools.combinations(range(num), 2))}
         values = np.tile(-self._offsets, (X.shape[0], 1))
         ends = np.cumsum(self.n_support_)

@@ -180,6 +180,16 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
             return DenseSamples.of(samples.rows - mean, samples.ids)
         return samples
 
+    def _start(self, data: TrainingSet, shape: tuple[int, int]) -> NDArray[np.float64] | None:
+        """The last fit's table over the rows of all ranks, if it is to be started from and suits; else None."""
+        if not getattr(self, "warm_start", False) or getattr(self, "_table", np.empty((0, 0))).shape[0] != shape[0]:
+            return None
+        if self._num_rows != shape[1]:
+            return None
+        table = np.zeros(shape)
+        table[:, self.support_] = self._table
+        return table
+
     def _settings(self) -> SolverSettings:
         return SolverSettings(
             tol=float(self.tol),
@@ -241,6 +251,7 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
             if self.kernel == "precomputed"
             else data.everywhere(data.samples, local).rows  # type: ignore[attr-defined]
         )
+        self._num_rows = data.num_rows
         self.fit_status_ = int(not all(solution.converged for solution in solutions))
         self.counters_ = tuple(solution.counters for solution in solutions)
         return np.searchsorted(data.all_ids, columns.ids)

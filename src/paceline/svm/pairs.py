@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.svm import dealing
 from paceline.svm.direct import Small
 from paceline.svm.kernels import Kernel
-from paceline.svm.problem import Problem, Solution, SolverSettings
+from paceline.svm.problem import Problem, Solution, SolverSettings, feasible
 from paceline.svm.samples import Samples
 from paceline.svm.solver import Solver
 from paceline.svm.training_set import TrainingSet
@@ -27,6 +27,7 @@ class Pairs:
         counts: Samples of each class over all ranks, shape (K,).
         costs: Bounds of the coefficients of this rank's samples, shape (N,).
         all_costs: Of all ranks' samples, by ascending number.
+        start: Table of coefficients to start from, of all rows, shape (K - 1, rows), or None.
     """
 
     data: TrainingSet
@@ -34,16 +35,18 @@ class Pairs:
     counts: NDArray[np.int64]
     costs: NDArray[np.float64]
     all_costs: NDArray[np.float64]
+    start: NDArray[np.float64] | None
 
     @classmethod
-    def of(cls, data: TrainingSet, matrix: Samples, num_classes: int, cost: NDArray[np.float64]) -> Pairs:
+    def of(cls, data: TrainingSet, matrix: Samples, num_classes: int, cost: NDArray[np.float64], start: NDArray[np.float64] | None
+    ) -> Pairs:
         """The pairs, given C of each class, shape (K,). Collective."""
         costs = cost[data.targets.astype(np.int64)] * data.weights
         doing = "exchanging weights"
         ids = np.concatenate(data.world.gather_uneven(data.samples.ids, doing))
         everyone = np.concatenate(data.world.gather_uneven(costs, doing))[np.argsort(ids)]
         counts = np.bincount(data.all_targets.astype(np.int64), minlength=num_classes)
-        return cls(data, matrix, counts, costs, everyone)
+        return cls(data, matrix, counts, costs, everyone, start)
 
     def solve(self, kernel: Kernel, settings: SolverSettings) -> tuple[list[Solution], NDArray[np.float64]]:
         """Solve all. Collective.
@@ -91,7 +94,8 @@ class Pairs:
             lower = np.concatenate([np.zeros(b - a), -costs[c:d]])[None]
             linear = np.concatenate([np.full(b - a, -1.0), np.ones(d - c)])[None]
             bounds = (int(a), int(b), int(c), int(d))
-            problems.append(Small(bounds, linear, lower, upper, np.zeros(linear.shape)))
+            members = np.concatenate([order[a:b], order[c:d]])
+            problems.append(Small(bounds, linear, lower, upper, self._feasible((one, other), members)[None]))
         width = int(max(self.counts[list(pair)].max() for pair in pairs)) if len(pairs) > 1 else 0
         found = dealing.deal(kernel, samples, problems, settings, data.world, width)
         place = np.empty(len(order), np.int64)
@@ -112,6 +116,8 @@ class Pairs:
         mine, samples, num = data.part(np.isin(data.all_targets, pair), self.matrix)
         is_one = data.targets[mine] == one
         y, cost = np.where(is_one, 1.0, -1.0), self.costs[mine]
+        everyone = np.flatnonzero(np.isin(data.all_targets, pair))
+        places = np.searchsorted(data.all_ids, data.samples.ids)
         problem = Problem(
             kernel=kernel,
             samples=samples,
@@ -119,9 +125,24 @@ class Pairs:
             linear=-y[None],
             lower=np.minimum(0.0, y * cost)[None],
             upper=np.maximum(0.0, y * cost)[None],
-            start=np.zeros((1, len(mine))),
+            start=self._feasible(pair, everyone)[np.searchsorted(everyone, places[mine])][None],
         )
         solution = Solver(problem, settings, data.world).solve()
         table[other - 1, mine[is_one]] = solution.beta[is_one]
         table[one, mine[~is_one]] = solution.beta[~is_one]
         return solution
+
+    def _feasible(self, pair: tuple[int, int], members: NDArray[np.int64]) -> NDArray[np.float64]:
+        """A start within the bounds, of sum zero, as near as that is to the coefficients to start from.
+
+        Args:
+            pair: Of classes.
+            members: Their samples, as places among `data.all_ids`.
+        """
+        if self.start is None:
+            return np.zeros(len(members))
+        one, other = pair
+        ids, is_one = self.data.all_ids[members], self.data.all_targets[members] == one
+        last = np.where(is_one, self.start[other - 1, ids], self.start[one, ids])
+        cost = self.all_costs[members]
+        return feasible(last, np.where(is_one, 0.0, -cost), np.where(is_one, cost, 0.0))

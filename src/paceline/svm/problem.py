@@ -144,3 +144,19 @@ class Solution:
     gap: float
     converged: bool
     counters: Counters
+
+
+def feasible(
+    last: NDArray[np.float64], lower: NDArray[np.float64], upper: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Coefficients within the bounds and of sum zero, near `last`: clipped, then the heavier sign scaled down.
+
+    Args:
+        last: Coefficients of an earlier fit, of all ranks' variables.
+        lower: At most 0.
+        upper: At least 0.
+    """
+    beta = np.clip(last, lower, upper)
+    up, down = beta[beta > 0].sum(), -beta[beta < 0].sum()
+    least = min(up, down)
+    return np.asarray(np.where(beta > 0, beta * (least / max(up, 1e-300)), beta * (least / max(down, 1e-300))))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from sklearn.base import RegressorMixin
 
 from paceline.svm.estimator import KernelMachine
-from paceline.svm.problem import Problem
+from paceline.svm.problem import Problem, feasible
 from paceline.svm.samples import Samples
 from paceline.svm.training_set import TrainingSet
 
@@ -24,6 +24,7 @@ class SVR(RegressorMixin, KernelMachine):  # type: ignore[misc]
         kernel: As in `SVC`; so are `degree`, `gamma`, `coef0`, `tol`, `shrinking`, `cache_size`, `verbose`,
             `max_iter`, `elimination` and `rows`.
         C: Price of a deviation beyond `epsilon`.
+        warm_start: Whether to start from the last fit's coefficients, if it was of as many rows.
         epsilon: Deviations up to this cost nothing; in units of the targets.
 
     Attributes:
@@ -54,6 +55,7 @@ class SVR(RegressorMixin, KernelMachine):  # type: ignore[misc]
         max_iter: int = -1,
         elimination: str = "adaptive",
         rows: str = "own",
+        warm_start: bool = False,
     ) -> None:
         self.kernel = kernel
         self.degree = degree
@@ -68,6 +70,7 @@ class SVR(RegressorMixin, KernelMachine):  # type: ignore[misc]
         self.max_iter = max_iter
         self.elimination = elimination
         self.rows = rows
+        self.warm_start = warm_start
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
@@ -83,6 +86,15 @@ class SVR(RegressorMixin, KernelMachine):  # type: ignore[misc]
         mine, samples, num = data.part(np.ones(len(data.all_ids), np.bool_), matrix)
         y, cost = data.targets[mine], self.C * data.weights[mine]
         nothing = np.zeros(len(mine))
+        start = np.zeros((2, len(mine)))
+        last = self._start(data, (1, data.num_rows))
+        if last is not None:
+            doing = "exchanging weights"
+            ids = np.concatenate(data.world.gather_uneven(data.samples.ids, doing))
+            costs = np.zeros(data.num_rows)
+            costs[ids] = self.C * np.concatenate(data.world.gather_uneven(data.weights, doing))
+            beta = feasible(last[0], -costs, costs)[data.samples.ids]
+            start = np.stack([np.maximum(beta, 0.0), np.minimum(beta, 0.0)])
         problem = Problem(
             kernel=self._kernel,
             samples=samples,
@@ -90,7 +102,7 @@ class SVR(RegressorMixin, KernelMachine):  # type: ignore[misc]
             linear=np.stack([self.epsilon - y, -self.epsilon - y]),
             lower=np.stack([nothing, -cost]),
             upper=np.stack([cost, nothing]),
-            start=np.zeros((2, len(mine))),
+            start=start,
         )
         self._keep_one(data, self._solve(data, problem))
 

@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -127,6 +128,18 @@ class TrainingSet:
             columns = self.all_ids[of_all]
             return mine, GramSamples(ids, np.ascontiguousarray(chosen.rows[:, columns])), len(columns)
         return mine, renumbered(chosen, ids), int(of_all.sum())
+
+    def subset(self, of_all: NDArray[np.bool_]) -> TrainingSet:
+        """Some samples as a training set; they keep their numbers."""
+        mine = np.flatnonzero(of_all[np.searchsorted(self.all_ids, self.samples.ids)])
+        return dataclasses.replace(
+            self,
+            samples=self.samples.take(mine),
+            targets=self.targets[mine],
+            weights=self.weights[mine],
+            all_ids=self.all_ids[of_all],
+            all_targets=self.all_targets[of_all],
+        )
 
     def everywhere(self, samples: Samples, positions: NDArray[np.int64]) -> Samples:
         """Those of all ranks' samples on every rank, by ascending number.
