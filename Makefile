@@ -29,7 +29,7 @@ demo: $(STAMP)
 	$(BIN)/paceline demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

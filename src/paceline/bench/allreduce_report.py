@@ -184,7 +184,9 @@ def _memory_notes(measured: Measured, ranks: Ranks) -> tuple[str, ...]:
         for size, times in measured.times_s["paceline"].items()
     ]
     note = f"memory: copying reads and writes {rate * 1e-9:.1f} GB/s a rank while all copy; "
-    note += f"paceline reads and writes twice the message a rank, and reaches of that rate {', '.join(shares)}"
+    note += (
+        f"paceline reads and writes twice the message a rank, and reaches of that rate {', '.join(shares)}"
+    )
     return (note,)
 
 

@@ -14,11 +14,11 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from paceline.observe.processes import GONE, UNKNOWN, is_stopped, state_of
 from paceline.reductions.pending import Pending
 
 SLICE_S = 0.5
@@ -169,14 +169,11 @@ class _State:
 
 def _look_up(pid: int, where: str) -> _State:
     """What the kernel says about a process of this host."""
-    try:
-        code = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
+    state = state_of(pid)
+    if state == GONE:
         return _State(f"{where} has died", is_gone=True)
-    except (OSError, IndexError):
-        return _State(f"{where} does not answer", is_gone=False)
-    if code in "ZX":
-        return _State(f"{where} has died", is_gone=True)
-    if code in "Tt":
+    if is_stopped(state):
         return _State(f"{where} is stopped", is_gone=True)
+    if state == UNKNOWN:
+        return _State(f"{where} does not answer", is_gone=False)
     return _State(f"{where} is running but does not answer", is_gone=False)

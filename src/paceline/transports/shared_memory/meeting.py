@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from paceline.errors import PeerLostError
+from paceline.observe.processes import GONE, is_stopped, start_time_of, state_of
 from paceline.transports.shared_memory.host import Host, Neighbour
 
 SLICE_S = 0.1
@@ -34,7 +34,7 @@ class Meetings:
         self._others = [other for other in host.neighbours if other.rank != host.me.rank]
         self._boards = [neighbour.board for neighbour in host.neighbours]
         self._stage = 0
-        self._starts = {other.rank: _started(other.pid) for other in self._others}
+        self._starts = {other.rank: start_time_of(other.pid) for other in self._others}
         self._patience_s = PATIENCE_S if host.num_ranks <= len(os.sched_getaffinity(0)) else 0.0
         self.timeout_s = timeout_s
         self.is_broken = False
@@ -85,8 +85,8 @@ class Meetings:
 
     def _lost(self, other: Neighbour, waited_s: float) -> tuple[int, str] | None:
         """Who is to blame, and for what; None while there is hope."""
-        state = _state(other.pid)
-        if state is None or state in "ZX" or _started(other.pid) != self._starts[other.rank]:
+        state = state_of(other.pid)
+        if state == GONE or start_time_of(other.pid) != self._starts[other.rank]:
             return other.rank, f"(process {other.pid}) died"
         because_of = other.board.given_up_because_of
         if because_of is not None:
@@ -96,7 +96,7 @@ class Meetings:
                 return other.rank, f"(process {other.pid}) gave up after an error of its own; see its output"
             return because_of, f"was lost, as rank {other.rank} found"
         if waited_s >= self.timeout_s:
-            word = "is stopped" if state in "Tt" else "is running but did not come"
+            word = "is stopped" if is_stopped(state) else "is running but did not come"
             return other.rank, f"(process {other.pid}) {word} for {self.timeout_s:g} s, the time limit"
         return None
 
@@ -104,23 +104,3 @@ class Meetings:
         """Tell the others that this rank will not come any more."""
         self.is_broken = True
         self._me.board.give_up(lost_rank)
-
-
-def _state(pid: int) -> str | None:
-    """The kernel's letter for a process's state; None when there is no such process."""
-    try:
-        return _stat(pid)[0]
-    except (OSError, IndexError):
-        return None
-
-
-def _started(pid: int) -> str:
-    """When the process started, in the kernel's ticks: tells it from a later one with the same id."""
-    try:
-        return _stat(pid)[19]
-    except (OSError, IndexError):
-        return ""
-
-
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
