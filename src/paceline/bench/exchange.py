@@ -6,6 +6,7 @@ program starts its ranks, and what opens it.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,6 +84,12 @@ class ResidentExchange(GroupExchange):
         buffer: Buffer = tensor.numpy()
         return buffer
 
+    def use(self, schedule: str) -> ResidentExchange:
+        """Take this schedule whatever it costs."""
+        group: Any = self._group
+        group.use_schedule(schedule)
+        return self
+
     def explain(self, size_bytes: int) -> str:
         """Say which algorithm a message of this size takes, and why. Collective."""
         group: Any = self._group
@@ -140,6 +147,14 @@ REDUCE_SIDES: dict[str, ReduceSide] = {
         lambda: GroupExchange("paceline"),
         note="paceline-staged: buffers in ordinary memory, copied in and out",
     ),
+    **{
+        f"paceline-{name}": ReduceSide(
+            "torchrun",
+            functools.partial(lambda schedule: ResidentExchange("paceline").use(schedule), name),
+            note=f"paceline-{name}: between hosts always by {name}",
+        )
+        for name in ("ring", "halving_doubling", "recursive_doubling", "circulant")
+    },
     "mpi4py": ReduceSide(
         "mpirun", MpiExchange, "mpi4py", f"mpi4py: {_POLLS}; within a host it uses shared memory"
     ),

@@ -46,6 +46,7 @@ class AcrossHosts:
         if index < self._num_columns:
             self._executor = Executor(Subset(self._transport, [ranks[index] for ranks in hosts]))
         self._links: Links | None = None
+        self.only = os.environ.get(CHOICE)  # the one schedule to use, by name; None for the cheapest
 
     def prepare(self) -> None:
         """Learn what the links can do, at the first use. Collective over all ranks of the group."""
@@ -61,7 +62,7 @@ class AcrossHosts:
             self._columns,
             self._links,
             element_bytes=itemsize,
-            only=os.environ.get(CHOICE),
+            only=self.only,
         )
 
     def all_reduce(self, share: Tensor, fold: Fold) -> None:

@@ -119,6 +119,10 @@ class ProcessGroup(dist.ProcessGroup):
                 words += "; within a host through shared memory, each rank taking a share across"
         return words + (f" ({self.host.remark})" if self.host.remark else "")
 
+    def use_schedule(self, name: str | None) -> None:
+        """Perform all-reduces across hosts by this schedule; None for the cheapest. Local, the same on every rank."""
+        self._across.only = name
+
     # Reductions
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -260,6 +264,15 @@ class ProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._launch(self._collectives.barrier, [], opts, "barrier")
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; the error names who did not come. Collective; blocks.
+
+        `torch.distributed.monitored_barrier` refuses every backend but Gloo, so it is called here. `timeout` must not
+        exceed the group's; every barrier of this backend names the first rank that is missing.
+        """
+        work = self._launch(self._collectives.barrier, [], dist.BarrierOptions(), "monitored barrier")
+        work.wait(*([] if timeout is None else [timeout]))
 
     # Launching, failing, ending
 
