@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any
 
 from paceline.emulation import cpu, job, owner
 from paceline.emulation.job import Outcome
@@ -225,7 +225,7 @@ class EmulatedCluster:
             owner.remove_folder(self._id)
 
 
-def print_line(host: int, rank: int | None, text: str, stream: TextIO | None = None) -> None:
+def print_line(host: int, rank: int | None, text: str, stream: IO[str] | None = None) -> None:
     """Print a line of output behind its host and rank; to standard output unless told otherwise."""
     who = f"host{host}" if rank is None else f"host{host} rank {rank}"
     print(f"[{who}] {text}", file=stream, flush=True)

@@ -97,9 +97,8 @@ def _furnish(name: str, hosts_text: str) -> None:
     """The host's own /etc/hosts and /proc. The file lies in memory, in a file system that only its mount keeps."""
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     if Path("/etc/hosts").exists():
-        kernel.mount(
-            "tmpfs", "/proc", "tmpfs"
-        )  # any folder serves; this one is covered by the next mount anyway
+        # Any folder serves; this one is covered by the next mount anyway.
+        kernel.mount("tmpfs", "/proc", "tmpfs")
         Path("/proc/hosts").write_text(hosts_text)
         kernel.mount("/proc/hosts", "/etc/hosts", flags=kernel.MS_BIND)
         kernel.detach("/proc")

@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 PAYLOAD_BYTES = 1200
@@ -148,7 +149,7 @@ def _say(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)  # noqa: T201
 
 
-_ROLES = {
+_ROLES: dict[str, Callable[..., dict[str, Any]]] = {
     "receive_datagrams": receive_datagrams,
     "send_datagrams": send_datagrams,
     "receive_stream": receive_stream,

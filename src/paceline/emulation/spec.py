@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from paceline.emulation import quantities as q
 from paceline.errors import ConfigurationError
@@ -154,10 +155,11 @@ class ClusterSpec:
     @classmethod
     def from_json(cls, text: str) -> ClusterSpec:
         """The spec that `to_json` wrote."""
-        words = json.loads(text)
-        return cls(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in words.items()}
-        )
+        words: dict[str, Any] = json.loads(text)
+        fields: dict[str, Any] = {}
+        for name, value in words.items():
+            fields[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**fields)
 
     def to_json(self) -> str:
         """All fields, on one line."""
