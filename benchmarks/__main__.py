@@ -20,6 +20,7 @@ from benchmarks.workloads import WORKLOADS
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
+    ("svm",),
     ("overlap", "--rate", "1gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
     *[
         ("step_time", "--workload", workload, "--ranks", ranks)

@@ -97,11 +97,18 @@ def test_joblib_and_skops_export(estimator, tmp_path):
     assert all(name.startswith("paceline.svm.") for name in types)
     loaded = skops.io.load(tmp_path / "model.skops", trusted=types)
     assert np.array_equal(loaded.predict(X), model.predict(X))
-    assert np.array_equal(loaded.decision_function(X), model.decision_function(X)) if estimator is not SVR else True
+    assert (
+        np.array_equal(loaded.decision_function(X), model.decision_function(X))
+        if estimator is not SVR
+        else True
+    )
 
 
 def test_linear_weights_are_scikit_learns():
     X, y = load_iris(return_X_y=True)
-    mine, other = (library.SVC(kernel="linear", tol=1e-6).fit(X, y) for library in (theirs,  __import__("paceline.svm").svm))
+    mine, other = (
+        library.SVC(kernel="linear", tol=1e-6).fit(X, y)
+        for library in (theirs, __import__("paceline.svm").svm)
+    )
     assert mine.coef_.shape == other.coef_.shape
     assert np.allclose(mine.coef_, other.coef_, atol=1e-3)

@@ -182,7 +182,10 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
 
     def _start(self, data: TrainingSet, shape: tuple[int, int]) -> NDArray[np.float64] | None:
         """The last fit's table over the rows of all ranks, if it is to be started from and suits; else None."""
-        if not getattr(self, "warm_start", False) or getattr(self, "_table", np.empty((0, 0))).shape[0] != shape[0]:
+        if (
+            not getattr(self, "warm_start", False)
+            or getattr(self, "_table", np.empty((0, 0))).shape[0] != shape[0]
+        ):
             return None
         if self._num_rows != shape[1]:
             return None

@@ -38,7 +38,13 @@ class Pairs:
     start: NDArray[np.float64] | None
 
     @classmethod
-    def of(cls, data: TrainingSet, matrix: Samples, num_classes: int, cost: NDArray[np.float64], start: NDArray[np.float64] | None
+    def of(
+        cls,
+        data: TrainingSet,
+        matrix: Samples,
+        num_classes: int,
+        cost: NDArray[np.float64],
+        start: NDArray[np.float64] | None,
     ) -> Pairs:
         """The pairs, given C of each class, shape (K,). Collective."""
         costs = cost[data.targets.astype(np.int64)] * data.weights

@@ -159,4 +159,6 @@ def feasible(
     beta = np.clip(last, lower, upper)
     up, down = beta[beta > 0].sum(), -beta[beta < 0].sum()
     least = min(up, down)
-    return np.asarray(np.where(beta > 0, beta * (least / max(up, 1e-300)), beta * (least / max(down, 1e-300))))
+    return np.asarray(
+        np.where(beta > 0, beta * (least / max(up, 1e-300)), beta * (least / max(down, 1e-300)))
+    )

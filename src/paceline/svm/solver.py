@@ -3,8 +3,9 @@
 Each turn
     1 nominate   every rank names its worst violators                      one all-gather
     2 choose     all ranks choose the same working set
-    3 fetch      rows of samples that were never chosen before             one exchange, then kept by every rank
-    4 solve      rank 0 optimises the working set                          one broadcast
+    3 fetch      rows of samples that were never chosen before             one exchange, none if all were fetched at first
+    4 solve      every rank optimises the working set for itself           none; if ranks may round differently, rank 0
+                                                                           does, and one broadcast
     5 apply      kernel rows of what changed, times the changes, are added to the gradients of the active samples
 
 Rules
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 from paceline.svm.active import Active
 from paceline.svm.away import Away
 from paceline.svm.compiled import add_rows, violations
-from paceline.svm.exchange import balanced
+from paceline.svm.exchange import balanced, fits
 from paceline.svm.problem import Counters, Problem, Progress, Solution, SolverSettings
 from paceline.svm.row_cache import RowCache
 from paceline.svm.samples import Samples
@@ -51,6 +52,7 @@ _SINGLE_SETTLES = 4
 _LEAST_DECREASE = 1e-14  # of all that the objective has fallen
 _PATIENCE = 50  # turns that decrease it by less
 _LEAST_TURNS, _TURNS_A_PASS = 10_000, 100  # at which a solver may stop: a fit takes tens
+_ROWS_RATIO = 0.25  # of the cache, for the rows of other ranks
 _IMBALANCE, _IMBALANCE_SAMPLES = 1.25, 64
 
 
@@ -128,6 +130,8 @@ class Solver:
     def _start(self) -> None:
         """Fetch the samples that start with a coefficient, and compute the gradients that follow from them."""
         active, doing = self._active, "exchanging the start"
+        if fits(self._world, self._problem.samples, _ROWS_RATIO * self._settings.cache_bytes):
+            self._seen.fetch_all()
         mine = np.flatnonzero(active.beta.any(axis=0))
         ids = np.concatenate(self._world.gather_uneven(active.samples.ids[mine], doing))
         weights = np.concatenate(self._world.gather_uneven(active.beta.sum(axis=0)[mine], doing))
@@ -249,9 +253,10 @@ class Solver:
         self._seen.fetch(ids)
         panel = self._seen.panel(ids)
         answer = np.zeros(len(chosen) + 2)
-        if self._world.rank == 0:
+        if self._world.rank == 0 or self._world.rounds_alike:
             answer = self._solve_working_set(chosen, nominations, panel, which)
-        answer = self._world.broadcast(answer, "exchanging coefficients")
+        if not self._world.rounds_alike:
+            answer = self._world.broadcast(answer, "exchanging coefficients")
         beta, steps, decrease = answer[:-2], int(answer[-2]), float(answer[-1])
         change: NDArray[np.float64] = np.zeros(len(ids))
         np.add.at(change, which, beta - chosen[:, 2])
