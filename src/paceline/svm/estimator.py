@@ -216,9 +216,10 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
     def _warn(self, solution: Solution) -> None:
         if not solution.converged:
             warnings.warn(
-                f"Solver stopped after {solution.counters.num_steps} pair updates (working sets: {solution.counters.num_exchanges}) with a violation of "
-                f"{solution.gap:.3g}, above tol={self.tol:g}. Consider pre-processing your data with StandardScaler "
-                "or MinMaxScaler, or a larger max_iter.",
+                f"Solver stopped after {solution.counters.num_steps} pair updates "
+                f"(working sets: {solution.counters.num_exchanges}) with a violation of {solution.gap:.3g}, above "
+                f"tol={self.tol:g}. Consider pre-processing your data with StandardScaler or MinMaxScaler, or a "
+                "larger max_iter.",
                 ConvergenceWarning,
                 stacklevel=6,
             )

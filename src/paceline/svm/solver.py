@@ -3,9 +3,9 @@
 Each turn
     1 nominate   every rank names its worst violators                      one all-gather
     2 choose     all ranks choose the same working set
-    3 fetch      rows of samples that were never chosen before             one exchange, none if all were fetched at first
-    4 solve      every rank optimises the working set for itself           none; if ranks may round differently, rank 0
-                                                                           does, and one broadcast
+    3 fetch      rows of samples that were never chosen before             one exchange (none if all came at first)
+    4 solve      every rank optimises the working set for itself           none (where ranks may round differently,
+                                                                           rank 0 does: one broadcast)
     5 apply      kernel rows of what changed, times the changes, are added to the gradients of the active samples
 
 Rules
@@ -14,8 +14,8 @@ Rules
 2. Only rows of coefficients that changed are computed: a chosen variable that stays where it was costs nothing.
 3. Optimal when max f over b > lower, less min f over b < upper, is at most tol. Only `Settlement` may find that: on all
    samples, in double precision. What it finds wrong is corrected and the turns go on.
-4. It ends. Every turn but the first after one without a pair update lowers the objective; when 50 in a row lower it by less
-   than rounding, the rows become double, and when they are double already, that is the end. So are `step_limit` and
+4. It ends. Every turn but the first after one without a pair update lowers the objective; when 50 in a row lower it
+   by less than rounding, the rows become double, and when they are double already, that is the end. So are `step_limit` and
    `_turn_limit`: finite, whatever the problem. The result says how far it is from the optimum.
 
 Source:
@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.svm.accelerator import RowsOnDevice, device_for
 from paceline.svm.active import Active
 from paceline.svm.away import Away
 from paceline.svm.compiled import add_rows, violations
@@ -80,6 +81,7 @@ class Solver:
         self._turn_limit = max(_LEAST_TURNS, _TURNS_A_PASS * num_variables // self._size)
         self._rows = self._new_cache()
         self._block = WorkingBlock(problem.kernel, self._size)
+        self._on_device: tuple[Samples, RowsOnDevice] | None = None  # of which samples
         self._kept = np.zeros((0, 5))
         self._num_new_now = 0
         self._steps = self._steps_at_test = self._exchanges = self._stalled = 0
@@ -277,6 +279,13 @@ class Solver:
     def _apply(self, ids: NDArray[np.int64], panel: Samples, change: NDArray[np.float64]) -> None:
         """Add kernel rows times changes to the active gradients; rows that are not in the cache are computed."""
         active = self._active
+        device = device_for(self._problem.kernel, active.samples)
+        if device is not None and len(ids):
+            if self._on_device is None or self._on_device[0] is not active.samples:
+                self._on_device = active.samples, RowsOnDevice(self._problem.kernel, active.samples, device)
+            active.g += self._on_device[1].sums(panel, change)
+            self._kernel_values += len(ids) * len(active)
+            return
         slots, missing = self._rows.slots_for(ids)
         known = ~missing
         add_rows(self._rows.rows, slots[known], change[known], active.g)
