@@ -73,7 +73,7 @@ def test_a_fit_with_its_rows_on_a_device_ends_at_the_same_optimum(monkeypatch):
     X, y = two_classes(400)
     with working_sets_of(64):
         plain = SVC(C=5.0, gamma=0.5, tol=1e-5).fit(X, y)
-        monkeypatch.setattr(solver, "device_for", lambda kernel, samples: torch.device("cpu"))
+        monkeypatch.setattr(solver, "device_for", lambda *_: torch.device("cpu"))
         model = SVC(C=5.0, gamma=0.5, tol=1e-5, elimination="multi-5%").fit(X, y)
     assert model.gap_[0] <= 1e-5
     assert model.objective_[0] == pytest.approx(plain.objective_[0], rel=1e-6)

@@ -15,8 +15,8 @@ Rules
 3. Optimal when max f over b > lower, less min f over b < upper, is at most tol. Only `Settlement` may find that: on all
    samples, in double precision. What it finds wrong is corrected and the turns go on.
 4. It ends. Every turn but the first after one without a pair update lowers the objective; when 50 in a row lower it
-   by less than rounding, the rows become double, and when they are double already, that is the end. So are `step_limit` and
-   `_turn_limit`: finite, whatever the problem. The result says how far it is from the optimum.
+   by less than rounding, the rows become double, and when they are double already, that is the end. So are `step_limit`
+   and `_turn_limit`: finite, whatever the problem. The result says how far it is from the optimum.
 
 Source:
     Narasimhan, Vishnu et al. 2014 for elimination and reconstruction; Fan, Chen & Lin 2005 for the working set's
