@@ -21,6 +21,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
     ("svm",),
+    ("svm_ranks",),
     ("overlap", "--rate", "1gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
     *[
         ("step_time", "--workload", workload, "--ranks", ranks)
@@ -40,7 +41,7 @@ def main(
     for command in COMMANDS:
         arguments = [*command, "--results-folder", str(results_folder.resolve())]
         arguments += ["--quick"] if quick else []
-        arguments += ["--sides", sides] if sides else []
+        arguments += ["--sides", sides] if sides and not command[0].startswith("svm") else []
         if _run(arguments) != 0:
             failed.append(shlex.join(command))
     if failed:

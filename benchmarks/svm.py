@@ -4,7 +4,8 @@ Same C, gamma and tol; one thread a process; sides take turns in the same proces
 while the others wait; `ranks` fits on all, rows dealt out. Every side fits once before it is timed, so compiled code
 and touched memory are there; a side whose first fit takes longer than `LONG_S` keeps that as its only one. With two
 classes every side's dual objective is computed from its coefficients in double precision, and one that is not at the
-optimum ends the benchmark. `memory-none` and `memory-adaptive` are `ranks` without a row cache, without and with elimination.
+optimum ends the benchmark. `memory-none` and `memory-adaptive` are `ranks` without a row cache, without and with
+elimination.
 
 `gemm s` is the time that the matrix products behind the computed kernel values would take at the peak measured here.
 """

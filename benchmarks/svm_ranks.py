@@ -1,10 +1,10 @@
 """What does each of 1 to 64 ranks do in one fit, and how long would it take behind a network? Counted, then predicted.
 
-Real fits of one problem cut into P parts, few rows each: the ranks are threads of this process that hand arrays to each other,
-so turns, kernel values and bytes are those of P processes, while times would mean nothing. The prediction takes the time of
-one rank, measured here: what every rank repeats (selection and the working set's pair updates) grows with the turns, what is
-shared shrinks with the largest number of kernel values of any rank, and a collective costs LATENCY_S * log2(P) and its
-bytes, from all ranks to each, at RATE_BYTES_PER_S. It is a prediction, never seen.
+Real fits of one problem cut into P parts, few rows each: the ranks are threads of this process that hand arrays to
+each other, so turns, kernel values and bytes are those of P processes, while times would mean nothing. The prediction
+takes the time of one rank, measured here: what every rank repeats (the working set's pair updates) grows with the turns,
+what is shared shrinks with the largest number of kernel values of any rank, and a collective costs LATENCY_S * log2(P)
+and its bytes, from all ranks to each, at RATE_BYTES_PER_S. It is a prediction, never seen.
 """
 
 import threading
@@ -158,7 +158,7 @@ def count(split: Split, all_ranks: list[int], config: Config) -> list[Count]:
 
 
 def _block_values(solution: Any, first: Any) -> float:
-    """Return how many kernel values lie among working sets, which every rank computes; three quarters of each are new."""
+    """Return how many kernel values lie among working sets, computed by every rank; three quarters of each are new."""
     size = 2048 if solution.counters.least_active >= 24_000 else 1024
     return min(0.75 * size**2 * solution.counters.num_exchanges, 0.9 * first.num_kernel_values)
 
