@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 from numpy.typing import NDArray
 from scipy.special import expit
 from sklearn.base import ClassifierMixin
@@ -226,6 +227,19 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         if self.support_vectors_.shape[0]:
             self.support_vectors_ = self.support_vectors_[order]
         self.n_support_ = np.bincount(labels, minlength=len(self.classes_)).astype(np.int32)
+
+    def _weights_of_features(self) -> Any:
+        """Of every pair of classes, shape (pairs, D)."""
+        ends = np.cumsum(self.n_support_)
+        members = [slice(end - num, end) for end, num in zip(ends, self.n_support_, strict=True)]
+        weights = [
+            self._signed(self.dual_coef_[other - 1 : other, members[one]])
+            @ self.support_vectors_[members[one]]
+            + self._signed(self.dual_coef_[one : one + 1, members[other]])
+            @ self.support_vectors_[members[other]]
+            for one, other in itertools.combinations(range(len(self.classes_)), 2)
+        ]
+        return sp.vstack(weights, format="csr") if self._sparse else np.vstack(weights)
 
     def _check_all(self, data: TrainingSet) -> None:
         super()._check_all(data)

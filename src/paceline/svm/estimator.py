@@ -310,10 +310,13 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
         if self.kernel != "linear":
             raise AttributeError("coef_ is only available when using a linear kernel")
         check_is_fitted(self)
-        return self._signed_dual() @ self.support_vectors_
+        return self._weights_of_features()
 
-    def _signed_dual(self) -> Any:
-        return sp.csr_matrix(self.dual_coef_) if self._sparse else self.dual_coef_
+    def _weights_of_features(self) -> Any:
+        return self._signed(self.dual_coef_) @ self.support_vectors_
+
+    def _signed(self, dual: NDArray[np.float64]) -> Any:
+        return sp.csr_matrix(dual) if self._sparse else dual
 
 
 def _show(progress: Progress) -> None:
