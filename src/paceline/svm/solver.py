@@ -254,10 +254,10 @@ class Solver:
             ids, which = np.unique(samples, return_inverse=True)
         self._seen.fetch(ids)
         panel = self._seen.panel(ids)
-        answer = np.zeros(len(chosen) + 2)
-        if self._world.rank == 0 or self._world.rounds_alike:
+        answer, is_alike = np.zeros(len(chosen) + 2), self._world.rounds_alike
+        if is_alike or self._world.rank == 0:
             answer = self._solve_working_set(chosen, nominations, panel, which)
-        if not self._world.rounds_alike:
+        if not is_alike:
             answer = self._world.broadcast(answer, "exchanging coefficients")
         beta, steps, decrease = answer[:-2], int(answer[-2]), float(answer[-1])
         change: NDArray[np.float64] = np.zeros(len(ids))
