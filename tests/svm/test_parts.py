@@ -8,8 +8,11 @@ import sys
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import torch
 from sklearn.metrics.pairwise import pairwise_kernels
 
+from paceline.svm import SVC, solver
+from paceline.svm.accelerator import RowsOnDevice
 from paceline.svm.compiled import LANES
 from paceline.svm.elimination import Elimination
 from paceline.svm.expansion import expand
@@ -18,6 +21,7 @@ from paceline.svm.row_cache import RowCache
 from paceline.svm.samples import DenseSamples, SparseSamples
 from paceline.svm.selection import Nominations, best, choose, scrambled, working_set_size
 from paceline.svm.smo import solve_block
+from svm_oracle import two_classes, working_sets_of
 
 KERNELS = [Kernel("rbf", 0.3), Kernel("linear"), Kernel("poly", 0.2, 1.0, 3), Kernel("sigmoid", 0.1, 0.5)]
 
@@ -54,6 +58,25 @@ def test_kernels_are_scikit_learns(kernel, dtype, form):
     factors = generator.normal(size=(2, 530))
     sums = expand(kernel, samples(left), factors, samples(right))
     assert np.allclose(sums, factors @ expected, rtol=rtol, atol=1e3 * atol * scale)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_sums_on_a_device_are_those_of_the_processor(kernel):
+    generator = np.random.default_rng(3)
+    left, right = (DenseSamples.of(generator.normal(size=(num, 5)), np.arange(num)) for num in (4200, 300))
+    factors = generator.normal(size=4200)
+    sums = RowsOnDevice(kernel, right, torch.device("cpu")).sums(left, factors)
+    assert np.allclose(sums, expand(kernel, left, factors[None], right)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_a_fit_with_its_rows_on_a_device_ends_at_the_same_optimum(monkeypatch):
+    X, y = two_classes(400)
+    with working_sets_of(64):
+        plain = SVC(C=5.0, gamma=0.5, tol=1e-5).fit(X, y)
+        monkeypatch.setattr(solver, "device_for", lambda *_: torch.device("cpu"))
+        model = SVC(C=5.0, gamma=0.5, tol=1e-5, elimination="multi-5%").fit(X, y)
+    assert model.gap_[0] <= 1e-5
+    assert model.objective_[0] == pytest.approx(plain.objective_[0], rel=1e-6)
 
 
 def test_a_sub_problem_ends_at_its_optimum():

@@ -7,12 +7,13 @@ import itertools
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 from numpy.typing import NDArray
 from scipy.special import expit
 from sklearn.base import ClassifierMixin
 from sklearn.utils.class_weight import compute_class_weight
-from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.metaestimators import available_if
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from paceline.errors import ConfigurationError
@@ -227,6 +228,19 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
             self.support_vectors_ = self.support_vectors_[order]
         self.n_support_ = np.bincount(labels, minlength=len(self.classes_)).astype(np.int32)
 
+    def _weights_of_features(self) -> Any:
+        """Of every pair of classes, shape (pairs, D)."""
+        ends = np.cumsum(self.n_support_)
+        members = [slice(end - num, end) for end, num in zip(ends, self.n_support_, strict=True)]
+        weights = [
+            self._signed(self.dual_coef_[other - 1 : other, members[one]])
+            @ self.support_vectors_[members[one]]
+            + self._signed(self.dual_coef_[one : one + 1, members[other]])
+            @ self.support_vectors_[members[other]]
+            for one, other in itertools.combinations(range(len(self.classes_)), 2)
+        ]
+        return sp.vstack(weights, format="csr") if self._sparse else np.vstack(weights)
+
     def _check_all(self, data: TrainingSet) -> None:
         super()._check_all(data)
         if len(np.unique(data.all_targets)) < len(self.classes_):
@@ -266,7 +280,7 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         return np.asarray(np.log(self.predict_proba(X)))
 
     def _values_of_pairs(self, X: Any) -> NDArray[np.float64]:
-        """Decision values of all pairs, positive for the first class, also where there is one pair; shape (N, pairs)."""
+        """Decision values of all pairs, one pair included, positive for the first class; shape (N, pairs)."""
         if len(self.classes_) == 2:
             return np.asarray(self._expansion(X, slice(None)) - self._offsets)
         return self._values(X)

@@ -10,20 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm.direct import LARGEST, DirectSolver, Small
-from paceline.svm.exchange import from_everyone
+from paceline.svm.exchange import fits, from_everyone
 from paceline.svm.kernels import Kernel
 from paceline.svm.problem import Counters, Problem, Solution, SolverSettings
 from paceline.svm.samples import GramSamples, Samples
 from paceline.svm.world import World
 
 _DOING = "solving small problems"
-_COPIES = 3  # of the samples that a direct solver keeps, at most
-
-
-def fits(world: World, samples: Samples, cache_bytes: float) -> bool:
-    """Whether every rank may hold all samples as part of its cache. Collective."""
-    num_bytes = sum(array.size for array in samples.to_arrays()) * 8.0
-    return bool(world.total(np.array([num_bytes]), _DOING)[0] * _COPIES <= cache_bytes)
 
 
 def in_order(samples: Samples, ids: NDArray[np.int64]) -> Samples:

@@ -1,7 +1,7 @@
 """Small problems over the same samples, each solved as a whole by one rank; what they share is computed once.
 
-A problem is small if its gradient stays in the processor's cache: then pair updates are so cheap that neither working sets
-nor other ranks pay. Many small problems (pairs of classes) are dealt out over the ranks.
+A problem is small if its gradient stays in the processor's cache: then pair updates are so cheap that neither working
+sets nor other ranks pay. Many small problems (pairs of classes) are dealt out over the ranks.
 
 Rules
 1. Everything is in double precision, so what is found is exact; the gradient is nevertheless summed anew at the end.

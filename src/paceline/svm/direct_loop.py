@@ -1,7 +1,7 @@
 """Sequential minimal optimization of a whole small problem, kernel rows computed when they are first needed: compiled.
 
-What LIBSVM does, in lanes, in double precision throughout, and without shrinking: a small problem's gradient stays in the
-processor's cache.
+What LIBSVM does, in lanes, in double precision throughout, and without shrinking: a small problem's gradient stays in
+the processor's cache.
 """
 
 from __future__ import annotations

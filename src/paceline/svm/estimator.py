@@ -216,9 +216,10 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
     def _warn(self, solution: Solution) -> None:
         if not solution.converged:
             warnings.warn(
-                f"Solver stopped after {solution.counters.num_steps} pair updates (working sets: {solution.counters.num_exchanges}) with a violation of "
-                f"{solution.gap:.3g}, above tol={self.tol:g}. Consider pre-processing your data with StandardScaler "
-                "or MinMaxScaler, or a larger max_iter.",
+                f"Solver stopped after {solution.counters.num_steps} pair updates "
+                f"(working sets: {solution.counters.num_exchanges}) with a violation of {solution.gap:.3g}, above "
+                f"tol={self.tol:g}. Consider pre-processing your data with StandardScaler or MinMaxScaler, or a "
+                "larger max_iter.",
                 ConvergenceWarning,
                 stacklevel=6,
             )
@@ -309,10 +310,13 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
         if self.kernel != "linear":
             raise AttributeError("coef_ is only available when using a linear kernel")
         check_is_fitted(self)
-        return self._signed_dual() @ self.support_vectors_
+        return self._weights_of_features()
 
-    def _signed_dual(self) -> Any:
-        return sp.csr_matrix(self.dual_coef_) if self._sparse else self.dual_coef_
+    def _weights_of_features(self) -> Any:
+        return self._signed(self.dual_coef_) @ self.support_vectors_
+
+    def _signed(self, dual: NDArray[np.float64]) -> Any:
+        return sp.csr_matrix(dual) if self._sparse else dual
 
 
 def _show(progress: Progress) -> None:

@@ -12,6 +12,7 @@ from paceline.svm.samples import Samples
 from paceline.svm.world import World
 
 _S = TypeVar("_S", bound=Samples)
+_COPIES = 3  # of the samples that a solver keeps, at most
 
 
 def from_everyone(world: World, mine: _S, doing: str) -> _S:
@@ -43,3 +44,9 @@ def balanced(world: World, active: Active, counts: NDArray[np.int64]) -> Active:
     first = int(takes[: world.rank].sum())
     mine = slice(first, first + int(takes[world.rank]))
     return active.take(np.arange(stay)).joined(samples.take(mine), columns[mine])
+
+
+def fits(world: World, samples: Samples, cache_bytes: float) -> bool:
+    """Whether every rank may hold all samples as part of its cache. Collective."""
+    num_bytes = sum(array.size for array in samples.to_arrays()) * 8.0
+    return bool(world.total(np.array([num_bytes]), "adding up the samples")[0] * _COPIES <= cache_bytes)

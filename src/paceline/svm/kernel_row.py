@@ -1,7 +1,7 @@
 """One kernel row at a time, in double precision, from samples that are stored feature by feature: compiled.
 
-For problems so small that few of their kernel rows are ever needed: a row costs a pass over the features that the sample
-has, and no matrix product has to be prepared.
+For problems so small that few of their kernel rows are ever needed: a row costs a pass over the features that the
+sample has, and no matrix product has to be prepared.
 """
 
 from __future__ import annotations

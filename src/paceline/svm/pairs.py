@@ -1,4 +1,4 @@
-"""One problem for each pair of classes: small ones dealt out over the ranks, large ones solved by all ranks together."""
+"""One problem for each pair of classes: small ones are dealt out over the ranks, large ones solved by all together."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Kernel rows of working sets with the active samples, within a budget; what was not used longest gives way.
 
 Rules
-1. Memory is not touched before a row is written to it, and a fit leaves its memory to the next one: to touch fresh pages
-   takes longer than to compute what goes there.
+1. Memory is not touched before a row is written to it, and a fit leaves its memory to the next one: to touch fresh
+   pages takes longer than to compute what goes there.
 2. A row for which there is no room is used while it is computed, and not kept.
 """
 

@@ -37,6 +37,11 @@ class Seen:
         """Kernel rows have another precision from now on."""
         self._rows = rows
 
+    def fetch_all(self) -> None:
+        """Let every rank have all samples, where that is little: no turn has to exchange rows then. Collective."""
+        if not self._is_alone:
+            self.fetch(np.arange(self._problem.num_samples))
+
     def fetch(self, ids: NDArray[np.int64]) -> None:
         """Make sure that every rank has these samples. Collective; every rank passes the same."""
         missing = ids[self._at[ids] < 0]

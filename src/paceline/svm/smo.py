@@ -3,8 +3,8 @@
 Rules
 1. i by the largest violation, j by the largest decrease of the objective (Fan, Chen & Lin 2005, "Working set selection
    using second order information", WSS 2).
-2. The two passes over all variables run in lanes (`compiled.py`, rule 1), and no reassociation is allowed: the number that
-   was found as a minimum is looked for again.
+2. The two passes over all variables run in lanes (`compiled.py`, rule 1), and no reassociation is allowed: the number
+   that was found as a minimum is looked for again.
 3. Every update strictly decreases the objective, or, where rounding swallows it, ends the loop.
 """
 

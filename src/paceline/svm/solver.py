@@ -3,8 +3,9 @@
 Each turn
     1 nominate   every rank names its worst violators                      one all-gather
     2 choose     all ranks choose the same working set
-    3 fetch      rows of samples that were never chosen before             one exchange, then kept by every rank
-    4 solve      rank 0 optimises the working set                          one broadcast
+    3 fetch      rows of samples that were never chosen before             one exchange (none if all came at first)
+    4 solve      every rank optimises the working set for itself           none (where ranks may round differently,
+                                                                           rank 0 does: one broadcast)
     5 apply      kernel rows of what changed, times the changes, are added to the gradients of the active samples
 
 Rules
@@ -13,9 +14,9 @@ Rules
 2. Only rows of coefficients that changed are computed: a chosen variable that stays where it was costs nothing.
 3. Optimal when max f over b > lower, less min f over b < upper, is at most tol. Only `Settlement` may find that: on all
    samples, in double precision. What it finds wrong is corrected and the turns go on.
-4. It ends. Every turn but the first after one without a pair update lowers the objective; when 50 in a row lower it by less
-   than rounding, the rows become double, and when they are double already, that is the end. So are `step_limit` and
-   `_turn_limit`: finite, whatever the problem. The result says how far it is from the optimum.
+4. It ends. Every turn but the first after one without a pair update lowers the objective; when 50 in a row lower it
+   by less than rounding, the rows become double, and when they are double already, that is the end. So are `step_limit`
+   and `_turn_limit`: finite, whatever the problem. The result says how far it is from the optimum.
 
 Source:
     Narasimhan, Vishnu et al. 2014 for elimination and reconstruction; Fan, Chen & Lin 2005 for the working set's
@@ -30,10 +31,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.svm.accelerator import RowsOnDevice, device_for
 from paceline.svm.active import Active
 from paceline.svm.away import Away
 from paceline.svm.compiled import add_rows, violations
-from paceline.svm.exchange import balanced
+from paceline.svm.exchange import balanced, fits
 from paceline.svm.problem import Counters, Problem, Progress, Solution, SolverSettings
 from paceline.svm.row_cache import RowCache
 from paceline.svm.samples import Samples
@@ -51,6 +53,7 @@ _SINGLE_SETTLES = 4
 _LEAST_DECREASE = 1e-14  # of all that the objective has fallen
 _PATIENCE = 50  # turns that decrease it by less
 _LEAST_TURNS, _TURNS_A_PASS = 10_000, 100  # at which a solver may stop: a fit takes tens
+_ROWS_RATIO = 0.25  # of the cache, for the rows of other ranks
 _IMBALANCE, _IMBALANCE_SAMPLES = 1.25, 64
 
 
@@ -78,6 +81,7 @@ class Solver:
         self._turn_limit = max(_LEAST_TURNS, _TURNS_A_PASS * num_variables // self._size)
         self._rows = self._new_cache()
         self._block = WorkingBlock(problem.kernel, self._size)
+        self._on_device: tuple[Samples, RowsOnDevice] | None = None  # of which samples
         self._kept = np.zeros((0, 5))
         self._num_new_now = 0
         self._steps = self._steps_at_test = self._exchanges = self._stalled = 0
@@ -128,6 +132,8 @@ class Solver:
     def _start(self) -> None:
         """Fetch the samples that start with a coefficient, and compute the gradients that follow from them."""
         active, doing = self._active, "exchanging the start"
+        if fits(self._world, self._problem.samples, _ROWS_RATIO * self._settings.cache_bytes):
+            self._seen.fetch_all()
         mine = np.flatnonzero(active.beta.any(axis=0))
         ids = np.concatenate(self._world.gather_uneven(active.samples.ids[mine], doing))
         weights = np.concatenate(self._world.gather_uneven(active.beta.sum(axis=0)[mine], doing))
@@ -248,10 +254,11 @@ class Solver:
             ids, which = np.unique(samples, return_inverse=True)
         self._seen.fetch(ids)
         panel = self._seen.panel(ids)
-        answer = np.zeros(len(chosen) + 2)
-        if self._world.rank == 0:
+        answer, is_alike = np.zeros(len(chosen) + 2), self._world.rounds_alike
+        if is_alike or self._world.rank == 0:
             answer = self._solve_working_set(chosen, nominations, panel, which)
-        answer = self._world.broadcast(answer, "exchanging coefficients")
+        if not is_alike:
+            answer = self._world.broadcast(answer, "exchanging coefficients")
         beta, steps, decrease = answer[:-2], int(answer[-2]), float(answer[-1])
         change: NDArray[np.float64] = np.zeros(len(ids))
         np.add.at(change, which, beta - chosen[:, 2])
@@ -272,6 +279,13 @@ class Solver:
     def _apply(self, ids: NDArray[np.int64], panel: Samples, change: NDArray[np.float64]) -> None:
         """Add kernel rows times changes to the active gradients; rows that are not in the cache are computed."""
         active = self._active
+        device = device_for(self._problem.kernel, active.samples)
+        if device is not None and len(ids):
+            if self._on_device is None or self._on_device[0] is not active.samples:
+                self._on_device = active.samples, RowsOnDevice(self._problem.kernel, active.samples, device)
+            active.g += self._on_device[1].sums(panel, change)
+            self._kernel_values += len(ids) * len(active)
+            return
         slots, missing = self._rows.slots_for(ids)
         known = ~missing
         add_rows(self._rows.rows, slots[known], change[known], active.g)

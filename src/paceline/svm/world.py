@@ -8,10 +8,15 @@ Rules
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
+import numba
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -32,12 +37,17 @@ class World(Protocol):
         num_ranks: How many there are.
         num_collectives: Collectives so far.
         num_bytes: Bytes this rank has handed to them so far.
+        rounds_alike: Whether the same computation gives the same bits on every rank: same processor, same libraries,
+            same number of threads.
     """
 
     rank: int
     num_ranks: int
     num_collectives: int
     num_bytes: int
+
+    @property
+    def rounds_alike(self) -> bool: ...
 
     def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         """Every rank's array, all of one shape, shape (num_ranks, *shape)."""
@@ -70,6 +80,11 @@ class GroupWorld:
         self._roll_call = RollCall(
             group, f"svm/{next_name(group, is_collective=True)}", first_act="calling fit"
         )
+
+    @functools.cached_property
+    def rounds_alike(self) -> bool:
+        everyone = self.gather_objects(_what_rounds(), "comparing processors")
+        return all(other == everyone[0] for other in everyone)
 
     def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         row = self._to_device(mine)
@@ -124,6 +139,21 @@ class GroupWorld:
         )
 
 
+@functools.cache
+def _what_rounds() -> list[str]:
+    """What decides how this process rounds: processor, libraries and their threads."""
+    cpu = (
+        Path("/proc/cpuinfo").read_text(errors="replace")
+        if Path("/proc/cpuinfo").exists()
+        else platform.processor()
+    )
+    model = [line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Features"))][:2]
+    threads = [
+        os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    ]
+    return [platform.machine(), *model, np.__version__, numba.__version__, *threads, str(os.cpu_count())]
+
+
 class Alone:
     """One process by itself."""
 
@@ -132,6 +162,7 @@ class Alone:
         self.num_ranks = 1
         self.num_collectives = 0
         self.num_bytes = 0
+        self.rounds_alike = True
 
     def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         return mine[None]

@@ -1,0 +1,219 @@
+"""What does each of 1 to 64 ranks do in one fit, and how long would it take behind a network? Counted, then predicted.
+
+Real fits of one problem cut into P parts, few rows each: the ranks are threads of this process that hand arrays to
+each other, so turns, kernel values and bytes are those of P processes, while times would mean nothing. The prediction
+takes the time of one rank, measured here: what every rank repeats (the working set's pair updates) grows with the
+turns, what is shared shrinks with the largest number of kernel values of any rank, and a collective costs
+LATENCY_S * log2(P) and its bytes, from all ranks to each, at RATE_BYTES_PER_S. It is a prediction, never seen.
+"""
+
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks.protocol.figure import save_bars
+from benchmarks.protocol.options import AsJson, Quick, ResultsFolder, run_cli
+from benchmarks.protocol.provenance import collect, load_average
+from benchmarks.protocol.report import RESULTS_FOLDER, Report, figure_path, publish
+from benchmarks.protocol.summary import Summary
+from benchmarks.svm_data import HELP, Split, load
+
+LATENCY_S = 30e-6
+RATE_BYTES_PER_S = 1.25e9  # 10 Gbit/s
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is counted."""
+
+    data: str
+    latency_s: float = LATENCY_S
+    rate_bytes_per_s: float = RATE_BYTES_PER_S
+
+
+@dataclass(frozen=True)
+class Count:
+    """What P ranks did; per rank where it says so, of the busiest rank."""
+
+    num_ranks: int
+    num_turns: int
+    num_kernel_values: int
+    num_collectives: int
+    num_bytes: int
+    objective: float
+    gap: float
+    predicted_s: float
+
+
+class Threads:
+    """A world of threads; see `paceline.svm.world.World`."""
+
+    rounds_alike = True
+
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.num_ranks = rank, len(slots)
+        self.num_collectives = self.num_bytes = 0
+        self._slots, self._barrier = slots, barrier
+
+    def gather_uneven(self, mine: np.ndarray, doing: str) -> list[np.ndarray]:
+        self.num_collectives += 1
+        self.num_bytes += mine.nbytes
+        self._slots[self.rank] = mine.copy()
+        self._barrier.wait()
+        everyone = list(self._slots)
+        self._barrier.wait()
+        return everyone
+
+    def gather(self, mine: np.ndarray, doing: str) -> np.ndarray:
+        return np.stack(self.gather_uneven(mine, doing))
+
+    def gather_objects(self, mine: Any, doing: str) -> list[Any]:
+        return self.gather_uneven(np.array(mine, object), doing)
+
+    def total(self, mine: np.ndarray, doing: str) -> np.ndarray:
+        return self.gather(mine, doing).sum(axis=0)
+
+    def broadcast(self, array: np.ndarray, doing: str) -> np.ndarray:
+        return self.gather_uneven(array, doing)[0]
+
+
+def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
+    """Return every rank's solution, the seconds it took, and those for what every rank repeats (one rank only)."""
+    from paceline.svm.kernels import Kernel
+    from paceline.svm.problem import Problem, SolverSettings
+    from paceline.svm.samples import DenseSamples
+    from paceline.svm.solver import Solver
+
+    slots, barrier = [None] * num_ranks, threading.Barrier(num_ranks)
+    solutions: list[Any] = [None] * num_ranks
+    repeated = [0.0] * num_ranks
+
+    class Timed(Solver):
+        def _solve_working_set(self, *arguments: Any) -> np.ndarray:
+            started_s = time.perf_counter()
+            answer = super()._solve_working_set(*arguments)
+            repeated[self._world.rank] += time.perf_counter() - started_s
+            return answer
+
+    def run(rank: int) -> None:
+        ids = np.arange(rank, len(split.y), num_ranks)
+        y = np.where(split.y[ids] == 1, 1.0, -1.0)
+        problem = Problem(
+            kernel=Kernel("rbf", split.gamma),
+            samples=DenseSamples.of(split.X[ids], ids),
+            num_samples=len(split.y),
+            linear=-y[None],
+            lower=np.minimum(0.0, y * split.cost)[None],
+            upper=np.maximum(0.0, y * split.cost)[None],
+            start=np.zeros((1, len(ids))),
+        )
+        try:
+            solutions[rank] = Timed(problem, SolverSettings(), Threads(rank, slots, barrier)).solve()
+        except BaseException:
+            barrier.abort()
+            raise
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    started_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return solutions, time.perf_counter() - started_s, repeated[0]
+
+
+def count(split: Split, all_ranks: list[int], config: Config) -> list[Count]:
+    """Fit on every number of ranks, and predict from the first, which is one."""
+    fit(split, 1)
+    alone, seconds, repeated_s = fit(split, 1)
+    first, found = alone[0].counters, []
+    for num_ranks in all_ranks:
+        solutions = fit(split, num_ranks)[0]
+        counters = [solution.counters for solution in solutions]
+        values, num_bytes = max(c.num_kernel_values for c in counters), max(c.num_bytes for c in counters)
+        calls = counters[0].num_collectives if num_ranks > 1 else 0
+        network_s = calls * config.latency_s * np.log2(num_ranks)
+        network_s += (num_ranks - 1) * num_bytes / config.rate_bytes_per_s
+        block = _block_values(solutions[0], first)
+        shared_s = (seconds - repeated_s) * (values - block) / (first.num_kernel_values - block)
+        predicted_s = repeated_s * counters[0].num_exchanges / first.num_exchanges + shared_s + network_s
+        found.append(
+            Count(
+                num_ranks,
+                counters[0].num_exchanges,
+                values,
+                calls,
+                num_bytes if num_ranks > 1 else 0,
+                solutions[0].objective,
+                solutions[0].gap,
+                float(predicted_s),
+            )
+        )
+    return found
+
+
+def _block_values(solution: Any, first: Any) -> float:
+    """Return how many kernel values lie among working sets, computed by every rank; three quarters of each are new."""
+    size = 2048 if solution.counters.least_active >= 24_000 else 1024
+    return min(0.75 * size**2 * solution.counters.num_exchanges, 0.9 * first.num_kernel_values)
+
+
+def main(
+    data: Annotated[str, typer.Option(help=f"One of: {HELP}.")] = "synthetic-8000x20",
+    folder: Annotated[Path | None, typer.Option(help="Where real sets lie; see svm_data.py.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    results_folder: ResultsFolder = RESULTS_FOLDER,
+) -> None:
+    """Count what 1 to 64 ranks do, and predict their time."""
+    config = Config("synthetic-4000x8" if quick else data)
+    load_before = load_average()
+    all_ranks = [1, 2, 3] if quick else [1, 2, 4, 8, 16, 32, 64]
+    counts = count(load(config.data, folder), all_ranks, config)
+    one = counts[0]
+    result = Report(
+        name=f"svm-ranks{'-quick' if quick else ''}",
+        question=f"What does each of P ranks do in a fit of {config.data}, and how long would it take?",
+        columns=(
+            "ranks",
+            "turns",
+            "kernel values a rank",
+            "collectives",
+            "bytes a rank",
+            "objective -",
+            "predicted s",
+        ),
+        rows=tuple(
+            (
+                str(found.num_ranks),
+                str(found.num_turns),
+                f"{found.num_kernel_values:,}",
+                str(found.num_collectives),
+                f"{found.num_bytes:,}",
+                f"{abs(found.objective / one.objective - 1):.1e}",
+                f"{found.predicted_s:.4f}",
+            )
+            for found in counts
+        ),
+        verdicts=(),
+        notes=(
+            "counted on threads that exchange arrays, few rows each; times are predicted, not measured",
+            f"network: {LATENCY_S * 1e6:.0f} us * log2(P) a collective, {RATE_BYTES_PER_S * 8 / 1e9:.0f} Gbit/s",
+        ),
+        config=config,
+        summaries={str(found.num_ranks): asdict(found) for found in counts},
+        samples={str(found.num_ranks): asdict(found) for found in counts},
+        provenance=collect(1, load_before),
+    )
+    publish(result, results_folder, as_json)
+    bars = {f"{found.num_ranks} ranks": Summary.of([found.predicted_s]) for found in counts}
+    save_bars(figure_path(result, results_folder), result.question, "predicted seconds", bars, reference=None)
+
+
+if __name__ == "__main__":
+    run_cli(main)
