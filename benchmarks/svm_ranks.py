@@ -16,12 +16,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.protocol.figure import save_bars
-from benchmarks.protocol.options import AsJson, Quick, ResultsFolder, run_cli
-from benchmarks.protocol.provenance import collect, load_average
-from benchmarks.protocol.report import RESULTS_FOLDER, Report, figure_path, publish
-from benchmarks.protocol.summary import Summary
+from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from benchmarks.svm_data import HELP, Split, load
+from paceline.bench.protocol.figure import save_bars
+from paceline.bench.protocol.provenance import collect, load_average
+from paceline.bench.protocol.report import Report, figure_path, publish
+from paceline.bench.protocol.summary import Summary
 
 LATENCY_S = 30e-6
 RATE_BYTES_PER_S = 1.25e9  # 10 Gbit/s
@@ -212,7 +212,7 @@ def main(
     )
     publish(result, results_folder, as_json)
     bars = {f"{found.num_ranks} ranks": Summary.of([found.predicted_s]) for found in counts}
-    save_bars(figure_path(result, results_folder), result.question, "predicted seconds", bars, reference=None)
+    save_bars(figure_path(result, results_folder), result.question, "predicted seconds", bars)
 
 
 if __name__ == "__main__":
