@@ -101,11 +101,12 @@ class _Measurement:
         rate = 0.0
         for size in _SIZES_BYTES:
             large = torch.zeros(size, dtype=torch.uint8)
+            self._exchange([large])  # TCP's window grows with what it has carried
             (large_s,) = _median_over_ranks(
                 self.transport, [self._median_s([large], _NUM_LARGE)], self.timeout_s
             )
             rate = size * self.num_sharing / max(large_s - alone_s, 1e-9)
-            if large_s > _LONG_ENOUGH_S:
+            if large_s - alone_s > _LONG_ENOUGH_S:
                 break
         return Link(alone_s, rate, max(together_s - alone_s, 0.0) / (_NUM_TOGETHER - 1))
 
