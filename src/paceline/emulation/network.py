@@ -15,36 +15,19 @@ Rules
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from pyroute2 import IPRoute, NetlinkError
-from pyroute2.ethtool import Ethtool
-from pyroute2.netlink.rtnl.tcmsg import plugins, sched_pfifo
+from pyroute2 import IPRoute
 
 from paceline.emulation import delay, filters, marking
+from paceline.emulation.device import find, needs, quiet, send_single_packets, set_kernel, shape
 from paceline.emulation.hosts import inside
 from paceline.emulation.spec import ClusterSpec
 from paceline.errors import UnsupportedError
 
 HOST_QUEUE_BYTES = 1 << 20
-# pyroute2 knows the sister that counts packets, whose message is the same.
-plugins.setdefault("bfifo", sched_pfifo)
-
-_ROOT, _WHOLE_LINK, _ONLY_CLASS = 0x10000, 0x10001, 0x10010
-_FLOOR_BYTES_PER_S = 1000  # what strict priority guarantees a band: as good as nothing
 _NO_PREFIX_ROUTE = 0x200
 _LINK_SCOPE, _KERNEL_PROTOCOL = 253, 2
-_OFFLOADS = (
-    "tx-tcp-segmentation",
-    "tx-tcp6-segmentation",
-    "tx-tcp-mangleid-segmentation",
-    "tx-tcp-ecn-segmentation",
-    "tx-udp-segmentation",
-    "tx-generic-segmentation",
-)
 
 
 @dataclass(frozen=True)
@@ -89,7 +72,7 @@ class Network:
         Raises:
             OSError: The kernel refused something. pyroute2's NetlinkError is raised as it is.
         """
-        with _needs("rights over a network namespace"):
+        with needs("rights over a network namespace"):
             self._up("lo")
         self._netem = bool(self._spec.delay_s) and delay.has_netem(self.ip, self._index("lo"))
         for link in range(self._spec.links):
@@ -111,7 +94,7 @@ class Network:
         """The two ends of a host's link."""
         return Port(
             self._index(port_name(host, link)),
-            _find(self._ip_of[host], f"eth{link}"),
+            find(self._ip_of[host], f"eth{link}"),
             self._marks.get((host, link)),
         )
 
@@ -137,17 +120,17 @@ class Network:
             self._add_veth(up, {"ifname": down})
             for port, bridge in ((up, switch_name(link, rack)), (down, spine)):
                 self.ip.link("set", index=self._index(port), mtu=spec.mtu, master=self._index(bridge))
-                _quiet(port)
-                self._set_offload(port)
-                self._shape(self.ip, port, spec.uplink_bits_per_s, spec.queue_bytes)
+                quiet(port)
+                self._single_packets(port)
+                shape(self.ip, port, spec.uplink_bits_per_s, spec.queue_bytes, spec.mtu)
                 self._up(port)
 
     def _add_bridge(self, name: str) -> None:
-        with _needs("bridges"):
+        with needs("bridges"):
             self.ip.link(
                 "add", ifname=name, kind="bridge", mtu=self._spec.mtu, br_stp_state=0, br_mcast_snooping=0
             )
-        _quiet(name)
+        quiet(name)
         self._up(name)
 
     def _add_link(self, host: int, pid: int, link: int) -> None:
@@ -157,9 +140,10 @@ class Network:
         self.ip.link(
             "set", index=index, mtu=spec.mtu, master=self._index(switch_name(link, spec.rack_of(host)))
         )
-        _quiet(port)
-        self._set_offload(port)
-        self._shape(self.ip, port, spec.port_rate_bits_per_s[host], spec.queue_bytes, priority=spec.priority)
+        quiet(port)
+        self._single_packets(port)
+        rate = spec.port_rate_bits_per_s[host]
+        shape(self.ip, port, rate, spec.queue_bytes, spec.mtu, priority=spec.priority)
         self._add_filters(host, link, index)
         self._up(port)
 
@@ -178,12 +162,12 @@ class Network:
             for end in (near, far):
                 index = self._index(end)
                 self.ip.link("set", index=index, mtu=spec.mtu, master=self._index(wire), state="up")
-                _quiet(end)
-                self._set_offload(end)
+                quiet(end)
+                self._single_packets(end)
             delay.add_netem(self.ip, self._index(far), spec)
 
     def _add_veth(self, name: str, peer: dict[str, object]) -> None:
-        with _needs("veth links"):
+        with needs("veth links"):
             self.ip.link("add", ifname=name, kind="veth", mtu=self._spec.mtu, peer=peer)
 
     def _teach_switches(self, link: int) -> None:
@@ -207,7 +191,7 @@ class Network:
         marks = rate is not None and (spec.mark_bytes is not None or spec.drop_bytes is not None)
         if not marks and not spec.loss_ratio[host]:
             return
-        with _needs("the clsact queue and BPF filters (sch_ingress, cls_bpf)"):
+        with needs("the clsact queue and BPF filters (sch_ingress, cls_bpf)"):
             self.ip.tc("add", "clsact", index)
         if spec.loss_ratio[host]:
             filters.attach(filters.loss(spec.loss_ratio[host]), index, filters.INGRESS)
@@ -224,13 +208,13 @@ class Network:
 
     def _furnish_host(self, ip: IPRoute, host: int) -> None:
         spec = self._spec
-        ip.link("set", index=_find(ip, "lo"), state="up")
+        ip.link("set", index=find(ip, "lo"), state="up")
         for link in range(spec.links):
             name = f"eth{link}"
-            _quiet(name)
-            self._set_offload(name)
-            self._shape(ip, name, spec.rate_bits_per_s[host], HOST_QUEUE_BYTES)
-            index = _find(ip, name)
+            quiet(name)
+            self._single_packets(name)
+            shape(ip, name, spec.rate_bits_per_s[host], HOST_QUEUE_BYTES, spec.mtu)
+            index = find(ip, name)
             ip.link("set", index=index, mtu=spec.mtu, address=_hardware_address(host, link))
             ip.link("set", index=index, state="up", txqlen=delay.TAP_QUEUE_PACKETS)
             own = link_address(host, link)
@@ -246,7 +230,7 @@ class Network:
             )
             self._introduce_peers(ip, host, link, index)
         if spec.mark_bytes is not None:
-            _set("net/ipv4/tcp_ecn", "1")
+            set_kernel("net/ipv4/tcp_ecn", "1")
         if spec.links > 1:
             self._join_links(ip, host)
 
@@ -264,10 +248,10 @@ class Network:
 
     def _join_links(self, ip: IPRoute, host: int) -> None:
         """Give the host an address that others reach over any of its links; a flow stays on one."""
-        _set("net/ipv4/fib_multipath_hash_policy", "1")
+        set_kernel("net/ipv4/fib_multipath_hash_policy", "1")
         ip.link("add", ifname=self._spec.interface, kind="bridge", mtu=self._spec.mtu)
-        index = _find(ip, self._spec.interface)
-        _quiet(self._spec.interface)
+        index = find(ip, self._spec.interface)
+        quiet(self._spec.interface)
         ip.link("set", index=index, state="up")
         ip.addr("add", index=index, address=address(self._spec, host), prefixlen=32)
         for peer in range(self._spec.hosts):
@@ -279,7 +263,7 @@ class Network:
                 prefsrc=address(self._spec, host),
                 metrics=self._metrics(),
                 multipath=[
-                    {"gateway": link_address(peer, link), "oif": _find(ip, f"eth{link}"), "hops": 0}
+                    {"gateway": link_address(peer, link), "oif": find(ip, f"eth{link}"), "hops": 0}
                     for link in range(self._spec.links)
                 ],
             )
@@ -290,58 +274,12 @@ class Network:
             metrics["rto_min"] = round(self._spec.min_rto_s * 1000)
         return metrics
 
-    def _shape(
-        self,
-        ip: IPRoute,
-        name: str,
-        rate_bits_per_s: float | None,
-        queue_bytes: int,
-        *,
-        priority: bool = False,
-    ) -> None:
-        if rate_bits_per_s is None:
-            return
-        index, rate = _find(ip, name), round(rate_bits_per_s / 8)
-        # A burst is what may leave at once: ten packets, or what a millisecond's oversleeping would cost.
-        burst = max(10 * self._spec.mtu, round(rate * 0.0005))
-        quantum = self._spec.mtu + 100
-        limits = {"ceil": rate, "cburst": burst, "quantum": quantum}
-        with _needs("the HTB queueing discipline (sch_htb)"):
-            ip.tc("add", "htb", index, _ROOT, default=(_ONLY_CLASS + 7 if priority else _ONLY_CLASS) & 0xFFFF)
-        if not priority:
-            ip.tc("add-class", "htb", index, _ONLY_CLASS, parent=_ROOT, rate=rate, burst=burst, **limits)
-            ip.tc("add", "bfifo", index, 0x100000, parent=_ONLY_CLASS, limit=queue_bytes)
-            return
-        ip.tc("add-class", "htb", index, _WHOLE_LINK, parent=_ROOT, rate=rate, burst=burst, **limits)
-        for band in range(filters.NUM_BANDS):
-            of_band = filters.CLASS_OF_BAND + band
-            ip.tc(
-                "add-class",
-                "htb",
-                index,
-                of_band,
-                parent=_WHOLE_LINK,
-                rate=_FLOOR_BYTES_PER_S,
-                burst=quantum,
-                prio=band,
-                **limits,
-            )
-            ip.tc("add", "bfifo", index, (0x10 + band) << 16, parent=of_band, limit=queue_bytes)
-        filters.attach(filters.band_of_dscp(), index, _ROOT)
-
-    def _set_offload(self, name: str) -> None:
-        """Segmentation in the network stack, so that what crosses the link are packets; or left as it is."""
-        if self._spec.offload:
-            return
-        tool = Ethtool()
-        features = tool.get_features(name)
-        for offload in _OFFLOADS:
-            if offload in features.features:
-                features.features[offload].enable = False
-        tool.set_features(name, features)
+    def _single_packets(self, name: str) -> None:
+        if not self._spec.offload:
+            send_single_packets(name)
 
     def _index(self, name: str) -> int:
-        return _find(self.ip, name)
+        return find(self.ip, name)
 
     def _up(self, name: str) -> None:
         self.ip.link("set", index=self._index(name), state="up")
@@ -369,29 +307,3 @@ def port_name(host: int, link: int) -> str:
 def switch_name(link: int, rack: int) -> str:
     """The bridge of a rack."""
     return f"sw{link}r{rack}"
-
-
-@contextmanager
-def _needs(what: str) -> Iterator[None]:
-    """Say what the kernel lacks if it refuses what follows."""
-    try:
-        yield
-    except NetlinkError as error:
-        raise UnsupportedError(
-            f"this kernel lacks {what}, or does not allow them here ({error.args[1]}). Load the module, run as root, "
-            "or try another machine. Nothing was created."
-        ) from error
-
-
-def _find(ip: IPRoute, name: str) -> int:
-    return int(ip.link_lookup(ifname=name)[0])
-
-
-def _quiet(name: str) -> None:
-    """No IPv6 on an interface: its neighbour discovery would be counted as traffic."""
-    _set(f"net/ipv6/conf/{name}/disable_ipv6", "1")
-
-
-def _set(name: str, value: str) -> None:
-    with suppress(OSError):
-        (Path("/proc/sys") / name).write_text(value)
