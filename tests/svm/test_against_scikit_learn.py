@@ -11,6 +11,7 @@ from sklearn import svm as theirs
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics.pairwise import pairwise_kernels
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -97,6 +98,20 @@ def test_many_classes(form, kernel):
     assert (
         np.mean(mine.decision_function(X).argmax(axis=1) == other.decision_function(X).argmax(axis=1)) > 0.999
     )
+
+
+def test_predictions_in_single_precision_err_by_less_than_a_tenth_of_tol():
+    """Only where rows are wide and the coefficients allow it; else kernel values are in double precision."""
+    X, y = load_digits(return_X_y=True)
+    X, y = X / 16, y % 2
+    for C, dtype in ((1.0, np.float32), (1e4, np.float64)):
+        model = ours.SVC(C=C, gamma=0.02 if C == 1.0 else 2.0, tol=1e-3).fit(X, y)
+        assert model._precision((model.support_vectors_**2).sum(axis=1), model._table) == dtype
+        K = pairwise_kernels(X, model.support_vectors_, metric="rbf", gamma=model._gamma)
+        exact = K @ model.dual_coef_[0] + model.intercept_[0]
+        error = np.abs(model.decision_function(X) - exact).max()
+        assert error < 1e-4
+        assert (error > 1e-9) == (dtype == np.float32)
 
 
 def test_weights():

@@ -216,7 +216,7 @@ def test_ranks_that_round_differently_let_one_of_them_decide(models):
     assert np.array_equal(one.dual_coef_, two.dual_coef_)
     assert truth(X, y, one, C, gamma=GAMMA).gap <= TOL * (1 + 1e-6)
     alike = models[2][HEURISTICS.index("multi-2")][0].counters_[0]
-    assert one.counters_[0].num_collectives > 2 * alike.num_collectives  # rows and coefficients are sent
+    assert one.counters_[0].num_collectives > alike.num_collectives + 10  # rows and coefficients are sent
 
 
 def test_active_samples_are_balanced_and_come_home():

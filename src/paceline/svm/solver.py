@@ -81,6 +81,7 @@ class Solver:
         self._turn_limit = max(_LEAST_TURNS, _TURNS_A_PASS * num_variables // self._size)
         self._rows = self._new_cache()
         self._block = WorkingBlock(problem.kernel, self._size)
+        self._device = device_for(problem.kernel, problem.samples)
         self._on_device: tuple[Samples, RowsOnDevice] | None = None  # of which samples
         self._kept = np.zeros((0, 5))
         self._num_new_now = 0
@@ -279,10 +280,12 @@ class Solver:
     def _apply(self, ids: NDArray[np.int64], panel: Samples, change: NDArray[np.float64]) -> None:
         """Add kernel rows times changes to the active gradients; rows that are not in the cache are computed."""
         active = self._active
-        device = device_for(self._problem.kernel, active.samples)
-        if device is not None and len(ids):
+        if self._device is not None:
             if self._on_device is None or self._on_device[0] is not active.samples:
-                self._on_device = active.samples, RowsOnDevice(self._problem.kernel, active.samples, device)
+                self._on_device = (
+                    active.samples,
+                    RowsOnDevice(self._problem.kernel, active.samples, self._device),
+                )
             active.g += self._on_device[1].sums(panel, change)
             self._kernel_values += len(ids) * len(active)
             return
