@@ -321,3 +321,30 @@ def test_without_root_a_user_namespace_serves(possible):
     assert refusal.startswith(
         "UnsupportedError --mark and --drop load a program into the kernel, which only root"
     )
+
+
+WITH_A_STAND_IN_FOR_NETEM = """
+import runpy, sys
+from paceline.emulation import delay
+delay.has_netem = lambda *_: True
+delay.add_netem = lambda ip, interface, spec: ip.tc("add", "pfifo", interface, 0x10000, limit=1000)
+sys.argv = ["lab", *sys.argv[1:]]
+runpy.run_module("paceline.emulation.lab", run_name="__main__")
+"""
+
+
+def test_the_wiring_around_netem_carries_packets(cluster, monkeypatch):
+    """Where netem is, a bridge and a second pair of devices surround it; a plain queue takes its place here."""
+    start = subprocess.Popen
+
+    def start_with_the_stand_in(command, **settings):
+        if "paceline.emulation.lab" in command:
+            command = [command[0], "-c", WITH_A_STAND_IN_FOR_NETEM, *command[3:]]
+        return start(command, **settings)
+
+    monkeypatch.setattr("paceline.emulation.cluster.subprocess.Popen", start_with_the_stand_in)
+    made = cluster(hosts=2, rate="50Mbit", delay="1ms", loss="20%,0%")
+    monkeypatch.undo()
+    assert 300 < len(send(made.hosts[0], made.hosts[1], (0, 500, 0), size=200)) < 500
+    assert _conserved(made, 0, 1)
+    assert made.counters()[0].wire_drops == 0

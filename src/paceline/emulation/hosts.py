@@ -17,6 +17,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from paceline.emulation import kernel
 
@@ -54,8 +55,8 @@ def inside(pid: int, home: int) -> Iterator[None]:
         kernel.enter(home, kernel.NEW_NET)
 
 
-def _become_host(name: str, hosts_text: str, lab: int, report: int) -> None:
-    """Never returns. The middle process waits for the host's first one: its child, so that both die in order."""
+def _become_host(name: str, hosts_text: str, lab: int, report: int) -> NoReturn:
+    """The middle process waits for the host's first one: its child, so that both die in order."""
     try:
         forget_the_lab(report)
         kernel.die_with_parent(lab)
@@ -106,7 +107,7 @@ def _furnish(name: str, hosts_text: str) -> None:
     socket.sethostname(name)
 
 
-def _reap_for_ever() -> None:
+def _reap_for_ever() -> NoReturn:
     """What the first process of a system is for: to wait for those whose parents are gone."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from paceline.emulation import quantities as q
@@ -306,9 +307,9 @@ def _check_rate(value: float | None, option: str) -> None:
         )
 
 
-def _each(values: tuple[float | None, ...], show: object, none: str) -> str:
+def _each(values: tuple[float | None, ...], show: Callable[[float], str], none: str) -> str:
     """One word if all hosts are alike, else one a host."""
-    words = [none if value is None else show(value) for value in values]  # type: ignore[operator]
+    words = [none if value is None else show(value) for value in values]
     return words[0] if len(set(words)) == 1 else ", ".join(words)
 
 
