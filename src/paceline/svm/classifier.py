@@ -100,7 +100,7 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         max_iter: int = -1,
         decision_function_shape: str = "ovr",
         break_ties: bool = False,
-        probability: bool = False,
+        probability: Any = False,
         random_state: Any = None,
         warm_start: bool = False,
         elimination: str = "adaptive",
@@ -267,14 +267,14 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         # Confidences only break ties: they are squeezed into (-1/3, 1/3).
         return np.asarray(votes + confidences / (3 * (np.abs(confidences) + 1)))
 
-    @available_if(_has_probabilities)
+    @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> NDArray[np.float64]:
         """Probabilities of the classes, shape (N, K); needs `probability=True` before `fit`."""
         check_is_fitted(self)
         values = self._values_of_pairs(self._seen_rows(X))
         return calibration.coupled(expit(-(self.probA_ * values + self.probB_)), len(self.classes_))
 
-    @available_if(_has_probabilities)
+    @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_log_proba(self, X: Any) -> NDArray[np.float64]:
         """Logarithms of `predict_proba`."""
         return np.asarray(np.log(self.predict_proba(X)))

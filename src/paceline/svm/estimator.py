@@ -290,7 +290,8 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
         behind = form.of(vectors, np.arange(vectors.shape[0]))
         dtype = self._precision(behind.squares, table)
         rows = form.of(X, np.arange(X.shape[0]))
-        return expand(self._kernel, behind.astype(dtype), table, rows.astype(dtype)).T
+        sums = expand(self._kernel, behind.astype(dtype), table, rows.astype(dtype))
+        return np.asarray(sums.T)
 
     def _precision(self, squares: NDArray[np.float64], table: NDArray[np.float64]) -> Any:
         """Single for the kernel values of a prediction, where that pays and errs by less than a tenth of `tol`.

@@ -107,11 +107,11 @@ class Pairs:
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
         mine = place[np.searchsorted(data.all_ids, data.samples.ids)]
-        members = {k: np.flatnonzero(data.targets == k) for k in {k for pair in pairs for k in pair}}
+        by_class = {k: np.flatnonzero(data.targets == k) for k in {k for pair in pairs for k in pair}}
         for (one, other), problem, solution in zip(pairs, problems, found, strict=True):
             a, b, c, _ = problem.bounds
-            table[other - 1, members[one]] = solution.beta[mine[members[one]] - a]
-            table[one, members[other]] = solution.beta[mine[members[other]] - c + (b - a)]
+            table[other - 1, by_class[one]] = solution.beta[mine[by_class[one]] - a]
+            table[one, by_class[other]] = solution.beta[mine[by_class[other]] - c + (b - a)]
         return dict(zip(pairs, found, strict=True))
 
     def _solve_large(

@@ -53,6 +53,8 @@ class RowCache:
         self._flat: NDArray[Any] = self._memory[:num_bytes].view(dtype)
         self._slot_of = np.full(num_samples, -1, np.int64)
         self.num_evictions = self.num_repeats = 0
+        self._num_used = 0
+        self._clock = 0
         self._was_computed = np.zeros(num_samples, np.bool_)
         self._forget_all()
 
@@ -130,4 +132,5 @@ class RowCache:
         self._slot_of.fill(-1)
         self._owner = np.full(num_slots, -1, np.int64)
         self._stamp = np.full(num_slots, -1, np.int64)
-        self._num_used = self._clock = 0
+        self._num_used = 0
+        self._clock = 0

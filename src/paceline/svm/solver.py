@@ -222,7 +222,7 @@ class Solver:
         f = active.g + active.linear
         useful = (active.beta < active.upper) & (f <= nominations.most)
         useful |= (active.beta > active.lower) & (f >= nominations.least)
-        keep = useful.any(axis=0)
+        keep: NDArray[np.bool_] = np.asarray(useful.any(axis=0), np.bool_)
         _, position = self._local(chosen)
         keep[position[position >= 0]] = True
         if keep.sum() > (1 - self._settings.elimination.least_gain_ratio) * len(keep):
