@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 from datetime import timedelta
 from unittest import mock
 
@@ -13,7 +14,7 @@ import paceline  # noqa: F401  registers the backend
 from models import digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.transports.shared_memory.host import SWITCH
-from ranks import pool
+from ranks import Ranks, pool
 
 LINKS = "within=2e-5/4e9 between=1e-4/1e9"
 
@@ -136,3 +137,28 @@ def test_disagreement_between_hosts_is_named():
         assert "rank 1" in message
         assert "10" in message
         assert "12" in message
+
+
+def lose(rank, _num_ranks, hosts, victim):
+    words = {SWITCH: f"host {hosts[rank]}", "PACELINE_LINKS": LINKS}
+    with mock.patch.dict(os.environ, words):
+        ours = dist.new_group(backend="paceline", timeout=timedelta(seconds=4))
+    tensor = torch.ones(200_000)
+    dist.all_reduce(tensor, group=ours)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(TimeoutError) as caught:
+        for _ in range(5):
+            dist.all_reduce(tensor, group=ours)
+    return str(caught.value)
+
+
+def test_a_lost_rank_is_told_on_every_host():
+    """Rank 3, on the second of two hosts, is killed: its neighbour names it, the other host's ranks raise too."""
+    with Ranks(4) as ranks:
+        outcomes = ranks.outcomes(lose, "0011", 3, deadline_s=40)
+    messages = [outcome.value for outcome in outcomes[:3]]
+    assert all(messages), [outcome.story() for outcome in outcomes]
+    assert "rank 3" in messages[2]
+    assert "died" in messages[2]
+    assert "rank 3" in messages[1]  # the one that exchanges its share with rank 3
