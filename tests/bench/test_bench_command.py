@@ -62,12 +62,14 @@ def test_step_on_loopback(tmp_path: Path) -> None:
 def test_allreduce_on_loopback(tmp_path: Path) -> None:
     """A row for every size, in a table for people."""
     report = tmp_path / "report"
-    words = ["--sizes", "64KiB,1MiB", "--rounds", "2", "--report", str(report)]
+    words = ["--sizes", "64KiB,1MiB", "--rounds", "2", "--report", str(report), "--explain"]
     done = paceline("bench", "allreduce", *words, cwd=tmp_path)
     assert done.code == 0, done.err
+    assert "65,536 bytes over 2 ranks on one host: shared memory" in done.out.replace("\n", "")
     assert "How long does an all-reduce take on 2 ranks?" in done.out
     cases = json.loads((report / "allreduce-2ranks.json").read_text())["summaries"]["cases"]
-    assert [(case["size_bytes"], case["side"]) for case in cases] == [(65536, "gloo"), (2**20, "gloo")]
+    found = [(case["size_bytes"], case["side"]) for case in cases]
+    assert found == [(size, side) for size in (65536, 2**20) for side in ("gloo", "paceline")]
     for case in cases:
         assert case["algbw_bytes_per_s"] == pytest.approx(case["size_bytes"] / case["time_s"]["median"])
 

@@ -184,7 +184,6 @@ def _measured(rank: int, num_ranks: int) -> dict[str, object]:
     return {
         "sides": [(side.name, side.ranks_equal, side.error) for side in outcome.sides],
         "num_steps": [len(times.backward_s) for side in outcome.sides for times in side.per_rank],
-        "backward_s": [min(times.backward_s) for times in outcome.alone],
         "communication": [len(times) for times in outcome.communication_s],
         "buckets": [sum(side.bucket_bytes) for side in outcome.sides],
         "bytes": config.gradient_bytes,
@@ -201,7 +200,6 @@ def test_all_sides_get_the_mean_on_real_ranks() -> None:
         assert 0 <= fp16[2] < 2e-3
         assert found["num_steps"] == [4] * 6
         assert found["communication"] == [4, 4]
-        assert min(found["backward_s"]) >= 0.004 * 2 / 3 - 1e-4  # never shorter than the profile
         assert all(buckets >= size for buckets in found["buckets"])
 
 
