@@ -121,6 +121,27 @@ def raise_inside(rank, _num_ranks):
     return time.monotonic() - start_s
 
 
+def abort_what_waits(rank, _num_ranks):
+    """Rank 0's collective waits for rank 1, which does not come; rank 0 aborts it."""
+    ours = group(60.0)
+    if rank == 1:
+        return 0.0
+    start_s = time.monotonic()
+    work = dist.all_reduce(torch.ones(4), group=ours, async_op=True)
+    while not ours.host.me.board.has_arrived(1):  # its thread now waits for rank 1
+        time.sleep(0.001)
+    ours.abort()
+    with pytest.raises(TimeoutError, match="told to give up"):
+        work.wait()
+    dist.destroy_process_group(ours)
+    return time.monotonic() - start_s
+
+
+def test_abort_ends_ones_own_wait():
+    """A collective that waits for a rank ends when its own rank aborts, and the group can be destroyed."""
+    assert max(pool(2).run(abort_what_waits)) < 30
+
+
 def test_abort_is_told():
     """`abort` on one rank ends the others' waiting."""
     assert max(pool(2).run(raise_inside)) < 30

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import paceline  # noqa: F401  registers the backend
 from models import digest, generator, squares
 from paceline import DistributedDataParallel
+from paceline.process_group.host_collectives import STAGING_BYTES
 from paceline.transports.shared_memory.host import SWITCH
 from ranks import Ranks, pool
 
@@ -162,3 +163,52 @@ def test_a_lost_rank_is_told_on_every_host():
     assert "rank 3" in messages[2]
     assert "died" in messages[2]
     assert "rank 3" in messages[1]  # the one that exchanges its share with rank 3
+
+
+def reduce_long(rank, _num_ranks, hosts, ordinary):
+    """A message longer than the staging area; in shared memory where a rank has neighbours, unless it is `ordinary`."""
+    with group_on(hosts, rank) as ours:
+        size = STAGING_BYTES // 4 + 12_345
+        tensor = torch.zeros(size)
+        if rank not in ordinary:
+            tensor = ours.allocate_tensor(size, dtype=torch.float32, device=torch.device("cpu"))
+        tensor += torch.arange(size) % 1000 + rank
+        expected = (torch.arange(size) % 1000) * len(hosts) + sum(range(len(hosts)))
+        dist.all_reduce(tensor, group=ours)
+        mean = tensor.clone()
+        dist.all_reduce(mean, dist.ReduceOp.AVG, group=ours)
+        return torch.equal(tensor, expected.float()), torch.equal(mean, expected.float())
+
+
+@pytest.mark.parametrize("ordinary", [(), (0,), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("hosts", ["0011", "0012"])
+def test_long_messages_wherever_they_lie(hosts, ordinary):
+    """Some ranks' tensors lie in shared memory, others' do not, and some hosts have one rank: one exchange for all."""
+    assert pool(4).run(reduce_long, hosts, ordinary) == [(True, True)] * 4
+
+
+def name_a_schedule(rank, _num_ranks, hosts):
+    with group_on(hosts, rank) as ours:
+        with pytest.raises(ValueError, match=r"no schedule called 'rings'.*there are.*ring"):
+            ours.use_schedule("rings")
+        ours.use_schedule("ring")
+        tensor = torch.ones(5)
+        dist.all_reduce(tensor, group=ours)
+        return tensor.tolist(), ours.explain(1000)
+
+
+def test_an_unknown_schedule_is_refused_at_once():
+    """Before anything is sent: the group stays usable, and takes the one that is named next."""
+    for values, words in pool(2).run(name_a_schedule, "01"):
+        assert values == [2.0] * 5
+        assert "ring (" in words
+
+
+def name_no_schedule(rank, _num_ranks, hosts):
+    with pytest.raises(ValueError, match="PACELINE_ALLREDUCE"), group_on(hosts, rank, "halving"):
+        pass
+
+
+def test_an_unknown_schedule_in_the_environment_is_refused():
+    """Where the group is made, with the variable's name."""
+    pool(2).run(name_no_schedule, "01")

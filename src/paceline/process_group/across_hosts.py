@@ -14,10 +14,11 @@ import os
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.errors import ConfigurationError
 from paceline.process_group.executor import Executor
 from paceline.process_group.folds import Fold
 from paceline.process_group.gloo import Gloo
-from paceline.schedules import Choice, Links, Topology, choose
+from paceline.schedules import SCHEDULES, Choice, Links, Topology, choose
 from paceline.transports.c10d import C10dTransport
 from paceline.transports.probe import find_links
 from paceline.transports.subset import Subset
@@ -46,7 +47,25 @@ class AcrossHosts:
         if index < self._num_columns:
             self._executor = Executor(Subset(self._transport, [ranks[index] for ranks in hosts]))
         self._links: Links | None = None
-        self.only = os.environ.get(CHOICE)  # the one schedule to use, by name; None for the cheapest
+        self._only: str | None = None
+        self.use(os.environ.get(CHOICE), CHOICE)
+
+    def use(self, name: str | None, said_by: str = "use_schedule") -> None:
+        """Take this schedule whatever it costs; None for the cheapest.
+
+        Raises:
+            ConfigurationError: There is none of this name for an all-reduce; nothing was changed.
+        """
+        usable = [
+            known
+            for known, algorithm in SCHEDULES.items()
+            if algorithm.operation == "all_reduce" and algorithm.fits(self._columns)
+        ]
+        if name is not None and name not in usable:
+            raise ConfigurationError(
+                f"{said_by}: no schedule called {name!r} reduces between hosts; there are {', '.join(usable)}."
+            )
+        self._only = name
 
     def prepare(self) -> None:
         """Learn what the links can do, at the first use. Collective over all ranks of the group."""
@@ -62,7 +81,7 @@ class AcrossHosts:
             self._columns,
             self._links,
             element_bytes=itemsize,
-            only=self.only,
+            only=self._only,
         )
 
     def all_reduce(self, share: Tensor, fold: Fold) -> None:

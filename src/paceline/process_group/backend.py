@@ -120,8 +120,12 @@ class ProcessGroup(dist.ProcessGroup):
         return words + (f" ({self.host.remark})" if self.host.remark else "")
 
     def use_schedule(self, name: str | None) -> None:
-        """Perform all-reduces across hosts by this schedule; None for the cheapest. Local, the same on every rank."""
-        self._across.only = name
+        """Perform all-reduces across hosts by this schedule; None for the cheapest. Local, the same on every rank.
+
+        Raises:
+            ConfigurationError: There is no such schedule; nothing was changed.
+        """
+        self._across.use(name)
 
     # Reductions
 
@@ -333,7 +337,10 @@ class ProcessGroup(dist.ProcessGroup):
             )
 
     def abort(self) -> None:
-        """Give up what is under way, on this rank and so on all; then the group is broken."""
+        """Give up what is under way in this host's memory, on this rank and so on its neighbours; the group is broken.
+
+        An exchange with other hosts that is under way ends at the group's timeout.
+        """
         self._error = self._error or RuntimeError("it was aborted.")
         self._meetings.give_up(self._rank)
 

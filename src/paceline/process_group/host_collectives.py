@@ -9,6 +9,7 @@ Rules
 4. Between the meetings of an operation peers may touch a rank's staging area; outside them nobody does.
 5. The result of a small all-reduce is folded by every rank for itself, in one order, after a single meeting. Its input
    lies in one of two slots in turn: a rank is at most one operation ahead of those still reading.
+6. What goes on to other hosts goes in one piece, as they may stage where we do not: it is copied into the arena whole.
 
 Cost:
     All-reduce of N bytes on k ranks: each reads N and writes N, whatever k; nothing is copied in or out under rule 2.
@@ -52,6 +53,7 @@ class HostCollectives:
         self._meetings = meetings
         self._num_shares = num_shares
         self._num_averaged = num_averaged
+        self._scratch: Tensor | None = None
         self._num_small = 0
         self._known_slots: dict[tuple[torch.dtype, int], tuple[Tensor, list[Tensor]]] = {}
         self._ranks = [neighbour.rank for neighbour in host.neighbours]
@@ -66,7 +68,17 @@ class HostCollectives:
         """Replace `flat` on every rank by the fold of all."""
         if across is None and self.is_small(flat.numel() * flat.element_size()):
             self._all_reduce_small(what, flat, fold)
-            return
+        elif across is not None and len(self._ranks) == 1:
+            self._reduce_across(flat, fold, across)
+        elif across is not None and self._areas[self._host.index].place_of(flat) is None:
+            resident = self._resident(flat)
+            self._copy_in(resident, flat)
+            self.all_reduce(what, resident, fold, across)
+            self._copy_out(flat, resident)
+        else:
+            self._all_reduce_by_shares(what, flat, fold, across)
+
+    def _all_reduce_by_shares(self, what: Operation, flat: Tensor, fold: Fold, across: Across | None) -> None:
         for pieces, mine in self._pieces(what, flat):
             self._fold_my_share(pieces, fold, across)
             self._meet(what)
@@ -114,12 +126,23 @@ class HostCollectives:
                     other.copy_(mine)
         if across is not None and chunks:
             share = pieces[me][low:high]
-            across(share)
-            if fold.averages:
-                fold.average(share, self._num_averaged)
+            self._reduce_across(share, fold, across)
             for index, piece in enumerate(pieces):
                 if index != me:
                     piece[low:high].copy_(share)
+
+    def _reduce_across(self, share: Tensor, fold: Fold, across: Across) -> None:
+        across(share)
+        if fold.averages:
+            fold.average(share, self._num_averaged)
+
+    def _resident(self, flat: Tensor) -> Tensor:
+        """Memory in the arena for the whole of `flat` (rule 6), kept for the next one that is not longer."""
+        num_bytes = flat.numel() * flat.element_size()
+        if self._scratch is None or self._scratch.numel() < num_bytes:
+            self._scratch = None  # its place may be part of the next one's
+            self._scratch = self._areas[self._host.index].allocate(num_bytes, torch.uint8)
+        return self._scratch[:num_bytes].view(flat.dtype)
 
     def broadcast(self, what: Operation, flat: Tensor, root: int) -> None:
         """Replace `flat` by that of the host's rank number `root`."""

@@ -85,6 +85,8 @@ class Meetings:
 
     def _lost(self, other: Neighbour, waited_s: float) -> tuple[int, str] | None:
         """Who is to blame, and for what; None while there is hope."""
+        if self.is_broken:
+            return self._me.rank, "(this one) was told to give up"
         state = state_of(other.pid)
         if state == GONE or start_time_of(other.pid) != self._starts[other.rank]:
             return other.rank, f"(process {other.pid}) died"
