@@ -202,6 +202,7 @@ def test_an_unknown_schedule_is_refused_at_once():
     for values, words in pool(2).run(name_a_schedule, "01"):
         assert values == [2.0] * 5
         assert "ring (" in words
+        assert "over the interface lo" in words  # as the pools' GLOO_SOCKET_IFNAME says
 
 
 def name_no_schedule(rank, _num_ranks, hosts):

@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.collectives import Collectives, check_reducible
-from paceline.process_group.gloo import address_towards, make_gloo
+from paceline.process_group.gloo import INTERFACE, address_towards, make_gloo
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.lane import Lane, LaneWork
 from paceline.process_group.registration import NAME
@@ -117,6 +118,7 @@ class ProcessGroup(dist.ProcessGroup):
             words = self._across.choose(size_bytes, 4).why
             if self.host.num_ranks > 1:
                 words += "; within a host through shared memory, each rank taking a share across"
+            words += f"; over the interface {os.environ.get(INTERFACE) or f'with address {self.address}'}"
         return words + (f" ({self.host.remark})" if self.host.remark else "")
 
     def use_schedule(self, name: str | None) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 Gloo = Any  # a ProcessGroupGloo; torch's stubs know none of its methods
 
+INTERFACE = "GLOO_SOCKET_IFNAME"  # the user's word on which network interface to use
 _DISCARD_PORT = 9  # nothing is sent: connecting a datagram socket only asks the kernel for the route
 
 
@@ -19,7 +20,7 @@ def address_towards(num_hosts: int) -> str:
 
     It is "" where GLOO_SOCKET_IFNAME decides, or nothing is known.
     """
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
+    if os.environ.get(INTERFACE):
         return ""
     if num_hosts == 1:
         return "127.0.0.1"
