@@ -5,14 +5,16 @@ import gc
 import io
 import warnings
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
-from models import Mlp, conv_net, generator, squares
+from models import Mlp, conv_net, digest, generator, squares
 from paceline import DistributedDataParallel, convert_sync_batchnorm
 from paceline.errors import HookError, PeerAbortedError
 from ranks import pool
@@ -221,6 +223,22 @@ def copies_of_sync_bn(rank, _num_ranks):
 def test_a_module_with_synchronized_norms_can_be_copied():
     """Copying and saving leave the process group out; the copy computes the same."""
     assert pool(2).run(copies_of_sync_bn) == [0.0, 0.0]
+
+
+def wrap_after_groups_that_one_rank_left(rank, num_ranks):
+    groups = [dist.new_group(timeout=timedelta(seconds=10)) for _ in range(2)]
+    if rank == 0:
+        dist.destroy_process_group(groups[0])
+    model = DistributedDataParallel(convert_sync_batchnorm(conv_net()))
+    squares(model(torch.randn(4, 3, 8, 8, generator=generator(rank)))).backward()
+    if rank != 0:
+        dist.destroy_process_group(groups[0])
+    return digest(p.grad for p in model.parameters())
+
+
+def test_synchronized_norms_where_ranks_disagree_on_living_groups():
+    """The layers' own group is found by every rank, whatever groups each has destroyed before."""
+    assert len(set(pool(2).run(wrap_after_groups_that_one_rank_left))) == 1
 
 
 def wrap_twice(_rank, _num_ranks):

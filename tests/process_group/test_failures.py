@@ -126,6 +126,8 @@ def abort_what_waits(rank, _num_ranks):
     """Rank 0's collective waits for rank 1, which does not come; rank 0 aborts it."""
     ours = group(60.0)
     if rank == 1:
+        dist.barrier()  # of the pool's own group: until rank 0 has given up
+        dist.destroy_process_group(ours)
         return 0.0
     start_s = time.monotonic()
     work = dist.all_reduce(torch.ones(4), group=ours, async_op=True)
@@ -134,6 +136,7 @@ def abort_what_waits(rank, _num_ranks):
     ours.abort()
     with pytest.raises(TimeoutError, match="told to give up"):
         work.wait()
+    dist.barrier()
     dist.destroy_process_group(ours)
     return time.monotonic() - start_s
 

@@ -156,6 +156,9 @@ def separate_group(module: Module, process_group: ProcessGroup) -> None:
         layer for layer in layers if layer.process_group is None or layer.process_group is process_group
     ]
     if shared and process_group.size() > 1:
-        own = dist.new_group(dist.get_process_group_ranks(process_group), use_local_synchronization=True)
+        ranks = dist.get_process_group_ranks(process_group)
+        # With local synchronization torch names the group by how many groups are alive, which ranks need not agree
+        # on; so only where some ranks of the world are not here.
+        own = dist.new_group(ranks, use_local_synchronization=len(ranks) < dist.get_world_size())
         for layer in shared:
             layer.process_group = own
