@@ -14,8 +14,10 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from paceline import reductions
 from paceline.ddp.layout import ManagedParameters
 from paceline.errors import ConfigurationError
+from paceline.reductions import NarrowMean, Reduction
 
 
 def choose_process_groups(process_group: Any, device_mesh: Any) -> list[ProcessGroup]:
@@ -154,6 +156,17 @@ def manage(module: Module, ignored: set[str], delayed: Sequence[Parameter]) -> M
         sparse=tuple(sparse for _, _, sparse in found),
         delayed=frozenset(i for i, (parameter, _, _) in enumerate(found) if id(parameter) in delayed_ids),
     )
+
+
+def choose_reduction(reduction: Reduction | str | None, mixed_precision: Any) -> Reduction:
+    """What combining means: what was asked for by name or as an object, or the mean in the dtype to reduce in."""
+    narrow = mixed_precision and (mixed_precision.reduce_dtype or mixed_precision.param_dtype)
+    if narrow and reduction is not None:
+        raise ConfigurationError(
+            f"reduction={reduction!r} and mixed_precision with gradients reduced in {narrow}: each says how gradients "
+            "are combined. Leave out reduction, or give mixed_precision reduce_dtype=None and param_dtype=None."
+        )
+    return NarrowMean(narrow) if narrow else reductions.choose_reduction(reduction)
 
 
 def warn_of_ignored(check_reduction: bool, skip_unused: bool, static_graph: bool, find_unused: bool) -> None:

@@ -38,6 +38,9 @@ class ManagedParameters:
     def __len__(self) -> int:
         return len(self.parameters)
 
+    def named(self) -> dict[str, Parameter]:
+        return dict(zip(self.names, self.parameters, strict=True))
+
     def key(self, index: int) -> Key:
         parameter = self.parameters[index]
         return parameter.dtype, parameter.device

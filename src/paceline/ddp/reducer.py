@@ -262,6 +262,8 @@ class Reducer:
         if backward.synchronizes:
             _under_way.append(self)
         num_averaged = self.num_averaged or self._num_ranks
+        if backward.synchronizes:
+            self.reduction.begin_step()
         self._scale = self.reduction.input_scale(num_averaged)
         self._mean_scale = 1.0 / num_averaged  # of what bypasses the reduction: sparse and late gradients
         expected = self.expectations.touches if backward.synchronizes else lambda _: NEVER
@@ -384,16 +386,16 @@ class Reducer:
         self._used_before.clear()
         buckets = self._flight.timings()
         exposed_s = min(waited_s, sum(bucket.waited_s for bucket in buckets))
-        self.timings.add(
-            StepTiming(
-                step=self.num_steps,
-                forward_s=self.forward_s,
-                started_s=backward.started_s,
-                backward_s=ended_s - backward.started_s,
-                exposed_s=exposed_s,
-                buckets=buckets,
-            )
+        timing = StepTiming(
+            step=self.num_steps,
+            forward_s=self.forward_s,
+            started_s=backward.started_s,
+            backward_s=ended_s - backward.started_s,
+            exposed_s=exposed_s,
+            buckets=buckets,
         )
+        self.timings.add(timing)
+        self.reduction.end_step(timing)
 
     def _note_late(self) -> Status:
         if not any(bucket.has_late_gradients() for bucket in self.buckets):

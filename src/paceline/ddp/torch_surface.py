@@ -22,6 +22,7 @@ from paceline.ddp import arguments
 from paceline.ddp.buffers import BROADCAST_BYTES, Broadcast
 from paceline.ddp.logging_data import logging_data
 from paceline.ddp.peers import Peers
+from paceline.reductions import Mean, NarrowMean, Reduction
 from paceline.reductions.collectives import backend_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class TorchSurface:
         device: torch.device
         _delay_all_reduce_params: list[Any]
         _logged_error: dict[str, Any]
+        _reduction: Reduction
 
         def _build_reducer(self, managed: Any) -> None: ...
 
@@ -91,11 +93,16 @@ class TorchSurface:
 
         if self._comm_hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        if not isinstance(self._reduction, Mean | NarrowMean):
+            raise RuntimeError(  # noqa: TRY004  as torch for a second hook
+                f"register_comm_hook: gradients are combined by reduction={self._reduction!r}, which the hook would "
+                "replace. Leave out either."
+            )
         reduction = make_reduction(state, hook, backend_of(self.process_group))
         self._comm_hook = (hook, state)
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = reduction.name
-        self.reducer.reduction = reduction
+        self._reduction = self.reducer.reduction = reduction
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from paceline.ddp.comm_hooks import builtin_hook  # noqa: PLC0415 (as above)
@@ -216,9 +223,10 @@ class TorchSurface:
         self._peers = Peers(
             new_process_group, f"group {new_process_group.group_name}", self.device.type == "cpu"
         )
+        self._reduction.prepare(old.managed.named(), new_process_group)
         self._buffer_sync.move_to(new_process_group, self._peers)
         self._build_reducer(old.managed)
-        self.reducer.reduction, self.reducer.timings = old.reduction, old.timings
+        self.reducer.timings = old.timings
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)

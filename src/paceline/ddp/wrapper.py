@@ -25,6 +25,7 @@ from paceline.ddp import mixed_precision as mixed
 from paceline.ddp.buffers import Broadcast, Buffers
 from paceline.ddp.dynamo import may_compile
 from paceline.ddp.joining import Shadow, agree_on_source, notify
+from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.outputs import find_tensors
 from paceline.ddp.peers import Peers
 from paceline.ddp.plan import BucketCaps
@@ -33,7 +34,7 @@ from paceline.ddp.replicas import Description, verify
 from paceline.ddp.torch_surface import TorchSurface
 from paceline.errors import ReplicaMismatchError
 from paceline.observe import StepTimings
-from paceline.reductions import NarrowMean
+from paceline.reductions import Mean, Reduction
 from paceline.reductions.collectives import device_for_words
 from paceline.reductions.roll_call import next_name
 
@@ -74,6 +75,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         bucket_cap_mb_list: Caps of the first, second, ... bucket; the last one repeats.
         batched_grad_copy: Always so; the argument is accepted.
         forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
+        reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
 
     Contract:
         Collective: the constructor (unless `init_sync=False`), a forward that will be synchronized (buffers), and the
@@ -109,6 +111,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        reduction: Reduction | str | None = None,
     ) -> None:
         Module.__init__(self)
         Joinable.__init__(self)
@@ -127,6 +131,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
                 self._module_parameters, device_ids, output_device
             )
             given_caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
+            self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
+            managed = arguments.manage(module, self.parameters_to_ignore, self._delay_all_reduce_params)
+            self._reduction = arguments.choose_reduction(reduction, mixed_precision)
+            self._reduction.prepare(managed.named(), self._process_groups[0])
         except (RuntimeError, ValueError) as error:
             self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
             if init_sync:
@@ -157,13 +165,12 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self._delay_all_reduce_params = [parameter for _, parameter in delay_all_reduce_named_params or ()]
         arguments.warn_of_ignored(
             check_reduction, skip_all_reduce_unused_params, static_graph, find_unused_parameters
         )
-        self._set_up(init_sync, init_sync_buffers)
+        self._set_up(managed, init_sync, init_sync_buffers)
 
-    def _set_up(self, init_sync: bool, init_sync_buffers: bool) -> None:
+    def _set_up(self, managed: ManagedParameters, init_sync: bool, init_sync_buffers: bool) -> None:
         """Everything that depends on the process group and cannot be pickled; collective if `init_sync`."""
         self._init_torch_surface()
         self._let_go: Any = None  # called when we are gone
@@ -175,7 +182,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         if self._has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
         self._buffer_sync = Buffers(self.module, self.parameters_to_ignore, self.process_group, self._peers)
-        managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
         if init_sync:
             self._verify(managed)
             named = self.module.named_parameters()
@@ -202,6 +208,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         options = [
             ("bucket caps", self._chosen_caps),
             ("number of process groups", len(self._process_groups)),
+            ("reduction", repr(self._reduction)),
         ]
         description = Description.of(
             managed, frozen, self._buffer_sync.named().items(), self.parameters_to_ignore, options
@@ -236,10 +243,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         if self._let_go is not None:
             self._let_go.detach()
         self._let_go = weakref.finalize(self, reducer.remove_hooks)
-        if self.mixed_precision is not None:
-            narrow = self.mixed_precision.reduce_dtype or self.mixed_precision.param_dtype
-            if narrow is not None:
-                reducer.reduction = NarrowMean(narrow)
+        reducer.reduction = self._reduction
         self.reducer = reducer
         self._frozen = [p for p in self._module_parameters if not p.requires_grad]
 
@@ -293,10 +297,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Parameters were unfrozen after wrapping: compare again, then synchronize them too. Collective."""
         managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
         self._verify(managed)
+        self._reduction.prepare(managed.named(), self.process_group)
         self.reducer.remove_hooks()
-        reduction, timings = self.reducer.reduction, self.reducer.timings
+        timings = self.reducer.timings
         self._build_reducer(managed)
-        self.reducer.reduction, self.reducer.timings = reduction, timings
+        self.reducer.timings = timings
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
@@ -338,6 +343,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.reducer.prepare()
         self.reducer.synchronizes_buffers = False
         self.reducer.run_without_autograd()
+
+    @property
+    def reduction(self) -> Reduction:
+        """What combines the ranks' gradients; its `state_dict()` is this rank's own, to be saved by every rank."""
+        return self._reduction
 
     @property
     def timings(self) -> StepTimings:
@@ -405,6 +415,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         state["_load_state_dict_post_hooks"] = type(self._load_state_dict_post_hooks)()
         state["_comm_hook"] = None
+        if not self._reduction.is_ours:
+            state["_reduction"] = Mean()  # a hook's state need not survive a copy; torch leaves it out, too
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -414,4 +426,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._module_parameters = [
             p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
-        self._set_up(init_sync=False, init_sync_buffers=False)
+        managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
+        self._reduction.prepare(managed.named(), self.process_group)
+        self._set_up(managed, init_sync=False, init_sync_buffers=False)

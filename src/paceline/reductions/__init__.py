@@ -1,5 +1,6 @@
 """What combining the ranks' gradients means: the mean, or whatever a communication hook does."""
 
+from paceline.reductions.choice import choose_reduction
 from paceline.reductions.hook import GradBucket, HookReduction
 from paceline.reductions.mean import Mean
 from paceline.reductions.narrow_mean import NarrowMean
@@ -7,4 +8,14 @@ from paceline.reductions.pending import Pending
 from paceline.reductions.reduction import Message, Reduction
 from paceline.reductions.roll_call import RollCall
 
-__all__ = ["GradBucket", "HookReduction", "Mean", "Message", "NarrowMean", "Pending", "Reduction", "RollCall"]
+__all__ = [
+    "GradBucket",
+    "HookReduction",
+    "Mean",
+    "Message",
+    "NarrowMean",
+    "Pending",
+    "Reduction",
+    "RollCall",
+    "choose_reduction",
+]

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from paceline.errors import HookError
 from paceline.reductions.pending import Pending, PendingFuture
-from paceline.reductions.reduction import Message
+from paceline.reductions.reduction import Message, Reduction
 
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
@@ -55,7 +55,7 @@ class GradBucket:
         return self._message.is_last
 
 
-class HookReduction:
+class HookReduction(Reduction):
     """Calls a user's hook on each bucket.
 
     Args:
@@ -67,7 +67,6 @@ class HookReduction:
     """
 
     is_ours = False
-    carries_words = False
 
     def __init__(self, state: Any, hook: Hook, overlaps: bool) -> None:
         self.state = state

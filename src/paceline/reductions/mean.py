@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from paceline.reductions.collectives import launch_sum
 from paceline.reductions.pending import Done, Pending
-from paceline.reductions.reduction import Message
+from paceline.reductions.reduction import Message, Reduction
 
 
-class Mean:
+class Mean(Reduction):
     """The arithmetic mean, scaled before the sum, so that half precision does not overflow in the sum.
 
     Cost:
@@ -17,11 +17,9 @@ class Mean:
         Li et al., VLDB 2020, Algorithm 1.
     """
 
-    is_ours = True
-    carries_words = True
-
-    def input_scale(self, num_ranks: int) -> float:
-        return 1.0 / num_ranks
+    @property
+    def carries_words(self) -> bool:
+        return True
 
     def launch(self, message: Message) -> Pending:
         if message.process_group.size() == 1:

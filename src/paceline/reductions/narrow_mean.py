@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.reductions.collectives import launch_sum
 from paceline.reductions.pending import Done, Pending
-from paceline.reductions.reduction import Message
+from paceline.reductions.reduction import Message, Reduction
 
 
 class _PendingCast:
@@ -30,17 +30,11 @@ class _PendingCast:
         self._inner.on_done(callback)
 
 
-class NarrowMean:
+class NarrowMean(Reduction):
     """The mean over ranks, summed in a narrower type: half the bytes, with its precision and range."""
-
-    is_ours = True
-    carries_words = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-
-    def input_scale(self, num_ranks: int) -> float:
-        return 1.0 / num_ranks
 
     def launch(self, message: Message) -> Pending:
         narrow = message.body.to(self._dtype)

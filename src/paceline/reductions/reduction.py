@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from paceline.errors import ConfigurationError
+from paceline.observe import StepTiming
 from paceline.reductions.pending import Pending
 
 
@@ -40,23 +43,71 @@ class Message:
         return self.flat[: self.num_gradient_elements]
 
 
-class Reduction(Protocol):
-    """How the ranks' buckets become one. Final classes implement it."""
+class Reduction(ABC):
+    """How the ranks' buckets become one. Final classes implement `launch` and override what differs.
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether an exception at launch means that communication failed, not that a user's code raised."""
+    An object belongs to one model: it may keep state, such as what compression left out.
+    """
+
+    is_ours: bool = True
+    """Whether an exception at launch means that communication failed, not that a user's code raised."""
+
+    def __repr__(self) -> str:
+        """Its kind and settings, equal on all ranks: how ranks that were given different ones find out."""
+        return type(self).__name__
+
+    def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:  # noqa: B027  most have nothing to do
+        """Get to know the model, before the first step and again whenever its parameters change.
+
+        Args:
+            named_parameters: What will be reduced, in registration order; the same on every rank.
+            process_group: Over whom.
+
+        Contract:
+            Local.
+
+        Raises:
+            ConfigurationError: These parameters or this group cannot be reduced so. Nothing has begun.
+        """
 
     @property
     def carries_words(self) -> bool:
-        """Whether the words behind the gradients come back as exact sums; otherwise they are sent by themselves."""
+        """Whether the words behind the gradients come back as exact sums; otherwise they are sent by themselves.
+
+        Constant from `begin_step` to the end of the step.
+        """
+        return False
+
+    def begin_step(self) -> None:  # noqa: B027  most have nothing to do
+        """A synchronized backward begins. Local."""
 
     def input_scale(self, num_ranks: int) -> float:
-        """What each rank multiplies its gradients by on their way into the bucket."""
+        """What each rank multiplies its gradients by on their way into the bucket; asked after `begin_step`."""
+        return 1.0 / num_ranks
 
+    @abstractmethod
     def launch(self, message: Message) -> Pending:
         """Start reducing `message.flat` in place.
 
         Contract:
             Collective: every rank, same order.  Blocks: no.  Mutates: `message.flat`, until the result is done.
         """
+
+    def end_step(self, timing: StepTiming) -> None:  # noqa: B027  most have nothing to do
+        """A synchronized backward has ended well, with these timings on this rank. Local."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state: to be saved by every rank, and loaded by the same rank. Local."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned. Local.
+
+        Raises:
+            ConfigurationError: It is the state of another kind of reduction, rank or model; nothing was changed.
+        """
+        if state:
+            raise ConfigurationError(
+                f"{type(self).__name__} keeps no state, but was given one with the keys {', '.join(sorted(state))}. "
+                "Load it into the reduction that saved it."
+            )
