@@ -56,6 +56,6 @@ def working_sets_of(size):
     """No problem is small enough to be solved as a whole, and working sets are so small that many are needed."""
     with (
         mock.patch.object(dealing, "LARGEST", 0),
-        mock.patch.object(solver, "working_set_size", lambda num, _: min(size, max(2, num))),
+        mock.patch.object(solver, "working_set_size", lambda num, _=0: min(size, max(2, num))),
     ):
         yield

@@ -53,8 +53,8 @@ class Source(NamedTuple):
     """
 
     form: int
-    rows: NDArray[np.float64]
-    columns: NDArray[np.float64]
+    rows: NDArray[Any]
+    columns: NDArray[Any]
     indptr: NDArray[np.int64]
     indices: NDArray[np.int64]
     data: NDArray[np.float64]
@@ -68,8 +68,14 @@ class Source(NamedTuple):
     degree: float
 
 
-def source_of(kernel: Kernel, samples: Samples) -> Source:
-    """The samples in the form that `kernel_row` reads. Gram samples must be numbered from 0 in order."""
+def source_of(kernel: Kernel, samples: Samples, dtype: Any = np.float64) -> Source:
+    """The samples in the form that `kernel_row` reads. Gram samples must be numbered from 0 in order.
+
+    Args:
+        kernel: Between the samples.
+        samples: All of a problem.
+        dtype: Of dense rows, and so of their products; exponentials are in double precision.
+    """
     none, no_numbers, no_index = np.zeros((0, 0)), np.zeros(0), np.zeros(0, np.int64)
     shape = {
         "kind": _KINDS[kernel.name],
@@ -105,7 +111,7 @@ def source_of(kernel: Kernel, samples: Samples) -> Source:
         rows = np.ascontiguousarray(samples.rows, np.float64)
         return Source(**{**empty, "form": _GRAM, "rows": rows})
     assert isinstance(samples, DenseSamples)
-    rows = np.ascontiguousarray(samples.rows, np.float64)
+    rows = np.ascontiguousarray(samples.rows, dtype)
     return Source(**{**empty, "form": _DENSE, "rows": rows, "columns": np.ascontiguousarray(rows.T)})
 
 
@@ -125,11 +131,13 @@ def kernel_row(source: Source, i: int, first: int, last: int, out: NDArray[np.fl
 
 
 @compiled
-def diagonal_value(source: Source, i: int) -> float:
-    """The kernel value of sample i with itself."""
-    out = np.empty(1)
-    kernel_row(source, i, i, i + 1, out)
-    return float(out[0])
+def diagonal_of(source: Source, out: NDArray[np.float64]) -> None:
+    """Write the kernel values of the first samples with themselves to `out`, shape (N,)."""
+    if source.kind == 0:
+        out[:] = 1.0
+        return
+    for i in range(len(out)):
+        kernel_row(source, i, i, i + 1, out[i : i + 1])
 
 
 @compiled

@@ -13,7 +13,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import LANES, sparse_dots
+from paceline.svm.compiled import LANES
+from paceline.svm.row_loops import sparse_dots
 
 if TYPE_CHECKING:
     from typing_extensions import Self

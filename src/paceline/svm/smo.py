@@ -1,4 +1,6 @@
-"""Sequential minimal optimization of the variables of a working set: the compiled loop, one pair an update.
+"""Sequential minimal optimization, one pair of variables an update, kernel rows computed when first needed: compiled.
+
+It solves working sets and small problems: whatever has a gradient that stays in the processor's cache.
 
 Rules
 1. i by the largest violation, j by the largest decrease of the objective (Fan, Chen & Lin 2005, "Working set selection
@@ -10,19 +12,39 @@ Rules
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm.compiled import FAR, LANES, compiled
+from paceline.svm.kernel_row import Source
+from paceline.svm.row_store import RowStore, fetch
 
 _f64 = np.float64
 LEAST_CURVATURE = 1e-12
 
 
+class Variables(NamedTuple):
+    """S variables for each of some samples, padded to P, a multiple of LANES, with zeros.
+
+    Attributes:
+        F: Gradients, shape (S * P,).
+        beta: Signed coefficients, shape (S * P,).
+        lower: Least coefficients; a variable whose bounds are equal takes no part.
+        upper: Largest coefficients.
+        diagonal: Kernel values of each sample with itself, shape (P,).
+    """
+
+    F: NDArray[np.float64]
+    beta: NDArray[np.float64]
+    lower: NDArray[np.float64]
+    upper: NDArray[np.float64]
+    diagonal: NDArray[np.float64]
+
+
 @compiled
-def follow(
+def _follow(
     F: NDArray[np.float64],
     closed_up: NDArray[np.float64],
     closed_down: NDArray[np.float64],
@@ -47,7 +69,7 @@ def follow(
 
 
 @compiled
-def gains(
+def _gains(
     F: NDArray[np.float64],
     closed_down: NDArray[np.float64],
     Ki: NDArray[Any],
@@ -73,52 +95,41 @@ def gains(
 
 
 @compiled
-def solve_block(
-    K: NDArray[Any],
-    f: NDArray[np.float64],
-    beta: NDArray[np.float64],
-    lower: NDArray[np.float64],
-    upper: NDArray[np.float64],
-    tolerance: float,
-    max_steps: int,
-) -> tuple[int, float]:
-    """Minimise over the working set by sequential minimal optimization; changes `f` and `beta`.
+def solve(
+    source: Source, store: RowStore, variables: Variables, tolerance: float, max_steps: int
+) -> tuple[int, float, int]:
+    """Run until the largest violation is below `tolerance`, or for `max_steps`; may be called again to go on.
 
     Args:
-        K: Kernel values among the variables, shape (Q, Q padded to LANES), zero in the padding.
-        f: Gradient, shape (Q,).
-        beta: Signed coefficients, shape (Q,).
-        lower: Least coefficients.
-        upper: Largest coefficients.
-        tolerance: Stop when the largest violation is below it.
-        max_steps: Stop after as many pair updates.
+        source: Samples and kernel.
+        store: Their kernel rows, as far as known.
+        variables: `F` and `beta` are changed.
+        tolerance: As above.
+        max_steps: Pair updates.
 
     Returns:
-        The number of pair updates, and by how much they lowered the objective.
+        Pair updates, by how much they lowered the objective, and the number of kernel values computed.
     """
-    Q, padded = len(beta), K.shape[1]
-    F = np.zeros(padded)
-    closed_up = np.full(padded, FAR)
-    closed_down = np.full(padded, -FAR)
-    diagonal = np.ones(padded)
-    gain = np.zeros(padded)
-    for k in range(Q):
-        F[k] = f[k]
-        diagonal[k] = K[k, k]
-        if beta[k] < upper[k]:
-            closed_up[k] = 0.0
-        if beta[k] > lower[k]:
-            closed_down[k] = 0.0
-    least = np.empty(LANES)
-    most = np.empty(LANES)
-    i, j, delta = 0, 0, 0.0
-    steps, decrease = 0, 0.0
+    F, beta, lower, upper, diagonal = variables
+    rows = store.rows
+    P = rows.shape[1]
+    S = len(F) // P
+    closed_up, closed_down, gain = np.full(S * P, FAR), np.full(S * P, -FAR), np.zeros(S * P)
+    for v in range(S * P):
+        if beta[v] < upper[v]:
+            closed_up[v] = 0.0
+        if beta[v] > lower[v]:
+            closed_down[v] = 0.0
+    least, most = np.empty(LANES), np.empty(LANES)
+    i, j, delta, steps, num_values, decrease = 0, 0, 0.0, 0, 0, 0.0
+    Ki = Kj = np.zeros(P, rows.dtype)
     while True:
         for lane in range(LANES):
             least[lane] = FAR
             most[lane] = -FAR
-        Ki, Kj = K[i], K[j]
-        follow(F, closed_up, closed_down, Ki, Kj, delta, least, most)
+        for s in range(S):
+            at = slice(s * P, (s + 1) * P)
+            _follow(F[at], closed_up[at], closed_down[at], Ki, Kj, delta, least, most)
         m, M, at_lane = FAR, -FAR, 0
         for lane in range(LANES):
             if least[lane] < m:
@@ -130,10 +141,14 @@ def solve_block(
         i = at_lane
         while F[i] + closed_up[i] != m:
             i += LANES
-        Ki, di = K[i], diagonal[i]
+        slot, new = fetch(source, store, i % P, -1)
+        num_values += new
+        Ki, di = rows[slot], diagonal[i % P]
         for lane in range(LANES):
             most[lane] = 0.0
-        gains(F, closed_down, Ki, diagonal, m, di, gain, most)
+        for s in range(S):
+            at = slice(s * P, (s + 1) * P)
+            _gains(F[at], closed_down[at], Ki, diagonal, m, di, gain[at], most)
         best = 0.0
         for lane in range(LANES):
             if most[lane] > best:
@@ -144,7 +159,10 @@ def solve_block(
         j = at_lane
         while gain[j] != best:
             j += LANES
-        curvature = max(di + diagonal[j] - 2.0 * _f64(Ki[j]), LEAST_CURVATURE)
+        other, new = fetch(source, store, j % P, slot)
+        num_values += new
+        Kj = rows[other]
+        curvature = max(di + diagonal[j % P] - 2.0 * _f64(Ki[j % P]), LEAST_CURVATURE)
         room_i, room_j = upper[i] - beta[i], beta[j] - lower[j]
         delta = min((F[j] - m) / curvature, room_i, room_j)
         # Exactly at the bound, or rounding would leave a variable an unusable sliver away from it.
@@ -159,6 +177,4 @@ def solve_block(
         closed_up[j] = 0.0 if beta[j] < upper[j] else FAR
         closed_down[j] = 0.0 if beta[j] > lower[j] else -FAR
         steps += 1
-    for k in range(Q):
-        f[k] = F[k]
-    return steps, decrease
+    return steps, decrease, num_values

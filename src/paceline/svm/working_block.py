@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import LANES, slide_and_mirror
+from paceline.svm.compiled import LANES, compiled
 from paceline.svm.kernels import Kernel
 from paceline.svm.samples import Samples
 
 
 class WorkingBlock:
-    """The block of rank 0, in one buffer that is used again for every working set.
+    """The block in one buffer that is used again for every working set.
 
     Args:
         kernel: Between samples.
@@ -34,25 +34,18 @@ class WorkingBlock:
         """Know nothing of the last working set; the precision may change."""
         self._num_first = self._num_last = 0
 
-    def among(self, panel: Samples, which: NDArray[np.int64], num_known: int) -> NDArray[Any]:
-        """Compute the values among the working set's variables.
+    def among(self, panel: Samples, num_known: int) -> NDArray[Any]:
+        """Compute the values among the working set's samples.
 
         Args:
-            panel: Its samples.
-            which: Sample of every variable.
-            num_known: Variables that were among the newest of the last set, and are the first, in the same order.
+            panel: They, each once.
+            num_known: Samples that were among the newest of the last set, and are the first, in the same order.
 
         Returns:
-            Shape (variables, variables padded to LANES), zero in the padding; valid until the next call.
+            Shape (samples, samples padded to LANES), zero in the padding; valid until the next call.
         """
-        size = len(which)
+        size = len(panel)
         width = (size + LANES - 1) // LANES * LANES
-        if len(panel) != size:
-            out = np.zeros((size, width), panel.dtype)
-            out[:, :size] = self._kernel.values(panel, panel)[np.ix_(which, which)]
-            self.num_kernel_values += len(panel) ** 2
-            self.forget()
-            return out
         if self._buffer.dtype != panel.dtype or len(self._buffer) < size:
             most = max(self._size, size)
             self._buffer = np.zeros((most, (most + LANES - 1) // LANES * LANES), panel.dtype)
@@ -60,11 +53,35 @@ class WorkingBlock:
         out = self._buffer[:size, :width]
         known = min(num_known, self._num_last)
         if known:
-            slide_and_mirror(self._buffer, self._num_first, known, size)
+            _slide_and_mirror(self._buffer, self._num_first, known, size)
         new = panel.take(slice(known, None))
         self._kernel.write_rows(new, panel, out, np.arange(known, size))
         self.num_kernel_values += len(new) * size
-        slide_and_mirror(self._buffer, -1, known, size)
+        _slide_and_mirror(self._buffer, -1, known, size)
         out[:, size:] = 0
         self._num_first, self._num_last = num_known, size - num_known
-        return out
+        return np.ascontiguousarray(out)
+
+
+@compiled
+def _slide_and_mirror(block: NDArray[Any], first: int, known: int, size: int) -> None:
+    """Move the values that are known to the front of a block before the others are computed, or mirror those after.
+
+    Args:
+        block: Kernel values among variables, at least `size` rows and columns.
+        first: Where the known square begins; -1 to mirror rows from `known` on to the columns from `known` on.
+        known: Variables of the square.
+        size: Variables of the block.
+    """
+    if first >= 0:
+        for i in range(known):
+            source, target = block[first + i, first : first + known], block[i]
+            for j in range(known):
+                target[j] = source[j]
+        return
+    width = 32  # tiles: a column at a time would miss the cache at every step
+    for i0 in range(known, size, width):
+        for j0 in range(0, known, width):
+            for j in range(j0, min(j0 + width, known)):
+                for i in range(i0, min(i0 + width, size)):
+                    block[j, i] = block[i, j]
