@@ -89,14 +89,14 @@ def test_a_sub_problem_ends_at_its_optimum(num_features, num_sides):
     linear, lower, upper = -signs, np.minimum(0, signs * C), np.maximum(0, signs * C)
     lower[:, 7] = upper[:, 7] = 0.0  # takes no part
     table = np.stack([linear, np.zeros_like(linear), lower, upper])
-    beta, steps, decrease = SubProblem(kernel, num).solve(X, 0, table, tol, 10**6)
+    beta, steps, decrease = SubProblem(kernel).solve(X, 0, table, tol, 10**6)
     f = kernel.values(X, X) @ beta.sum(axis=0) + linear
     assert steps > 0
     assert f[beta > lower].max() - f[beta < upper].min() <= tol * 1.01
     assert not beta[:, 7].any()
     assert beta.sum() == pytest.approx(0.0, abs=1e-10)
     assert decrease == pytest.approx(-0.5 * (beta * (f + linear)).sum(), rel=1e-9)
-    assert SubProblem(kernel, num).solve(X, 0, table, tol, 5)[1] == 5
+    assert SubProblem(kernel).solve(X, 0, table, tol, 5)[1] == 5
 
 
 def test_the_cache_keeps_what_was_used_last():
@@ -131,7 +131,9 @@ def test_the_working_set_is_taken_in_turn_and_without_repetition():
     def rows(*pairs):
         return np.array([[value, number, 0, 0, 1] for value, number in pairs], float).reshape(-1, 5)
 
-    one = Nominations(-3, 3, 5, 0, 3, 2, rows((-3, 4), (-1, 2)), rows((3, 2), (2, 0)), np.array([-np.inf]), None)
+    one = Nominations(
+        -3, 3, 5, 0, 3, 2, rows((-3, 4), (-1, 2)), rows((3, 2), (2, 0)), np.array([-np.inf]), None
+    )
     two = Nominations(-3, 1, 5, 1, 4, 7, rows((-3, 3)), rows(), np.array([0.25]), None)
     both = Nominations.unpack(np.stack([one.pack(2), two.pack(2)]), 2)
     assert (both.least, both.most, both.gap) == (-3, 3, 6)
@@ -154,8 +156,17 @@ def test_ties_at_the_start_are_broken_alike_however_the_samples_are_dealt_out():
 
 @pytest.mark.parametrize(
     ("num", "free", "size"),
-    [(2, 0, 2), (3, 0, 4), (2_048, 0, 2_048), (3_000, 0, 512), (3_000, 600, 750), (9_000, 0, 750)]
-    + [(9_000, 800, 1_200), (9_000, 5_000, 2_048), (20_000, 0, 1_024), (50_000, 0, 2_048)],
+    [
+        (2, 0, 2),
+        (3, 0, 4),
+        (2_048, 0, 2_048),
+        (3_000, 0, 512),
+        (3_000, 600, 750),
+        (9_000, 800, 1_200),
+        (9_000, 5_000, 2_048),
+        (20_000, 0, 1_024),
+        (50_000, 0, 2_048),
+    ],
 )
 def test_sizes_of_working_sets(num, free, size):
     assert working_set_size(num, free) == size

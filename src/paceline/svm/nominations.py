@@ -110,9 +110,7 @@ def nominate(
     def candidates(values: NDArray[np.float64]) -> NDArray[np.float64]:
         chosen = best(values.ravel(), numbers, num)
         out = np.empty((len(chosen), FIELDS))
-        _describe(
-            chosen, numbers, active.g, active.linear, active.beta, active.lower, active.upper, out
-        )
+        _describe(chosen, numbers, active.g, active.linear, active.beta, active.lower, active.upper, out)
         return out
 
     return Nominations(

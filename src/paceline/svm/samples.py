@@ -217,3 +217,13 @@ class GramSamples:
 
     def joined(self, others: GramSamples) -> GramSamples:
         return GramSamples(np.concatenate([self.ids, others.ids]), np.concatenate([self.rows, others.rows]))
+
+
+def renumbered(samples: Samples, ids: NDArray[np.int64]) -> Samples:
+    """The same samples under other numbers."""
+    if isinstance(samples, SparseSamples):
+        return SparseSamples(ids, samples.rows, samples.squares)
+    if isinstance(samples, GramSamples):  # its columns are numbers too
+        return GramSamples(ids, samples.rows)
+    assert isinstance(samples, DenseSamples)
+    return DenseSamples(ids, samples.rows, samples.squares)

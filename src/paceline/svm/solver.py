@@ -78,7 +78,7 @@ class Solver:
         self._size = settings.working_set or working_set_size(num_variables)
         self._turn_limit = max(_LEAST_TURNS, _TURNS_A_PASS * num_variables // self._size)
         self._gradients = Gradients(problem, settings.cache_bytes, self._dtype)
-        self._sub_problem = SubProblem(problem.kernel, self._size)
+        self._sub_problem = SubProblem(problem.kernel)
         self._kept = np.zeros((0, FIELDS))
         self._num_new_now = 0
         self._steps = self._steps_at_test = self._exchanges = self._stalled = 0
@@ -234,7 +234,7 @@ class Solver:
         if not is_alike:
             answer = self._world.broadcast(answer, "exchanging coefficients")
         beta, steps, decrease = answer[:-2], int(answer[-2]), float(answer[-1])
-        change = np.bincount(which, beta - chosen[:, 2], len(ids))
+        change: NDArray[np.float64] = np.bincount(which, beta - chosen[:, 2], len(ids)).astype(np.float64)
         changed = np.flatnonzero(change)
         self._gradients.add(self._active, panel.take(changed), change[changed])
         self._seen.add(ids, change)
@@ -286,9 +286,7 @@ class Solver:
             self._own = self._problem.samples.astype(self._dtype)
             self._active.samples = self._own  # nothing is eliminated now
             self._seen.use(self._own)
-            self._gradients.release()
-            self._evictions += self._gradients.num_evictions
-            self._gradients = Gradients(problem, settings.cache_bytes, self._dtype)
+            self._gradients.use(self._dtype)
             self._sub_problem.forget()
 
     def _report(self, nominations: Nominations, started_s: float) -> None:

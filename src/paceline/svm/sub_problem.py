@@ -28,15 +28,14 @@ class SubProblem:
 
     Args:
         kernel: Between samples.
-        size: Variables of a working set, at most.
 
     Attributes:
         num_kernel_values: Kernel values computed so far.
     """
 
-    def __init__(self, kernel: Kernel, size: int) -> None:
-        self._kernel, self._size = kernel, size
-        self._block = WorkingBlock(kernel, size)
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._block = WorkingBlock(kernel)
         self._room: NDArray[Any] = np.empty(0)
         self._num_values = 0
 
@@ -78,7 +77,8 @@ class SubProblem:
             diagonal[:num] = K.diagonal()
             store = row_store(num, K)
             store.slot_of[:] = np.arange(num)
-        variables = Variables(*padded.reshape(4, -1), diagonal)
+        rounded = padded[0].ravel().astype(store.rows.dtype), diagonal.astype(store.rows.dtype)
+        variables = Variables(rounded[0], padded[1].ravel(), padded[2].ravel(), padded[3].ravel(), rounded[1])
         steps, decrease, num_values = solve(source, store, variables, target, most_steps)
         self._num_values += num_values
         return variables.beta.reshape(-1, width)[:, :num], steps, decrease
@@ -86,6 +86,5 @@ class SubProblem:
     def _rows(self, num: int, width: int, dtype: Any) -> NDArray[Any]:
         """Room for all rows; pages that are never written to cost nothing."""
         if len(self._room) < num * width or self._room.dtype != dtype:
-            most = max(self._size, num)
-            self._room = np.empty(most * (-(-most // LANES) * LANES), dtype)
+            self._room = np.empty(2 * num * width, dtype)
         return self._room[: num * width].reshape(num, width)
