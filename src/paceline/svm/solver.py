@@ -144,7 +144,8 @@ class Solver:
     def _nominate(self) -> Nominations:
         num = self._num_new()
         num_support = int(np.count_nonzero(self._seen.weights))
-        mine = nominate(self._active, self._kept, num, num_support, self._gradients.num_repeats)
+        is_short = self._gradients.is_short_of_memory(num_support)
+        mine = nominate(self._active, self._kept, num, num_support, is_short)
         return Nominations.unpack(self._world.gather(mine.pack(num), "exchanging candidates"), num)
 
     def _num_new(self) -> int:
@@ -173,9 +174,7 @@ class Solver:
             self._steps - self._steps_at_test,
             self._problem.num_samples,
             self._reconstructions,
-            # As with renting or buying skis: reconstruction will cost about a kernel row for each support vector, so
-            # elimination begins when as many rows have been computed in vain; at worst that is twice the best choice.
-            short_of_memory=nominations.num_repeats > nominations.num_support,
+            short_of_memory=nominations.is_short,
         )
 
     def _eliminate(self, nominations: Nominations, chosen: NDArray[np.float64]) -> None:
