@@ -2,8 +2,8 @@
 
 Real fits of one problem cut into P parts, few rows each: the ranks are threads of this process that hand arrays to
 each other, so turns, kernel values and bytes are those of P processes, while times would mean nothing. The prediction
-takes the processor time of one rank, measured here: what every rank repeats (the working set's pair updates) grows with the
-turns, what is shared shrinks with the largest number of kernel values of any rank, and a collective costs
+takes the processor time of one rank, measured here: what every rank repeats (the working set's pair updates) grows with
+the turns, what is shared shrinks with the largest number of kernel values of any rank, and a collective costs
 LATENCY_S * log2(P) and its bytes, from all ranks to each, at RATE_BYTES_PER_S. It is a prediction, never seen.
 """
 
