@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sized
 
 import torch
@@ -20,7 +21,6 @@ from paceline.data.global_batch import GlobalBatch
 from paceline.errors import ConfigurationError
 
 LAST = ("uneven", "drop")
-_EPOCHS_APART = 2**32  # seeds of two runs' epochs do not meet
 
 
 class GlobalShuffle(Sampler[list[int]]):
@@ -131,7 +131,9 @@ class GlobalShuffle(Sampler[list[int]]):
 
     def order(self, epoch: int) -> torch.Tensor:
         """All samples in the order of `epoch`, shape (num_samples,); the same on every rank."""
-        source = torch.Generator().manual_seed((self.seed * _EPOCHS_APART + epoch) % 2**63)
+        # Torch's generator on the CPU looks at 32 bits of its seed, so both numbers must reach all of them.
+        digest = hashlib.sha256(f"{self.seed},{epoch}".encode()).digest()
+        source = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
         return torch.randperm(self.num_samples, generator=source)
 
     def sizes(self, index: int) -> tuple[int, ...]:

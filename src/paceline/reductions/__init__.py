@@ -4,12 +4,14 @@ from paceline.reductions.choice import choose_reduction
 from paceline.reductions.hook import GradBucket, HookReduction
 from paceline.reductions.mean import Mean
 from paceline.reductions.narrow_mean import NarrowMean
+from paceline.reductions.noise_scale import GradientNoiseScale
 from paceline.reductions.pending import Pending
 from paceline.reductions.reduction import Message, Reduction
 from paceline.reductions.roll_call import RollCall
 
 __all__ = [
     "GradBucket",
+    "GradientNoiseScale",
     "HookReduction",
     "Mean",
     "Message",
