@@ -34,6 +34,7 @@ from paceline.ddp.replicas import Description, verify
 from paceline.ddp.torch_surface import TorchSurface
 from paceline.errors import ReplicaMismatchError
 from paceline.observe import StepTimings
+from paceline.process_group.same_host import group_beside, on_one_host
 from paceline.reductions import Mean, Reduction
 from paceline.reductions.collectives import device_for_words
 from paceline.reductions.roll_call import next_name
@@ -149,9 +150,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.device_type = self.device.type
         trainable = [p for p in self._module_parameters if p.requires_grad]
         size_bytes = sum(p.numel() * p.element_size() for p in trainable)
-        on_one_host = arguments.is_on_one_host()
-        self._caps = given_caps or BucketCaps.default(size_bytes, self.device_type == "cpu", on_one_host)
-        self._chosen_caps = given_caps or f"default on {'one host' if on_one_host else 'several hosts'}"
+        is_on_one_host = on_one_host() is not False
+        self._caps = given_caps or BucketCaps.default(size_bytes, self.device_type == "cpu", is_on_one_host)
+        self._chosen_caps = given_caps or f"default on {'one host' if is_on_one_host else 'several hosts'}"
         self.bucket_bytes_cap_default = given_caps is None
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
         self.forward_sync_buffers, init_sync_buffers = arguments.choose_buffer_policy(
@@ -182,8 +183,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         if self._has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
         self._buffer_sync = Buffers(self.module, self.parameters_to_ignore, self.process_group, self._peers)
+        self._reduce_groups = self._process_groups
         if init_sync:
             self._verify(managed)
+            if self.device_type == "cpu":
+                self._reduce_groups = [group_beside(group) for group in self._process_groups]
             named = self.module.named_parameters()
             tensors: list[Tensor] = [p for name, p in named if name not in self.parameters_to_ignore]
             if init_sync_buffers:
@@ -236,7 +240,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _build_reducer(self, managed: Any) -> None:
         options = ReducerOptions(self._caps, self.find_unused_parameters, self.static_graph)
-        reducer = Reducer(managed, options, self._process_groups, self._peers, self._buffer_sync)
+        reducer = Reducer(managed, options, self._reduce_groups, self._peers, self._buffer_sync)
         # The parameters' hooks keep the reducer; it must not keep us, or wrapping a module again would find both.
         itself = weakref.ref(self)
         reducer.synchronizes = lambda: (wrapper := itself()) is None or wrapper.require_backward_grad_sync
@@ -403,6 +407,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         left_out = {
             "process_group",
             "_process_groups",
+            "_reduce_groups",
             "reducer",
             "logger",
             "_peers",
