@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.compression import Compressor
 from paceline.ddp import arguments, in_backward, state_names, sync_batch_norm
 from paceline.ddp import mixed_precision as mixed
+from paceline.ddp.accumulation import Batch, Window
 from paceline.ddp.buffers import Broadcast, Buffers
 from paceline.ddp.dynamo import may_compile
-from paceline.ddp.joining import Shadow, agree_on_source, notify
+from paceline.ddp.joining import NextStep, Shadow, agree_on_source, exchange_weights, notify
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.outputs import find_tensors
 from paceline.ddp.peers import Peers
@@ -33,6 +34,7 @@ from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer, ReducerOptions
 from paceline.ddp.replicas import Description, verify
 from paceline.ddp.torch_surface import TorchSurface
+from paceline.ddp.weights import WeightExchange
 from paceline.errors import ReplicaMismatchError
 from paceline.observe import StepTimings
 from paceline.process_group.same_host import group_beside, on_one_host
@@ -179,6 +181,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Everything that depends on the process group and cannot be pickled; collective if `init_sync`."""
         self._init_torch_surface()
         self._let_go: Any = None  # called when we are gone
+        self._window: Window[Any] | None = None  # of micro-batches, while within one
         in_slices = self.device_type == "cpu"
         self._peers = Peers(
             self.process_group, name=next_name(self.process_group, init_sync), in_slices=in_slices
@@ -247,7 +250,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         reducer = Reducer(managed, options, self._reduce_groups, self._peers, self._buffer_sync)
         # The parameters' hooks keep the reducer; it must not keep us, or wrapping a module again would find both.
         itself = weakref.ref(self)
-        reducer.synchronizes = lambda: (wrapper := itself()) is None or wrapper.require_backward_grad_sync
+        reducer.synchronizes = lambda: (wrapper := itself()) is None or wrapper._synchronizes()
         if self._let_go is not None:
             self._let_go.detach()
         self._let_go = weakref.finalize(self, reducer.remove_hooks)
@@ -285,11 +288,31 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _prepare_to_train(self) -> None:
         self.reducer.prepare(opens_step=self.training)
+        self._follow_changes()
+        if self._window is not None:
+            self._window.note_forward()
+            return
+        will_synchronize = self.require_backward_grad_sync
+        notify(self, NextStep(will_synchronize, opens_window=False))
+        self._bring_buffers_in_line(will_synchronize)
+
+    def _open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
+        """What a window of micro-batches communicates before its first forward. Collective."""
+        self.reducer.prepare()
+        self._follow_changes()
+        notify(self, NextStep(synchronizes=False, opens_window=True))
+        exchange = exchange_weights(self, weight, num_micro_steps)
+        self._bring_buffers_in_line(will_synchronize=True)
+        return exchange
+
+    def _follow_changes(self) -> None:
+        """Take in what was done to the parameters since the last forward. Collective if some were unfrozen."""
         if any(parameter.requires_grad for parameter in self._frozen):
             self._manage_unfrozen()
         self.reducer.steps_in_backward = in_backward.take_over(self._module_parameters)
-        will_synchronize = self.require_backward_grad_sync
-        notify(self, will_synchronize)
+
+    def _bring_buffers_in_line(self, will_synchronize: bool) -> None:
+        """Before the forwards of a step that will be synchronized: everybody takes rank 0's buffers. Collective."""
         synchronizes_buffers = will_synchronize and self.training and self._has_synchronized_buffers()
         if synchronizes_buffers and self._buffer_hook_goes("PRE_FORWARD"):
             self._run_buffer_hook()
@@ -341,6 +364,37 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def accumulate(
+        self, batches: Sequence[Batch], weight: Callable[[Batch], float] | None = None
+    ) -> Window[Batch]:
+        """Accumulate the micro-batches of one optimizer step, each counted by its weight, over all ranks.
+
+        Within `with model.accumulate(batches, weight=...) as micro_batches:` iterate over `micro_batches`; each turn
+        runs forward and backward of its micro-batch's *mean* loss. Afterwards `.grad` is, bitwise the same on all
+        ranks, sum(w g) / sum(w) over the micro-batches of all ranks: what one process computes as the mean over all
+        their samples or tokens. Only the last backward communicates, whichever that is.
+
+        Args:
+            batches: This rank's micro-batches. Ranks may have different numbers of them, or none.
+            weight: What a micro-batch counts: its number of samples or tokens. None: each counts the same. One of
+                weight 0 is left out. A reduction other than the mean is given gradients that are multiplied by their
+                weight relative to the average rank's.
+
+        Contract:
+            Collective: entering, and the last backward (leaving, on a rank without micro-batches).
+            If nothing counts on any rank, `.grad` stays None everywhere, and an optimizer changes nothing.
+
+        Raises:
+            ConfigurationError: A weight that is negative or not finite; gradients from before; a window in a window.
+            ProtocolError: A micro-batch without, or with more than one, backward; a loop that was left early. Whatever
+                is raised within the window, the other ranks get a PeerAbortedError and no gradients.
+        """
+        return Window(self, batches, weight)
+
+    def _synchronizes(self) -> bool:
+        """Whether the backward that begins now does."""
+        return self.require_backward_grad_sync if self._window is None else self._window.note_backward()
 
     def sync_gradients(self) -> None:
         """Reduce what backwards under `no_sync` have accumulated, without another forward and backward.
