@@ -189,66 +189,79 @@ def test_remark_2_can_be_taken_back_and_other_names_are_found():
 # ---- remark 3: normalise by all samples of all ranks
 
 SHARDS = GlobalBatch((5, 2), accumulation=2)
+WRONG = {
+    "plain mean": 1 / 2,
+    "sums over its own samples": None,
+    "of the micro-step only": 1.0,
+}
+"""What a rank might multiply the mean loss of its samples by, in a step of two micro-steps."""
 
 
-def gradient_of_one_process():
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def gradient_of_one_process(num_samples):
     model = linear()
-    mse(model, *samples(SHARDS.size)).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+    mse(model, *samples(num_samples)).backward()
+    return gradient(model)
 
 
-def gradient_over_ranks(rank, _num_ranks, factor_of):
-    model = DistributedDataParallel(linear())
+def shards_of(rank):
+    """This rank's micro-batches of the one step."""
     x, y = samples(SHARDS.size)
-    cut = 0
-    for micro_step in range(SHARDS.accumulation):
-        begin = cut + sum(SHARDS.local[:rank])
-        mine = slice(begin, begin + SHARDS.local[rank])
-        cut += SHARDS.micro_size
-        factor = {
-            "by all samples": SHARDS.loss_factor(rank),
-            "plain mean": 1 / SHARDS.accumulation,
-            "by its own samples": SHARDS.local[rank] / SHARDS.accumulation,
-            "per micro-step": SHARDS.loss_factor(rank) * SHARDS.accumulation,
-        }[factor_of]
-        model.require_backward_grad_sync = micro_step == SHARDS.accumulation - 1
-        (factor * mse(model, x[mine], y[mine])).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+    begins = [m * SHARDS.micro_size + sum(SHARDS.local[:rank]) for m in range(SHARDS.accumulation)]
+    return [(x[b : b + SHARDS.local[rank]], y[b : b + SHARDS.local[rank]]) for b in begins]
 
 
-@pytest.mark.parametrize(
-    ("factor_of", "is_right"),
-    [
-        ("by all samples", True),
-        ("plain mean", False),
-        ("by its own samples", False),
-        ("per micro-step", False),
-    ],
-)
-def test_remark_3_every_sample_counts_the_same(factor_of, is_right):
-    """5 and 2 samples a rank, twice: the gradient of one process on all 14. Only one of the factors gives that."""
-    right = gradient_of_one_process()
-    for found in pool(2).run(gradient_over_ranks, factor_of):
-        difference = (found - right).abs().max().item()
-        assert difference < EXACT if is_right else difference > 1e-2
+def weighed(rank, _num_ranks):
+    model = DistributedDataParallel(linear())
+    with model.accumulate(shards_of(rank), weight=lambda shard: len(shard[0])) as micro_batches:
+        for x, y in micro_batches:
+            mse(model, x, y).backward()
+    return gradient(model), micro_batches.total_weight
+
+
+def wrongly_weighed(rank, _num_ranks, factor):
+    model = DistributedDataParallel(linear())
+    with model.no_sync():
+        for x, y in shards_of(rank):
+            ((len(x) if factor is None else factor) * mse(model, x, y)).backward()
+    model.sync_gradients()
+    return gradient(model)
+
+
+def test_remark_3_every_sample_counts_the_same():
+    """5 and 2 samples a rank, twice: the gradient of one process on all 14, which is also what the recipe counts."""
+    right = gradient_of_one_process(SHARDS.size)
+    for found, total in pool(2).run(weighed):
+        assert (found - right).abs().max() < EXACT
+        assert total == SHARDS.size
+
+
+@pytest.mark.parametrize("factor", WRONG.values(), ids=WRONG)
+def test_remark_3_other_factors_are_wrong(factor):
+    """Each in its own way, by more than a hundredth."""
+    right = gradient_of_one_process(SHARDS.size)
+    for found in pool(2).run(wrongly_weighed, factor):
+        assert (found - right).abs().max() > 1e-2
 
 
 def epoch_over_ranks(rank, _num_ranks):
     """The mean over an uneven epoch of the batches' gradients, each as often as it has samples."""
     model, (x, y) = DistributedDataParallel(linear()), samples(23)
-    shuffle = GlobalShuffle(23, GlobalBatch((4, 2)), rank)
     total = torch.zeros(FEATURES + 1, dtype=torch.float64)
-    for i, batch in enumerate(shuffle):
+    for indices in GlobalShuffle(23, GlobalBatch((4, 2)), rank):
         model.zero_grad()
-        (shuffle.loss_factor(i) * mse(model, x[batch], y[batch])).backward()
-        total += sum(shuffle.sizes(i)) * torch.cat([p.grad.flatten() for p in model.parameters()])
+        with model.accumulate([indices], weight=len) as micro_batches:
+            for batch in micro_batches:
+                mse(model, x[batch], y[batch]).backward()
+        total += micro_batches.total_weight * gradient(model)
     return total / 23
 
 
 def test_remark_3_at_the_end_of_an_epoch():
     """23 samples in batches of 4 + 2: the last five count as much as any others."""
-    model = linear()
-    mse(model, *samples(23)).backward()
-    right = torch.cat([p.grad.flatten() for p in model.parameters()])
+    right = gradient_of_one_process(23)
     for found in pool(2).run(epoch_over_ranks):
         assert (found - right).abs().max() < EXACT

@@ -50,7 +50,9 @@ def measure(rank, _num_ranks, local, kind, num_steps):
     model = DistributedDataParallel(Flat(), reduction=noise)
     for step in range(num_steps):
         model.zero_grad()
-        (model(noisy(local[rank], step, rank)) * batch.loss_factor(rank)).backward()
+        with model.accumulate([noisy(local[rank], step, rank)], weight=len) as micro_batches:
+            for x in micro_batches:
+                model(x).backward()
     assert noise.num_steps == num_steps
     return noise.noise_over_signal * batch.size, json.dumps(noise.state_dict()), noise.in_words(batch.size)
 

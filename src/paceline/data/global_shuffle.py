@@ -35,7 +35,8 @@ class GlobalShuffle(Sampler[list[int]]):
         seed: Of all orders; the same on every rank.
         last: What to do when the samples left do not make a whole micro-step. "uneven": train them, cut by the ranks'
             shares; if that would leave a rank without, they join the batch before, which is then larger by less than
-            one sample a rank. The sizes differ, so weigh the loss by `loss_factor`. "drop": leave them out this epoch.
+            one sample a rank. Sizes differ then: `model.accumulate([batch], weight=...)` counts every sample alike.
+            "drop": leave them out this epoch.
 
     Contract:
         Local: no communication. Ranks with equal arguments get disjoint parts of the same order.
@@ -139,14 +140,6 @@ class GlobalShuffle(Sampler[list[int]]):
     def sizes(self, index: int) -> tuple[int, ...]:
         """How many samples each rank has in batch `index` of the iteration under way."""
         return self._cuts()[index]
-
-    def loss_factor(self, index: int) -> float:
-        """What this rank multiplies the mean loss of batch `index` by, so that the ranks' mean is exact.
-
-        As `GlobalBatch.loss_factor`, without accumulation, for the sizes that this batch really has.
-        """
-        sizes = self.sizes(index)
-        return len(sizes) * sizes[self.rank] / sum(sizes)
 
     def __len__(self) -> int:
         """Batches from the present position to the end of the epoch."""
