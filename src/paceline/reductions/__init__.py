@@ -1,5 +1,6 @@
-"""What combining the ranks' gradients means: the mean, or whatever a communication hook does."""
+"""What combining the ranks' gradients means: the mean, Adasum, or whatever a communication hook does."""
 
+from paceline.reductions.adasum import Adasum
 from paceline.reductions.choice import choose_reduction
 from paceline.reductions.hook import GradBucket, HookReduction
 from paceline.reductions.mean import Mean
@@ -9,6 +10,7 @@ from paceline.reductions.reduction import Message, Reduction
 from paceline.reductions.roll_call import RollCall
 
 __all__ = [
+    "Adasum",
     "GradBucket",
     "HookReduction",
     "Mean",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.errors import ConfigurationError
+from paceline.reductions.adasum import Adasum
 from paceline.reductions.mean import Mean
 from paceline.reductions.reduction import Reduction
 
-BY_NAME: dict[str, Callable[[], Reduction]] = {"mean": Mean}
+BY_NAME: dict[str, Callable[[], Reduction]] = {"mean": Mean, "adasum": Adasum}
 
 
 def choose_reduction(reduction: Reduction | str | None) -> Reduction:

@@ -1,0 +1,151 @@
+"""Adasum over ranks: against the tree in one process, bytes counted in the transport, and as a training run has it."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import generator
+from paceline.reductions.adasum import combine
+from paceline.reductions.adasum.operator import Segments
+from paceline.reductions.adasum.performance import Performance
+from paceline.schedules import Link, Links, Topology, price
+from paceline.schedules.vector_halving import vector_halving
+from paceline.transports.in_memory import InMemoryNetwork
+
+FREE = Links(Link(0.0, 1e9), Link(0.0, 1e9))
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_a_rank():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def perform(topology, flats, sizes):
+    """Every rank's vector and norms after the schedule, and what each rank sent; by threads."""
+    network = InMemoryNetwork(len(flats))
+    outputs = [flat.clone() for flat in flats]
+
+    def main(transport):
+        norms = Performance(transport, vector_halving(topology), 20.0).run(
+            outputs[transport.rank], Segments(sizes)
+        )
+        return norms, transport.bytes_sent
+
+    results = network.run(main)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return outputs, *zip(*results, strict=True)
+
+
+def random_flats(num_ranks, sizes, dtype, seed):
+    source = generator(seed, num_ranks, *sizes)
+    return [
+        torch.randn(sum(sizes), generator=source, dtype=torch.float64).to(dtype) for _ in range(num_ranks)
+    ]
+
+
+def in_one_process(flats, sizes, hosts=None):
+    """The tree over hosts' means, in float64."""
+    lists = [list(flat.double().split(sizes)) for flat in flats]
+    if hosts is None:
+        return torch.cat(combine(lists))
+    means = [
+        [torch.stack(tensors).mean(0) for tensors in zip(*(lists[rank] for rank in ranks), strict=True)]
+        for ranks in hosts
+    ]
+    return torch.cat(combine(means))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 6, 7, 8, 13])
+def test_it_equals_the_tree_in_one_process(num_ranks, dtype):
+    """Tensors that straddle the cuts; sizes 1, odd, P-1; several pieces; bitwise equal on all ranks."""
+    for sizes in ((1,), (num_ranks - 1, 1), (3, 0, 1001, 2, 0), (40_001, 3, 70_000)):
+        flats = random_flats(num_ranks, sizes, dtype, 0)
+        outputs, norms, _ = perform(Topology.one_rank_a_host(num_ranks), flats, sizes)
+        expected = in_one_process(flats, sizes)
+        of_inputs = sum(float(flat.double().square().sum()) for flat in flats)
+        assert all(torch.equal(output, outputs[0]) for output in outputs)
+        assert (outputs[0].double() - expected).norm() <= TOLERANCE[dtype] * math.sqrt(of_inputs)
+        if num_ranks > 1:
+            assert len(set(norms)) == 1
+            assert norms[0].of_inputs == pytest.approx(of_inputs)
+            assert norms[0].of_result == pytest.approx(
+                float(expected.square().sum()), abs=TOLERANCE[dtype] * of_inputs
+            )
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(2, 9), st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 99))
+def test_swapping_the_ranks_of_a_pair_changes_no_bit(num_ranks, sizes, seed):
+    flats = random_flats(num_ranks, sizes, torch.float32, seed)
+    swapped = [flats[1], flats[0], *flats[2:]]
+    topology = Topology.one_rank_a_host(num_ranks)
+    first, *_ = perform(topology, flats, tuple(sizes))
+    second, *_ = perform(topology, swapped, tuple(sizes))
+    assert torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize(
+    "host_of_rank", [(0, 0, 1, 1), (0, 0, 0, 1, 1, 2), (0, 1, 0, 1, 1), (0, 0), (0, 0, 1, 1, 2, 2, 2, 3)]
+)
+def test_hosts_average_first(host_of_rank):
+    """The mean of each host, then Adasum over hosts, weighted by their ranks."""
+    topology = Topology(host_of_rank)
+    sizes = (3, 0, 1005, 2, 40)
+    flats = random_flats(len(host_of_rank), sizes, torch.float64, 1)
+    outputs, norms, _ = perform(topology, flats, sizes)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert len(set(norms)) == 1
+    if len({len(ranks) for ranks in topology.ranks_of_host}) == 1:  # then all weights are equal
+        expected = in_one_process(flats, sizes, topology.ranks_of_host)
+        torch.testing.assert_close(outputs[0], expected, rtol=1e-11, atol=1e-11)
+    # Parallel vectors: the mean over all ranks, however they are spread over hosts.
+    v = flats[0]
+    parallel, *_ = perform(topology, [v * (rank + 1) for rank in range(len(flats))], sizes)
+    torch.testing.assert_close(parallel[0], v * (len(flats) + 1) / 2, rtol=1e-11, atol=1e-11)
+
+
+def priced(plan, num_elements, num_tensors, dtype):
+    """Bytes that each rank should send: the message, the completions, and the words that the last team tells."""
+    topology, per = plan.topology, dtype.itemsize
+    parts = [price(plan.schedule, num_elements * per, topology, FREE, element_bytes=per)]
+    words = (3 * num_tensors + 2) * 8
+    for level in plan.levels:
+        parts.append(price(level.completion, words, topology, FREE, element_bytes=8))
+        if dtype == torch.float64:
+            parts.append(price(level.completion, num_tensors * 8, topology, FREE, element_bytes=8))
+    parts.append(price(plan.tell, 16, topology, FREE, element_bytes=8))
+    return [sum(part.bytes_sent[rank] for part in parts) for rank in range(topology.num_ranks)], parts
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 7, 8, 16])
+def test_priced_bytes_are_sent_bytes(num_ranks, dtype):
+    """But for the headers of the small sums and of spreading; and no more than 2 n (P-1)/P where P = 2^m."""
+    sizes = (1 << 10, 1 << 12, 3 << 10)
+    plan = vector_halving(Topology.one_rank_a_host(num_ranks))
+    flats = random_flats(num_ranks, sizes, dtype, 2)
+    _, _, sent = perform(plan.topology, flats, sizes)
+    expected, parts = priced(plan, sum(sizes), len(sizes), dtype)
+    halving = sum(t.source == 0 for level in plan.levels for t in level.halving)
+    spread = price(
+        plan.spread, sum(sizes) * dtype.itemsize, plan.topology, FREE, element_bytes=dtype.itemsize
+    )
+    headers = [sum(part.header_bytes[rank] for part in [*parts[1:], spread]) for rank in range(num_ranks)]
+    assert list(sent) == [a + b for a, b in zip(expected, headers, strict=True)]
+    n = sum(sizes) * dtype.itemsize
+    if num_ranks & (num_ranks - 1) == 0:
+        assert parts[0].bytes_sent == (2 * n * (num_ranks - 1) // num_ranks,) * num_ranks
+        assert halving == num_ranks.bit_length() - 1
+    else:
+        core = 1 << num_ranks.bit_length() - 1
+        assert max(parts[0].bytes_sent) == 2 * n * (core - 1) // core + n
