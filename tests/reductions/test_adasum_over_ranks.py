@@ -1,19 +1,23 @@
 """Adasum over ranks: against the tree in one process, bytes counted in the transport, and as a training run has it."""
 
+import copy
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import generator
-from paceline.reductions.adasum import combine
+from models import WORKLOADS, Mlp, digest, generator, squares
+from paceline import DistributedDataParallel
+from paceline.reductions.adasum import Adasum, combine
 from paceline.reductions.adasum.operator import Segments
 from paceline.reductions.adasum.performance import Performance
 from paceline.schedules import Link, Links, Topology, price
 from paceline.schedules.vector_halving import vector_halving
 from paceline.transports.in_memory import InMemoryNetwork
+from ranks import pool
 
 FREE = Links(Link(0.0, 1e9), Link(0.0, 1e9))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}
@@ -149,3 +153,120 @@ def test_priced_bytes_are_sent_bytes(num_ranks, dtype):
     else:
         core = 1 << num_ranks.bit_length() - 1
         assert max(parts[0].bytes_sent) == 2 * n * (core - 1) // core + n
+
+
+# Processes, process groups, DistributedDataParallel.
+
+
+def gradients(model, rank, step, workload):
+    model.zero_grad()
+    workload.loss(model(*workload.batch(generator(rank, step)))).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def each_step(rank, num_ranks, name):
+    """Three steps (the buckets are cut anew after the first) against the tree over what each rank alone has."""
+    workload = WORKLOADS[name]
+    torch.manual_seed(0)
+    plain = workload.build()
+    twin = copy.deepcopy(plain)
+    model = DistributedDataParallel(plain, reduction="adasum", bucket_cap_mb=0.0005)
+    digests = []
+    for step in range(3):
+        mine = gradients(model, rank, step, workload)
+        alone = [gradients(twin, other, step, workload) for other in range(num_ranks)]
+        for index, (result, expected) in enumerate(zip(mine, combine(alone), strict=True)):
+            scale = max(float(gradients_[index].abs().double().norm()) for gradients_ in alone)
+            tolerance = {2: 2e-2, 4: 1e-5}.get(result.dtype.itemsize, 1e-6) * max(scale, 1e-30)
+            assert float((result - expected).abs().double().norm()) <= tolerance, (name, step, index)
+        digests.append(digest(mine))
+    squares_of = sum(float(g.abs().double().square().sum()) for gs in alone for g in gs)
+    ratio = sum(float(g.abs().double().square().sum()) for g in mine) / squares_of
+    assert math.isclose(model.reduction.orthogonality, ratio, rel_tol=1e-2), (model.reduction, ratio)
+    return digests
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name"),
+    [(1, "mlp"), (2, "mixed_dtypes"), (2, "complex"), (3, "conv_bn"), (3, "odd_shapes"), (4, "wide_mlp")],
+)
+def test_gradients_are_the_adasum_of_what_each_rank_has(num_ranks, name):
+    """Mixed, half-precision and complex buckets, large and small gradients, empty ones; bitwise equal on all ranks."""
+    if num_ranks == 1:
+        with pytest.raises(AssertionError, match="nan"):
+            pool(1).run(each_step, name)  # the ratio: nothing was combined
+        return
+    digests = pool(num_ranks).run(each_step, name)
+    assert all(each == digests[0] for each in digests)
+
+
+def odd_uses(rank, num_ranks):
+    """One after the other on one group, while other collectives and messages run on it."""
+    torch.manual_seed(0)
+    plain = Mlp()
+    twin = copy.deepcopy(plain)
+    group = dist.new_group([0, 2]) if num_ranks > 2 else dist.group.WORLD
+    if rank == 1 and num_ranks > 2:
+        return None  # not a member of the group
+    place, size = dist.get_rank(group), dist.get_world_size(group)
+    model = DistributedDataParallel(plain, reduction=Adasum(), process_group=group)
+
+    def backward(of, who, step):
+        squares(of(torch.randn(4, 8, generator=generator(who, step)))).backward()
+
+    def expected(steps, select=lambda p: True):
+        lists = []
+        for who in range(size):
+            twin.zero_grad()
+            for step in steps:
+                backward(twin, who, step)
+            lists.append(
+                [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in twin.parameters()]
+            )
+        return combine(lists)
+
+    def check(steps):
+        for parameter, wanted in zip(model.parameters(), expected(steps), strict=True):
+            torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-6)
+
+    # Accumulation: Adasum of the sums, not the sum of Adasums.
+    model.zero_grad()
+    with model.no_sync():
+        backward(model, place, 0)
+        backward(model, place, 1)
+    backward(model, place, 2)
+    check([0, 1, 2])
+    # Other traffic on the same group, launched before, between and after.
+    model.zero_grad()
+    ones = torch.ones(1000)
+    sum_before = dist.all_reduce(ones, group=group, async_op=True)
+    loss = squares(model(torch.randn(4, 8, generator=generator(place, 3))))
+    there, back = torch.full((8,), float(place)), torch.empty(8)
+    peer = dist.get_global_rank(group, 1 - place)
+    messages = [dist.isend(there, peer, group=group, tag=5), dist.irecv(back, peer, group=group, tag=5)]
+    loss.backward()
+    for work in (sum_before, *messages):
+        work.wait()
+    assert bool((ones == size).all())
+    assert bool((back == 1 - place).all())
+    check([3])
+    # A frozen parameter that is unfrozen later.
+    frozen = model.module.layers[0].weight
+    frozen.requires_grad_(requires_grad=False)
+    other = DistributedDataParallel(model.module, reduction="adasum", process_group=group)
+    for step in (4, 5):
+        other.zero_grad()
+        frozen.requires_grad_(requires_grad=step == 5)
+        backward(other, place, step)
+    model = other
+    check([5])
+    copied = copy.deepcopy(other) if group is dist.group.WORLD else other
+    assert repr(copied.reduction) == "Adasum(hosts=None)"
+    return digest([p.grad for p in other.parameters()])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_odd_uses(num_ranks):
+    """`no_sync`, other traffic, unfreezing, a group over some of the ranks, a second model."""
+    values = [value for value in pool(num_ranks).run(odd_uses) if value is not None]
+    assert values == values[:1] * 2
