@@ -2,15 +2,19 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from models import WORKLOADS, Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
+from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.reductions.adasum import Adasum, combine
 from paceline.reductions.adasum.operator import Segments
 from paceline.reductions.adasum.performance import Performance
@@ -180,6 +184,9 @@ def each_step(rank, num_ranks, name):
             tolerance = {2: 2e-2, 4: 1e-5}.get(result.dtype.itemsize, 1e-6) * max(scale, 1e-30)
             assert float((result - expected).abs().double().norm()) <= tolerance, (name, step, index)
         digests.append(digest(mine))
+    if num_ranks == 1:
+        assert math.isnan(model.reduction.orthogonality)  # nothing was combined
+        return digests
     squares_of = sum(float(g.abs().double().square().sum()) for gs in alone for g in gs)
     ratio = sum(float(g.abs().double().square().sum()) for g in mine) / squares_of
     assert math.isclose(model.reduction.orthogonality, ratio, rel_tol=1e-2), (model.reduction, ratio)
@@ -192,10 +199,6 @@ def each_step(rank, num_ranks, name):
 )
 def test_gradients_are_the_adasum_of_what_each_rank_has(num_ranks, name):
     """Mixed, half-precision and complex buckets, large and small gradients, empty ones; bitwise equal on all ranks."""
-    if num_ranks == 1:
-        with pytest.raises(AssertionError, match="nan"):
-            pool(1).run(each_step, name)  # the ratio: nothing was combined
-        return
     digests = pool(num_ranks).run(each_step, name)
     assert all(each == digests[0] for each in digests)
 
@@ -214,7 +217,7 @@ def odd_uses(rank, num_ranks):
     def backward(of, who, step):
         squares(of(torch.randn(4, 8, generator=generator(who, step)))).backward()
 
-    def expected(steps, select=lambda p: True):
+    def expected(steps):
         lists = []
         for who in range(size):
             twin.zero_grad()
@@ -270,3 +273,89 @@ def test_odd_uses(num_ranks):
     """`no_sync`, other traffic, unfreezing, a group over some of the ranks, a second model."""
     values = [value for value in pool(num_ranks).run(odd_uses) if value is not None]
     assert values == values[:1] * 2
+
+
+def refused(rank, num_ranks, case):
+    model, reduction, words = {
+        "sparse": (WORKLOADS["sparse"].build(), "adasum", "words.weight, bags.weight would have sparse ones"),
+        "missing": (Mlp(), Adasum(hosts=[[0], [2]]), "names the ranks [0, 2]; the process group has 2"),
+        "twice": (Mlp(), Adasum(hosts=[[0, 1], [1]]), "Name each rank from 0 to 1"),
+        "8 bit": (nn.Linear(2, 2).to(torch.float8_e5m2), "adasum", "which is torch.float8_e5m2"),
+    }[case]
+    with pytest.raises(ConfigurationError) as caught:
+        DistributedDataParallel(model, reduction=reduction)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["sparse", "missing", "twice", "8 bit"])
+def test_refused(case):
+    """On every rank, before anything is started."""
+    pool(2).run(refused, case)
+
+
+def test_hosts_are_a_word_or_lists():
+    with pytest.raises(ConfigurationError, match='give None, "auto" or lists'):
+        Adasum(hosts="automatic")
+
+
+class UsedTwice(nn.Module):
+    """A layer that reentrant checkpointing touches twice in a backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.second, x, use_reentrant=True))
+        return x
+
+
+def late(rank, num_ranks):
+    torch.manual_seed(0)
+    plain = UsedTwice()
+    twin = copy.deepcopy(plain)
+    model = DistributedDataParallel(plain, reduction="adasum", bucket_cap_mb=0.0001)
+    workload = WORKLOADS["mlp"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(PeerAbortedError, match="cannot add afterwards"):
+            gradients(model, rank, 0, workload)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for step in (1, 2):
+            mine = gradients(model, rank, step, workload)
+            expected = combine([gradients(twin, other, step, workload) for other in range(num_ranks)])
+            torch.testing.assert_close(mine, expected)
+
+
+def test_late_gradients_are_refused_once():
+    """What cannot be added afterwards is dropped on all ranks; the next steps wait for the end of backward."""
+    pool(2).run(late)
+
+
+def over_hosts(rank, num_ranks, hosts):
+    torch.manual_seed(0)
+    plain = Mlp()
+    twin = copy.deepcopy(plain)
+    reduction = Adasum(hosts=hosts)
+    model = DistributedDataParallel(plain, reduction=reduction)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mine = gradients(model, rank, 0, WORKLOADS["mlp"])
+    alone = [gradients(twin, other, 0, WORKLOADS["mlp"]) for other in range(num_ranks)]
+    given = [list(range(num_ranks))] if hosts == "auto" else hosts
+    means = [
+        [torch.stack(same).mean(0) for same in zip(*(alone[r] for r in host), strict=True)] for host in given
+    ]
+    torch.testing.assert_close(mine, combine(means), rtol=1e-4, atol=1e-6)
+    warned = [str(each.message) for each in caught if "one host" in str(each.message)]
+    return digest(mine), warned
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 3], [1, 2]], "auto"])
+def test_hosts(hosts):
+    """Given, in any order; or found, with a remark where all ranks turn out to be on one."""
+    values = pool(4).run(over_hosts, hosts)
+    assert len({digests for digests, _ in values}) == 1
+    assert [len(warned) for _, warned in values] == [int(hosts == "auto"), 0, 0, 0]
