@@ -99,6 +99,10 @@ class Adasum(Reduction):
         return self._connection.launch(message.body, Segments(sizes), self._keep)
 
     def end_step(self, timing: StepTiming) -> None:
+        self.note_step()
+
+    def note_step(self) -> None:
+        """All messages of a step have been reduced: take stock. Local."""
         with self._lock:
             of_result = sum(norms.of_result for norms in self._norms)
             of_inputs = sum(norms.of_inputs for norms in self._norms)
