@@ -20,6 +20,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.compression import Compressor
 from paceline.ddp import arguments, in_backward, state_names, sync_batch_norm
 from paceline.ddp import mixed_precision as mixed
 from paceline.ddp.accumulation import Batch, Window
@@ -36,6 +37,7 @@ from paceline.ddp.torch_surface import TorchSurface
 from paceline.ddp.weights import WeightExchange
 from paceline.errors import ReplicaMismatchError
 from paceline.observe import StepTimings
+from paceline.process_group.same_host import group_beside, on_one_host
 from paceline.reductions import Mean, Reduction
 from paceline.reductions.collectives import device_for_words
 from paceline.reductions.roll_call import next_name
@@ -78,6 +80,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         batched_grad_copy: Always so; the argument is accepted.
         forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
+        compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", "onebit", "topk", "randomk", "powersgd", a
+            `paceline.compression.Compressor`, or a reduction that compresses. Not torch's.
 
     Contract:
         Collective: the constructor (unless `init_sync=False`), a forward that will be synchronized (buffers), and the
@@ -115,6 +119,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         forward_sync_buffers: bool | None = None,
         *,
         reduction: Reduction | str | None = None,
+        compression: Compressor | Reduction | str | None = None,
     ) -> None:
         Module.__init__(self)
         Joinable.__init__(self)
@@ -135,7 +140,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             given_caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
             self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
             managed = arguments.manage(module, self.parameters_to_ignore, self._delay_all_reduce_params)
-            self._reduction = arguments.choose_reduction(reduction, mixed_precision)
+            self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
+            arguments.check_linear(managed, self._reduction)
             self._reduction.prepare(managed.named(), self._process_groups[0])
         except (RuntimeError, ValueError) as error:
             self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
@@ -151,9 +157,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.device_type = self.device.type
         trainable = [p for p in self._module_parameters if p.requires_grad]
         size_bytes = sum(p.numel() * p.element_size() for p in trainable)
-        on_one_host = arguments.is_on_one_host()
-        self._caps = given_caps or BucketCaps.default(size_bytes, self.device_type == "cpu", on_one_host)
-        self._chosen_caps = given_caps or f"default on {'one host' if on_one_host else 'several hosts'}"
+        is_on_one_host = on_one_host() is not False
+        self._caps = given_caps or BucketCaps.default(size_bytes, self.device_type == "cpu", is_on_one_host)
+        self._chosen_caps = given_caps or f"default on {'one host' if is_on_one_host else 'several hosts'}"
         self.bucket_bytes_cap_default = given_caps is None
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
         self.forward_sync_buffers, init_sync_buffers = arguments.choose_buffer_policy(
@@ -185,8 +191,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         if self._has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
         self._buffer_sync = Buffers(self.module, self.parameters_to_ignore, self.process_group, self._peers)
+        self._reduce_groups = self._process_groups
         if init_sync:
             self._verify(managed)
+            if self.device_type == "cpu":
+                self._reduce_groups = [group_beside(group) for group in self._process_groups]
             named = self.module.named_parameters()
             tensors: list[Tensor] = [p for name, p in named if name not in self.parameters_to_ignore]
             if init_sync_buffers:
@@ -239,7 +248,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _build_reducer(self, managed: Any) -> None:
         options = ReducerOptions(self._caps, self.find_unused_parameters, self.static_graph)
-        reducer = Reducer(managed, options, self._process_groups, self._peers, self._buffer_sync)
+        reducer = Reducer(managed, options, self._reduce_groups, self._peers, self._buffer_sync)
         # The parameters' hooks keep the reducer; it must not keep us, or wrapping a module again would find both.
         itself = weakref.ref(self)
         reducer.synchronizes = lambda: (wrapper := itself()) is None or wrapper._synchronizes()
@@ -320,6 +329,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Parameters were unfrozen after wrapping: compare again, then synchronize them too. Collective."""
         managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
         self._verify(managed)
+        arguments.check_linear(managed, self._reduction)
         self._reduction.prepare(managed.named(), self.process_group)
         self.reducer.remove_hooks()
         timings = self.reducer.timings
@@ -403,6 +413,15 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """What combines the ranks' gradients; its `state_dict()` is this rank's own, to be saved by every rank."""
         return self._reduction
 
+    def gradients_are_finite(self) -> bool:
+        """Whether no `.grad` holds an infinity or a NaN: if one does, skip the optimizer's step, on all ranks alike.
+
+        Contract:
+            Local. After a synchronized backward the same on every rank, because gradients are.
+        """
+        gradients = [p.grad for p in self._module_parameters if p.grad is not None]
+        return all(bool((g._values() if g.is_sparse else g).isfinite().all()) for g in gradients)
+
     @property
     def timings(self) -> StepTimings:
         """When each bucket of the last steps was ready, launched and done, and how long backward waited."""
@@ -457,6 +476,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         left_out = {
             "process_group",
             "_process_groups",
+            "_reduce_groups",
             "reducer",
             "logger",
             "_peers",
