@@ -19,6 +19,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
     ("overlap", "--rate", "1Gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
+    ("optimizers",),
     ("svm",),
     ("svm_ranks",),
     *[
@@ -27,6 +28,8 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
         for workload in WORKLOADS
     ],
 )
+
+WITHOUT_SIDES = ("optimizers", "svm", "svm_ranks")
 
 
 def main(
@@ -39,7 +42,7 @@ def main(
     for command in COMMANDS:
         arguments = [*command, "--results-folder", str(results_folder.resolve())]
         arguments += ["--quick"] if quick else []
-        arguments += ["--sides", sides] if sides and not command[0].startswith("svm") else []
+        arguments += ["--sides", sides] if sides and command[0] not in WITHOUT_SIDES else []
         if _run(arguments) != 0:
             failed.append(shlex.join(command))
     if failed:

@@ -61,6 +61,15 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     assert (tmp_path / f"{record['name']}.png").exists() or not _has_matplotlib()
 
 
+def test_the_benchmark_of_optimizers_reports(tmp_path: Path) -> None:
+    """A row for LARS and one for LAMB, each with its peer."""
+    done = run("benchmarks.optimizers", "--quick", "--json", "--results-folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert set(record) >= SHAPE
+    assert [row[1:3] for row in record["rows"]] == [["LARS", "torch SGD"], ["LAMB", "torch Adam"]]
+
+
 def test_an_unknown_name_is_one_paragraph() -> None:
     """No traceback for a typing mistake; the message lists what there is."""
     done = run("benchmarks.step_time", "--workload", "resnet5")
