@@ -80,8 +80,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         batched_grad_copy: Always so; the argument is accepted.
         forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
-        compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", a `paceline.compression.Compressor`, or a
-            reduction that compresses. Not torch's.
+        compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", "onebit", "topk", "randomk", "powersgd", a
+            `paceline.compression.Compressor`, or a reduction that compresses. Not torch's.
 
     Contract:
         Collective: the constructor (unless `init_sync=False`), a forward that will be synchronized (buffers), and the
@@ -141,6 +141,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
             managed = arguments.manage(module, self.parameters_to_ignore, self._delay_all_reduce_params)
             self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
+            arguments.check_linear(managed, self._reduction)
             self._reduction.prepare(managed.named(), self._process_groups[0])
         except (RuntimeError, ValueError) as error:
             self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
@@ -328,6 +329,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Parameters were unfrozen after wrapping: compare again, then synchronize them too. Collective."""
         managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
         self._verify(managed)
+        arguments.check_linear(managed, self._reduction)
         self._reduction.prepare(managed.named(), self.process_group)
         self.reducer.remove_hooks()
         timings = self.reducer.timings
@@ -410,6 +412,15 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def reduction(self) -> Reduction:
         """What combines the ranks' gradients; its `state_dict()` is this rank's own, to be saved by every rank."""
         return self._reduction
+
+    def gradients_are_finite(self) -> bool:
+        """Whether no `.grad` holds an infinity or a NaN: if one does, skip the optimizer's step, on all ranks alike.
+
+        Contract:
+            Local. After a synchronized backward the same on every rank, because gradients are.
+        """
+        gradients = [p.grad for p in self._module_parameters if p.grad is not None]
+        return all(bool((g._values() if g.is_sparse else g).isfinite().all()) for g in gradients)
 
     @property
     def timings(self) -> StepTimings:
