@@ -12,6 +12,7 @@ from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.reductions import GradientNoiseScale, HookReduction, Mean, NarrowMean, PowerSGD, Reduction
+from paceline.reductions.noise_scale import _squared_norm
 from ranks import pool
 
 SIGNAL, SPREAD, SIZE = 0.5, 2.0, 64
@@ -186,6 +187,15 @@ def test_in_words():
         for _ in range(10):
             noise.add(torch.tensor(parts, dtype=torch.float64), torch.tensor(whole, dtype=torch.float64))
         assert words in noise.in_words(1000)
+
+
+def test_a_squared_norm_of_many_elements():
+    """To six digits, where one sum in single precision has three; of 16 bits without overflow, of any length."""
+    for size in (0, 5, 16_384, 3_000_001):
+        x = torch.randn(size, generator=generator(size)) + 1
+        assert _squared_norm(x).item() == pytest.approx(x.double().square().sum().item(), rel=1e-6)
+    halves = torch.full((20_000,), 200.0, dtype=torch.float16)
+    assert _squared_norm(halves).item() == pytest.approx(20_000 * 200.0**2)
 
 
 def alone(_rank, _num_ranks):
