@@ -20,6 +20,7 @@ from paceline.bench.packages import require
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.errors import ConfigurationError
 from paceline.reductions import GradientNoiseScale, Reduction
+from paceline.reductions.choice import COMPRESSIONS
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Side:
     tolerance: float | None = 1e-6
 
 
+COMPRESSED_TOLERANCES = {"fp16": 2e-3, "bf16": 1.6e-2}  # the others are lossy by design
+
 SIDES: dict[str, Side] = {
     "none": Side("none"),
     "torch": Side("torch"),
@@ -61,8 +64,10 @@ SIDES: dict[str, Side] = {
     "ours-unused": Side("ours", {"find_unused_parameters": True}),
     "ours-paceline": Side("ours", backend="paceline"),
     "ours-noise": Side("ours", make_reduction=GradientNoiseScale),
-    "ours-fp16": Side("ours", hook="fp16", tolerance=2e-3),
-    "ours-powersgd": Side("ours", {"bucket_cap_mb": 4096}, hook="powersgd", tolerance=None),
+    **{
+        f"ours-{name}": Side("ours", {"compression": name}, tolerance=COMPRESSED_TOLERANCES.get(name))
+        for name in COMPRESSIONS
+    },
     "accelerate": Side("accelerate"),
     "deepspeed": Side("deepspeed"),
     "torchft": Side("torchft"),
