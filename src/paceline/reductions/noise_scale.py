@@ -99,8 +99,7 @@ class GradientNoiseScale(Reduction):
         if not self._inner.is_linear:
             raise ConfigurationError(
                 f"GradientNoiseScale({self._inner!r}): its result is not the ranks' mean, so their difference from "
-                f"it is "
-                "not noise. Measure with the mean, or with a compression of it."
+                "it is not noise. Measure with the mean, or with a compression of it."
             )
         self._given_shares = shares
         self._memory_steps = memory_steps
@@ -111,7 +110,7 @@ class GradientNoiseScale(Reduction):
         self._is_agreed = False
         self._every = every
         self._num_begun = (
-            0  # the same on every rank: each has begun the steps whose collectives it took part in
+            0  # steps; the same on every rank, as each begins those whose collectives it takes part in
         )
         self._measures = False  # this step
         self.num_steps = 0  # that were measured
