@@ -19,6 +19,8 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
     ("overlap", "--rate", "1Gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
+    ("adasum",),
+    ("adasum", "--ranks", "4"),
     ("svm",),
     ("svm_ranks",),
     *[
@@ -39,7 +41,7 @@ def main(
     for command in COMMANDS:
         arguments = [*command, "--results-folder", str(results_folder.resolve())]
         arguments += ["--quick"] if quick else []
-        arguments += ["--sides", sides] if sides and not command[0].startswith("svm") else []
+        arguments += ["--sides", sides] if sides and not command[0].startswith(("svm", "adasum")) else []
         if _run(arguments) != 0:
             failed.append(shlex.join(command))
     if failed:

@@ -17,6 +17,7 @@ from models import WORKLOADS, Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.optim import AdasumOptimizer
+from paceline.reductions import Message
 from paceline.reductions.adasum import Adasum, combine
 from paceline.reductions.adasum.operator import Segments
 from paceline.reductions.adasum.performance import Performance
@@ -333,6 +334,29 @@ def test_odd_uses(num_ranks):
     """`no_sync`, other traffic, unfreezing, a group over some of the ranks, a second model."""
     values = [value for value in pool(num_ranks).run(odd_uses) if value is not None]
     assert values == values[:1] * 2
+
+
+def launched_alone(rank, num_ranks):
+    """Rank 1 launches only when rank 0 has come back from launching three messages."""
+    group = dist.group.WORLD
+    store = dist.distributed_c10d._get_default_store()
+    adasum = Adasum()
+    flats = [torch.full((size,), float(rank + 1)) for size in (5, 300_000, 1)]
+    if rank:
+        store.wait(["rank 0 is back"])
+    pending = [
+        adasum.launch(Message(index, index == 2, flat, len(flat), [flat], [flat], group))
+        for index, flat in enumerate(flats)
+    ]
+    store.set("rank 0 is back", "yes")
+    for each in pending:
+        assert each.wait(20.0)
+    assert all(bool((flat == 1.5).all()) for flat in flats)  # 1 and 2 times the same vector
+
+
+def test_launching_does_not_wait():
+    """Autograd's thread goes on, whatever the other ranks do; messages are performed in the order of their launch."""
+    pool(2).run(launched_alone)
 
 
 def refused(rank, num_ranks, case):
