@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,15 +25,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from paceline.errors import ConfigurationError, PeerLostError, ReplicaMismatchError
+from paceline.errors import ConfigurationError, ReplicaMismatchError
 from paceline.optim.flat_parameters import FlatParameters, flatten
-from paceline.reductions import Pending, RollCall
+from paceline.optim.rank_agreement import NOTHING, RankAgreement, digest_of
 from paceline.reductions.adasum import Adasum
-from paceline.reductions.collectives import device_for_words, launch_broadcast, launch_gather
-from paceline.reductions.roll_call import next_name
-
-_DIGEST_BYTES = 32
-_NO_GRADIENT = bytes(_DIGEST_BYTES)
+from paceline.reductions.collectives import launch_broadcast
 
 
 class AdasumOptimizer(Optimizer):
@@ -80,9 +76,7 @@ class AdasumOptimizer(Optimizer):
         self._flats: list[FlatParameters] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._follow()
-        self._roll_call = RollCall(
-            self._group, next_name(self._group, is_collective=True), "making its optimizer"
-        )
+        self._ranks = RankAgreement(self._group, self._parameters()[0].device)
         self._num_steps = 0
         self._saw_local_gradients = self._group.size() == 1
         self._adopt()
@@ -103,7 +97,7 @@ class AdasumOptimizer(Optimizer):
             self._group,
         )
         words = repr([(tuple(p.shape), p.dtype) for p in parameters]) + repr(self.reduction)
-        digests = self._gather(hashlib.sha256(words.encode()).digest())
+        digests = self._ranks.gather(hashlib.sha256(words.encode()).digest())
         if len(set(digests)) > 1:
             other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise ReplicaMismatchError(
@@ -116,7 +110,7 @@ class AdasumOptimizer(Optimizer):
         if self._group.size() > 1:
             for flat in self._flats:
                 flat.take()
-                self._wait(launch_broadcast(flat.kept, self._group, 0), "receiving rank 0's parameters")
+                self._ranks.wait(launch_broadcast(flat.kept, self._group, 0), "receiving rank 0's parameters")
                 flat.put_back()
 
     @torch.no_grad()
@@ -166,7 +160,7 @@ class AdasumOptimizer(Optimizer):
             for index, flat in enumerate(self._flats)
         ]
         for pending in launched:
-            self._wait(pending, f"combining the updates of step {self._num_steps + 1}")
+            self._ranks.wait(pending, f"combining the updates of step {self._num_steps + 1}")
         for flat in self._flats:
             flat.apply_update()
         self.reduction.note_step()
@@ -175,10 +169,10 @@ class AdasumOptimizer(Optimizer):
         """Rule 1, until gradients have been seen."""
         if self._saw_local_gradients:
             return
-        digests = self._gather(_digest([p.grad for p in self._parameters()]))
+        digests = self._ranks.gather(digest_of([p.grad for p in self._parameters()]))
         if len(set(digests)) > 1:
             self._saw_local_gradients = True
-        elif digests[0] != _NO_GRADIENT:
+        elif digests[0] != NOTHING:
             raise ConfigurationError(
                 f"all {len(digests)} ranks have bitwise the same gradients, so they have been reduced already, or "
                 "every rank trains on the same batch. AdasumOptimizer combines what each rank makes of its own batch: "
@@ -186,31 +180,6 @@ class AdasumOptimizer(Optimizer):
                 "give each rank its part of the data. To combine gradients instead of updates, wrap it with "
                 'reduction="adasum" and use the optimizer as it is. See docs/guide/adasum.md.'
             )
-
-    def _gather(self, digest: bytes) -> list[bytes]:
-        """Every rank's digest. Collective; blocks."""
-        device = device_for_words(self._group, self._parameters()[0].device)
-        row = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-        rows = [torch.empty_like(row) for _ in range(self._group.size())]
-        if len(rows) == 1:
-            return [digest]
-        self._wait(launch_gather(rows, row, self._group), "comparing the ranks' parameters or gradients")
-        return [bytes(each.tolist()) for each in rows]
-
-    def _wait(self, pending: Pending, doing: str) -> None:
-        in_slices = self._parameters()[0].device.type == "cpu"
-        try:
-            if in_slices:
-                self._roll_call.wait_in_slices(pending)
-            else:
-                pending.wait()
-        except RuntimeError as error:
-            who = self._roll_call.who_is_gone(doing)
-            raise PeerLostError(
-                f"rank {self._group.rank()} was {doing} when communication failed: {who}. The parameters are those of "
-                "before this step; restart from the last checkpoint. "
-                f"The backend said: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            ) from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; collective: the new parameters become rank 0's."""
@@ -281,16 +250,3 @@ def _default_group() -> ProcessGroup:
         )
     group: ProcessGroup = dist.distributed_c10d._get_default_group()
     return group
-
-
-def _digest(gradients: Sequence[Tensor | None]) -> bytes:
-    """Of the gradients' bits; zeros where nothing differs from zero."""
-    state = hashlib.sha256()
-    is_something = False
-    for gradient in gradients:
-        if gradient is None:
-            continue
-        dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-        is_something = is_something or bool(dense.any())
-        state.update(dense.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return state.digest() if is_something else _NO_GRADIENT
