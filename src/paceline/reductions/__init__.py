@@ -7,7 +7,9 @@ from paceline.reductions.hook import GradBucket, HookReduction
 from paceline.reductions.lossy import Lossy
 from paceline.reductions.mean import Mean
 from paceline.reductions.narrow_mean import NarrowMean
+from paceline.reductions.noise_scale import GradientNoiseScale
 from paceline.reductions.pending import Pending
+from paceline.reductions.powersgd import PowerSGD
 from paceline.reductions.reduction import Message, Reduction
 from paceline.reductions.roll_call import RollCall
 from paceline.reductions.traffic import Traffic
@@ -16,12 +18,14 @@ __all__ = [
     "Adasum",
     "Compressed",
     "GradBucket",
+    "GradientNoiseScale",
     "HookReduction",
     "Lossy",
     "Mean",
     "Message",
     "NarrowMean",
     "Pending",
+    "PowerSGD",
     "Reduction",
     "RollCall",
     "Traffic",
