@@ -19,6 +19,8 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
     ("overlap", "--rate", "1Gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
+    ("adasum",),
+    ("adasum", "--ranks", "4"),
     ("compression",),
     ("svm",),
     ("svm_ranks",),
@@ -40,7 +42,8 @@ def main(
     for command in COMMANDS:
         arguments = [*command, "--results-folder", str(results_folder.resolve())]
         arguments += ["--quick"] if quick else []
-        arguments += ["--sides", sides] if sides and not command[0].startswith(("svm", "compression")) else []
+        takes_sides = not command[0].startswith(("svm", "adasum", "compression"))
+        arguments += ["--sides", sides] if sides and takes_sides else []
         if _run(arguments) != 0:
             failed.append(shlex.join(command))
     if failed:
