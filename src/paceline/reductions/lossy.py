@@ -1,9 +1,11 @@
 """What reductions that lose something have in common: memory by parameter, a lane, overflow, bytes, a checkpoint.
 
 Rules
-1. A bucket is reduced on a thread of the reduction's own, its *lane*, one bucket after the other. So a reduction may
-   start a collective when another one is done, in the same order on every rank, and backward waits for neither.
-2. What one step leaves for the next is valid only if the step counts: `end_step` is told of it, and all ranks see the
+1. A bucket is shortened and sent on a thread of the reduction's own, its *lane*, one bucket after the other. So a
+   reduction may start a collective when another one is done, in the same order on every rank, and backward waits for
+   neither. What comes back is decoded on a second lane, so that the wire need not wait for that.
+2. Only so many buckets are under way at once: what all ranks sent for one takes memory until it is decoded.
+3. What one step leaves for the next is valid only if the step counts: `end_step` is told of it, and all ranks see the
    same reduced gradients, so they agree on whether these were finite without asking each other.
 """
 
@@ -12,8 +14,9 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -30,6 +33,8 @@ from paceline.reductions.pending import Pending, PendingWork
 from paceline.reductions.reduction import Message, Reduction
 from paceline.reductions.sparse import launch_sparse_sum
 from paceline.reductions.traffic import Traffic, all_reduced
+
+UNDER_WAY = 2
 
 
 class Lossy(Reduction):
@@ -56,7 +61,8 @@ class Lossy(Reduction):
         self._positions: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._place = (0, 1)  # rank and number of ranks
-        self._lane: Lane | None = None
+        self._lanes: tuple[Lane, Lane] | None = None  # to send, to decode
+        self._under_way: deque[LaneWork] = deque()  # on the second lane
         self._traffic = Traffic()  # of the step under way
         self._signs: list[Tensor] = []  # of the step under way: 0-dim, a bucket each; NaN if it is not finite
 
@@ -71,20 +77,22 @@ class Lossy(Reduction):
         self._positions = dict(zip(sizes, ends, strict=False))
         self._sizes = sizes
         self._place = (process_group.rank(), process_group.size())
-        if self._lane is None:
-            self._lane = Lane(f"paceline {type(self).__name__}")
-            weakref.finalize(self, self._lane.close, 0.0)
+        if self._lanes is None:
+            self._lanes = (Lane(f"paceline {self!r:.40} sends"), Lane(f"paceline {self!r:.40} decodes"))
+            for lane in self._lanes:
+                weakref.finalize(self, lane.close, 0.0)
 
     def _check(self, name: str, dtype: torch.dtype) -> None:
         """Refuse a parameter whose gradient, of this dtype, cannot be reduced so."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lane": None}
+        return {**self.__dict__, "_lanes": None, "_under_way": deque()}
 
     # ---- a step
 
     def begin_step(self) -> None:
         self._traffic, self._signs = Traffic(), []
+        self._under_way.clear()
         scale = float(self.loss_scale())
         for memory in self._memories.values():
             memory.begin()
@@ -97,29 +105,59 @@ class Lossy(Reduction):
         return 1.0  # 16 bits lose less before the division than after it
 
     def launch(self, message: Message) -> Pending:
-        assert self._lane is not None, "prepared before the first step"
-        run = functools.partial(self._run, message, _stream_of(message.flat))
-        work = LaneWork(run, [message.flat], f"bucket {message.index}, {type(self).__name__}")
-        return PendingWork(self._lane.launch(work, at_once=False))
+        names = tuple(self._names[id(parameter)] for parameter in message.parameters)
+        layout = self._layout(message, names)
+
+        def start() -> Callable[[], None]:
+            return self._start(message, names, layout)
+
+        def settle() -> None:
+            if message.body.numel():
+                low, high = torch.aminmax(message.body)
+                self._signs.append((low - low) + (high - high))
+
+        return self._launch(start, settle, message.flat, f"bucket {message.index}, {type(self).__name__}")
 
     def launch_sparse(
         self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
     ) -> Pending:
         """As it is, uncompressed; on the lane, so that no two ranks mix its messages with a bucket's."""
-        assert self._lane is not None, "prepared before the first step"
 
-        def run() -> None:
-            launch_sparse_sum(gradient, process_group, keep).wait()
+        def start() -> Callable[[], None]:
+            pending = launch_sparse_sum(gradient, process_group, keep)
+            pending.wait()  # on Gloo it is several collectives
+            return _nothing
 
-        return PendingWork(self._lane.launch(LaneWork(run, [], "a sparse gradient"), at_once=False))
+        return self._launch(start, _nothing, gradient, "a sparse gradient")
 
-    def _run(self, message: Message, stream: Any) -> None:
-        with torch.no_grad(), _on(stream):
-            names = tuple(self._names[id(parameter)] for parameter in message.parameters)
-            self._reduce(message, names, self._layout(message, names))
-            if message.body.numel():
-                low, high = torch.aminmax(message.body)
-                self._signs.append((low - low) + (high - high))
+    def _launch(
+        self, start: Callable[[], Callable[[], None]], settle: Callable[[], None], tensor: Tensor, what: str
+    ) -> Pending:
+        """Run `start` on the first lane; what it returns, and then `settle`, on the second."""
+        assert self._lanes is not None, "prepared before the first step"
+        (sending, decoding), stream = self._lanes, _stream_of(tensor)
+        finish: list[Callable[[], None]] = []
+
+        def decode() -> None:
+            with torch.no_grad(), _on(stream):
+                finish.pop()()
+                settle()
+
+        def send() -> None:
+            try:
+                if len(self._under_way) >= UNDER_WAY:
+                    with suppress(RuntimeError):  # whoever waits for that bucket is told
+                        self._under_way.popleft().wait()
+                with torch.no_grad(), _on(stream):
+                    finish.append(start())
+            except BaseException as error:  # noqa: BLE001  whatever it is, the waiter must hear of it
+                finish.append(functools.partial(_raise, error))
+            self._under_way.append(decoded)
+            decoding.launch(decoded, at_once=False)
+
+        decoded = LaneWork(decode, [tensor], what)
+        sending.launch(LaneWork(send, [tensor], what), at_once=False)
+        return PendingWork(decoded)
 
     def _layout(self, message: Message, names: tuple[str, ...]) -> Layout:
         return Layout(
@@ -130,8 +168,15 @@ class Lossy(Reduction):
         )
 
     @abstractmethod
-    def _reduce(self, message: Message, names: tuple[str, ...], layout: Layout) -> None:
-        """Replace `message.body` by what is reduced. Collective; blocks; on the lane, in order."""
+    def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Callable[[], None]:
+        """Start replacing `message.body` by what is reduced.
+
+        Returns:
+            What is left to do: waits for the exchange and writes `message.body`; starts no collective.
+
+        Contract:
+            Collective; on the first lane, in order; may block. What is returned runs on the second lane, in order.
+        """
 
     def _count(self, layout: Layout, sent_bytes: int) -> None:
         plain_bytes = all_reduced(layout.num_bytes, self._place[1])
@@ -231,6 +276,14 @@ class Lossy(Reduction):
 
 def _one() -> float:
     return 1.0
+
+
+def _nothing() -> None:
+    """There is nothing left to do."""
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _real_numel(parameter: Tensor) -> int:
