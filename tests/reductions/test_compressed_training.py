@@ -454,6 +454,19 @@ def test_power_sgd_is_as_accurate_as_torchs():
 # ---- refusals
 
 
+def two_models(_rank, _num_ranks):
+    """One object for two models."""
+    reduction = Compressed(TopK())
+    DistributedDataParallel(Mlp(), compression=reduction)
+    with pytest.raises(ConfigurationError, match="reduces another model's gradients already"):
+        DistributedDataParallel(Mlp(), compression=reduction)
+
+
+def test_an_object_belongs_to_one_model():
+    """What it keeps is one model's."""
+    pool(1).run(two_models)
+
+
 def refused(rank, _num_ranks, case):
     """What the constructor says."""
     module = MixedDtypes() if case == "dtype" else Mlp()

@@ -1,22 +1,15 @@
-"""What reductions that lose something have in common: memory by parameter, a lane, overflow, bytes, a checkpoint.
+"""What reductions that lose something have in common: memory by parameter, overflow, bytes, a checkpoint.
 
 Rules
-1. A bucket is shortened and sent on a thread of the reduction's own, its *lane*, one bucket after the other. So a
-   reduction may start a collective when another one is done, in the same order on every rank, and backward waits for
-   neither. What comes back is decoded on a second lane, so that the wire need not wait for that.
-2. Only so many buckets are under way at once: what all ranks sent for one takes memory until it is decoded.
-3. What one step leaves for the next is valid only if the step counts: `end_step` is told of it, and all ranks see the
+1. A bucket is handled by a `Pipeline`, aside from backward, in the same order on every rank.
+2. What one step leaves for the next is valid only if the step counts: `end_step` is told of it, and all ranks see the
    same reduced gradients, so they agree on whether these were finite without asking each other.
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,18 +20,16 @@ from torch.nn import Parameter
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.process_group.lane import Lane, LaneWork
 from paceline.reductions.memory import Memory
-from paceline.reductions.pending import Pending, PendingWork
+from paceline.reductions.pending import Pending
+from paceline.reductions.pipeline import Pipeline
 from paceline.reductions.reduction import Message, Reduction
 from paceline.reductions.sparse import launch_sparse_sum
 from paceline.reductions.traffic import Traffic, all_reduced
 
-UNDER_WAY = 2
-
 
 class Lossy(Reduction):
-    """A reduction that sends less than there is. Final classes implement `_reduce`.
+    """A reduction that sends less than there is. Final classes implement `_start`.
 
     Attributes:
         loss_scale: What the loss is multiplied by, asked before each step. Give it your `GradScaler.get_scale`: what is
@@ -61,8 +52,7 @@ class Lossy(Reduction):
         self._positions: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._place = (0, 1)  # rank and number of ranks
-        self._lanes: tuple[Lane, Lane] | None = None  # to send, to decode
-        self._under_way: deque[LaneWork] = deque()  # on the second lane
+        self._pipeline: Pipeline | None = None
         self._traffic = Traffic()  # of the step under way
         self._signs: list[Tensor] = []  # of the step under way: 0-dim, a bucket each; NaN if it is not finite
 
@@ -72,27 +62,30 @@ class Lossy(Reduction):
         sizes = {name: _real_numel(parameter) for name, parameter in named_parameters.items()}
         for name, parameter in named_parameters.items():
             self._check(name, parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype)
+        ids = {id(parameter) for parameter in named_parameters.values()}
+        if self._names and not self._names.keys() & ids:
+            raise ConfigurationError(
+                f"{self!r} reduces another model's gradients already, of which it keeps what was left out. "
+                "Make one for each model."
+            )
         self._names = {id(parameter): name for name, parameter in named_parameters.items()}
         ends = torch.tensor([0, *sizes.values()]).cumsum(0).tolist()
         self._positions = dict(zip(sizes, ends, strict=False))
         self._sizes = sizes
         self._place = (process_group.rank(), process_group.size())
-        if self._lanes is None:
-            self._lanes = (Lane(f"paceline {self!r:.40} sends"), Lane(f"paceline {self!r:.40} decodes"))
-            for lane in self._lanes:
-                weakref.finalize(self, lane.close, 0.0)
+        if self._pipeline is None:
+            self._pipeline = Pipeline(f"paceline {type(self).__name__}")
 
     def _check(self, name: str, dtype: torch.dtype) -> None:
         """Refuse a parameter whose gradient, of this dtype, cannot be reduced so."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lanes": None, "_under_way": deque()}
+        return {**self.__dict__, "_pipeline": None, "_names": {}}
 
     # ---- a step
 
     def begin_step(self) -> None:
         self._traffic, self._signs = Traffic(), []
-        self._under_way.clear()
         scale = float(self.loss_scale())
         for memory in self._memories.values():
             memory.begin()
@@ -105,59 +98,39 @@ class Lossy(Reduction):
         return 1.0  # 16 bits lose less before the division than after it
 
     def launch(self, message: Message) -> Pending:
+        assert self._pipeline is not None, "prepared before the first step"
         names = tuple(self._names[id(parameter)] for parameter in message.parameters)
         layout = self._layout(message, names)
 
         def start() -> Callable[[], None]:
-            return self._start(message, names, layout)
+            finish = self._start(message, names, layout)
 
-        def settle() -> None:
-            if message.body.numel():
-                low, high = torch.aminmax(message.body)
-                self._signs.append((low - low) + (high - high))
+            def finish_and_look() -> None:
+                finish()
+                self._look_for_overflow(message.body)
 
-        return self._launch(start, settle, message.flat, f"bucket {message.index}, {type(self).__name__}")
+            return finish_and_look
+
+        what = f"bucket {message.index}, {type(self).__name__}"
+        return self._pipeline.launch(start, message.flat, what)
 
     def launch_sparse(
         self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
     ) -> Pending:
-        """As it is, uncompressed; on the lane, so that no two ranks mix its messages with a bucket's."""
+        """As it is, uncompressed; in the pipeline, so that no two ranks mix its messages with a bucket's."""
+        assert self._pipeline is not None, "prepared before the first step"
 
         def start() -> Callable[[], None]:
-            pending = launch_sparse_sum(gradient, process_group, keep)
-            pending.wait()  # on Gloo it is several collectives
-            return _nothing
+            launch_sparse_sum(gradient, process_group, keep).wait()  # on Gloo it is several collectives
+            return lambda: None
 
-        return self._launch(start, _nothing, gradient, "a sparse gradient")
+        return self._pipeline.launch(start, gradient, "a sparse gradient")
 
-    def _launch(
-        self, start: Callable[[], Callable[[], None]], settle: Callable[[], None], tensor: Tensor, what: str
-    ) -> Pending:
-        """Run `start` on the first lane; what it returns, and then `settle`, on the second."""
-        assert self._lanes is not None, "prepared before the first step"
-        (sending, decoding), stream = self._lanes, _stream_of(tensor)
-        finish: list[Callable[[], None]] = []
-
-        def decode() -> None:
-            with torch.no_grad(), _on(stream):
-                finish.pop()()
-                settle()
-
-        def send() -> None:
-            try:
-                if len(self._under_way) >= UNDER_WAY:
-                    with suppress(RuntimeError):  # whoever waits for that bucket is told
-                        self._under_way.popleft().wait()
-                with torch.no_grad(), _on(stream):
-                    finish.append(start())
-            except BaseException as error:  # noqa: BLE001  whatever it is, the waiter must hear of it
-                finish.append(functools.partial(_raise, error))
-            self._under_way.append(decoded)
-            decoding.launch(decoded, at_once=False)
-
-        decoded = LaneWork(decode, [tensor], what)
-        sending.launch(LaneWork(send, [tensor], what), at_once=False)
-        return PendingWork(decoded)
+    def _look_for_overflow(self, reduced: Tensor) -> None:
+        """Without waiting for a device."""
+        if reduced.numel():
+            low, high = torch.aminmax(reduced)
+            self._signs.append((low - low) + (high - high))
 
     def _layout(self, message: Message, names: tuple[str, ...]) -> Layout:
         return Layout(
@@ -175,7 +148,7 @@ class Lossy(Reduction):
             What is left to do: waits for the exchange and writes `message.body`; starts no collective.
 
         Contract:
-            Collective; on the first lane, in order; may block. What is returned runs on the second lane, in order.
+            Collective; may block. Both run in the pipeline.
         """
 
     def _count(self, layout: Layout, sent_bytes: int) -> None:
@@ -278,28 +251,5 @@ def _one() -> float:
     return 1.0
 
 
-def _nothing() -> None:
-    """There is nothing left to do."""
-
-
-def _raise(error: BaseException) -> None:
-    raise error
-
-
 def _real_numel(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def _stream_of(flat: Tensor) -> Any:
-    """The stream on which the gradients become ready; None on the CPU."""
-    return torch.cuda.current_stream(flat.device) if flat.is_cuda else None
-
-
-@contextmanager
-def _on(stream: Any) -> Iterator[None]:
-    """Run on this stream, as the thread that launched did: so the order of device work is that of the launches."""
-    if stream is None:
-        yield
-    else:
-        with torch.cuda.stream(stream):
-            yield
