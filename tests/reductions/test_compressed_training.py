@@ -42,5 +42,5 @@ def test_near_the_mean_and_the_same_everywhere(name, num_ranks):
 
 
 def test_no_name_is_forgotten():
-    """Every name is tested above."""
-    assert set(COMPRESSIONS) == set(ERRORS)
+    """Every name is tested above; "auto", which chooses among them, in test_auto.py."""
+    assert set(COMPRESSIONS) - {"auto"} == set(ERRORS)

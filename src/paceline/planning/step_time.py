@@ -69,6 +69,10 @@ class Line:
     def of(self, size_bytes: float) -> float:
         return self.fixed_s + self.s_per_byte * size_bytes
 
+    def at_least(self, other: Line) -> Line:
+        """Neither time shorter than another's."""
+        return Line(max(self.fixed_s, other.fixed_s), max(self.s_per_byte, other.s_per_byte))
+
     @classmethod
     def through(cls, small: tuple[float, float], large: tuple[float, float]) -> Line:
         """The line through two measurements (bytes, seconds); through one and 0 where they contradict a line.
@@ -127,21 +131,21 @@ class ReductionCost:
         Args:
             name: Of the codec.
             plain: The way that was used when computing was measured.
-            measured: Launch, wire, finish and processor time. No codec makes a message arrive earlier than an empty one.
+            measured: Launch, wire, finish and processor time. A codec makes nothing shorter but the wire's time a byte:
+                what seems so is noise.
             payload_ratio: Of the bytes that `plain` sends, what the codec sends.
             busy_ratio: The share of the processors that computing keeps busy: the share of the processor time that is
                 taken from it.
         """
         launch, wire, finish, cpu = measured
+        extra, launch = cpu.at_least(plain.cpu), launch.at_least(plain.launch)
+        delayed = Line(
+            launch.fixed_s + busy_ratio * (extra.fixed_s - plain.cpu.fixed_s),
+            launch.s_per_byte + busy_ratio * (extra.s_per_byte - plain.cpu.s_per_byte),
+        )
         wire = Line(max(wire.fixed_s, plain.wire.fixed_s), wire.s_per_byte)
-        taken_s = Line(
-            busy_ratio * max(cpu.fixed_s - plain.cpu.fixed_s, 0.0),
-            busy_ratio * max(cpu.s_per_byte - plain.cpu.s_per_byte, 0.0),
-        )
-        launch = Line(launch.fixed_s + taken_s.fixed_s, launch.s_per_byte + taken_s.s_per_byte)
-        return cls(
-            name, launch, wire, finish, cpu, min(payload_ratio * plain.link_s_per_byte, wire.s_per_byte)
-        )
+        link_s_per_byte = min(payload_ratio * plain.link_s_per_byte, wire.s_per_byte)
+        return cls(name, delayed, wire, finish.at_least(plain.finish), cpu, link_s_per_byte)
 
     def on_link(self, slowdown: float) -> ReductionCost:
         """The same where the link's rate is divided by `slowdown`."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from paceline import compression as compressors
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
+from paceline.reductions.auto import Auto
 from paceline.reductions.compressed import Compressed
 from paceline.reductions.mean import Mean
 from paceline.reductions.reduction import Reduction
@@ -20,7 +21,8 @@ def _compress_by(kind: type[Compressor]) -> Reduction:
 
 
 COMPRESSIONS: dict[str, Callable[[], Reduction]] = {
-    name: functools.partial(_compress_by, kind) for name, kind in compressors.BY_NAME.items()
+    **{name: functools.partial(_compress_by, kind) for name, kind in compressors.BY_NAME.items()},
+    "auto": Auto,
 }
 """What `compression=` understands: every compressor with its default settings, and reductions that compress."""
 

@@ -19,8 +19,10 @@ from paceline.reductions.reduction import Message, Reduction
 from paceline.reductions.traffic import Traffic
 
 NUM_TIMES = 3
-LARGE_SHARE = 8  # a probe's message is this part of all gradients at most, or one parameter's
-LARGE_BYTES = 4 * 2**20
+LARGE_SHARE = (
+    8  # a probe's message is an eighth of all gradients, within the following bounds; one gradient at least
+)
+LEAST_BYTES, MOST_BYTES = 2**18, 2**22
 
 Wait = Generator[Pending, None, None]
 

@@ -13,13 +13,22 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.planning import Rules, StepProfile, decide
 from paceline.reductions.auto.chain import Chain
 from paceline.reductions.auto.course import Course, Pace, Phase, Plan, Question
 from paceline.reductions.auto.ledger import Ledger
-from paceline.reductions.auto.probe import LARGE_BYTES, LARGE_SHARE, Probe, prefix, smallest, traffic_of
+from paceline.reductions.auto.probe import (
+    LARGE_SHARE,
+    LEAST_BYTES,
+    MOST_BYTES,
+    Probe,
+    prefix,
+    smallest,
+    traffic_of,
+)
 from paceline.reductions.auto.samples import Periods, Stopwatch, median_profile, profile_of
 from paceline.reductions.collectives import device_for_words, launch_maximum
 from paceline.reductions.mean import Mean
@@ -43,7 +52,7 @@ class Auto(Reduction):
     asynchronous, so the prediction is rough, and the trial has the last word.
 
     Args:
-        candidates: Codecs by name, or reductions; each must be the mean, shortened.
+        candidates: Codecs by name, compressors, or reductions that compress.
         on_ratio: The share of a step that a codec must save to be turned on.
         off_ratio: The share below which it is turned off again; by default a third of that.
         pace: How many steps are measured, tried and watched.
@@ -59,7 +68,7 @@ class Auto(Reduction):
 
     def __init__(
         self,
-        candidates: Sequence[Reduction | str] = ("bf16",),
+        candidates: Sequence[Compressor | Reduction | str] = ("bf16",),
         on_ratio: float = 0.03,
         off_ratio: float | None = None,
         pace: Pace | None = None,
@@ -151,7 +160,7 @@ class Auto(Reduction):
         return Chain(self._ask(message, pending), pending)
 
     def _make_probe(self, message: Message) -> Probe:
-        limit_bytes = min(LARGE_BYTES, self._total_bytes / LARGE_SHARE)
+        limit_bytes = min(max(self._total_bytes / LARGE_SHARE, LEAST_BYTES), MOST_BYTES)
         reductions = {PLAIN: Mean(), **{name: self._fresh(name) for name in self._codecs}}
         large = prefix(message, limit_bytes)
         return Probe(large, smallest(large), reductions, self._num_averaged, self._scale)
@@ -168,7 +177,9 @@ class Auto(Reduction):
             return
         traffic = traffic_of(self._active)
         self._ledger.step(self._plan.codec, 0 if traffic is None else traffic.saved_bytes)
-        if sample is not None and self._plan.is_sample:
+        if self._plan.is_sample:
+            if sample is None:
+                return  # after a step that failed, on every rank: it does not count, the next one is the sample
             self._take(*sample)
         if self._plan.question is Question.NOTHING:
             self._course.step()
