@@ -23,6 +23,11 @@ class Ledger:
         self.saved_s = 0.0
         self.refused: dict[str, str] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was predicted so far."""
+        return self._decision is None
+
     def step(self, codec: str | None, saved_bytes: int) -> None:
         """A step was reduced by this codec."""
         self.num_steps[codec] = self.num_steps.get(codec, 0) + 1

@@ -27,7 +27,7 @@ LEAST_BYTES, MOST_BYTES = 2**18, 2**22
 Wait = Generator[Pending, None, None]
 
 
-def prefix(message: Message, limit_bytes: float) -> Message:
+def _prefix(message: Message, limit_bytes: float) -> Message:
     """A copy of a message's first gradients, as many as fit, and at least one; without the words behind them."""
     num_bytes, num_kept = 0, 0
     for gradient in message.gradients:
@@ -38,7 +38,7 @@ def prefix(message: Message, limit_bytes: float) -> Message:
     return _copy(message, num_kept)
 
 
-def smallest(message: Message) -> Message:
+def _smallest(message: Message) -> Message:
     """A copy of the message cut down to its smallest gradient that is not empty."""
     sizes = [gradient.numel() or float("inf") for gradient in message.gradients]
     place = sizes.index(min(sizes))
@@ -120,6 +120,19 @@ class Probe:
         self._num_ranks, self._scale = num_ranks, scale
         self._results: dict[str, Tensor] = {}
         self._times = {name: (_Times(), _Times()) for name in reductions}
+
+    @classmethod
+    def of(
+        cls,
+        message: Message,
+        total_bytes: int,
+        reductions: Mapping[str, Reduction],
+        num_ranks: int,
+        scale: float,
+    ) -> Probe:
+        """One with copies of a part of a bucket, which is about to be reduced, of a model with so many gradients."""
+        large = _prefix(message, min(max(total_bytes / LARGE_SHARE, LEAST_BYTES), MOST_BYTES))
+        return cls(large, _smallest(large), reductions, num_ranks, scale)
 
     def run(self) -> Wait:
         """Launch and wait, one after another. Collective: every rank, at the same place."""
