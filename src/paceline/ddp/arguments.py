@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -102,12 +101,6 @@ def check_not_wrapped(module: Module) -> None:
             )
 
 
-def is_on_one_host() -> bool:
-    """Whether all ranks of the job run on this host, by what the launcher says (torchrun's LOCAL_WORLD_SIZE)."""
-    local_ranks, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
-    return local_ranks is None or ranks is None or local_ranks == ranks
-
-
 def choose_buffer_policy(
     broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> tuple[bool, bool]:
@@ -173,6 +166,16 @@ def choose_reduction(
             f"are combined. Leave out {name}, or give mixed_precision reduce_dtype=None and param_dtype=None."
         )
     return NarrowMean(narrow) if narrow else reductions.choose_reduction(reduction, compression)
+
+
+def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
+    """Refuse sparse gradients beside a reduction that is not linear: they are always averaged."""
+    sparse = [name for name, is_sparse in zip(managed.names, managed.sparse, strict=True) if is_sparse]
+    if sparse and not reduction.is_linear:
+        raise ConfigurationError(
+            f"{reduction!r} combines dense gradients only, and {', '.join(sparse)} would have sparse ones, which are "
+            "averaged. Build the embedding with sparse=False, or leave out reduction."
+        )
 
 
 def warn_of_ignored(check_reduction: bool, skip_unused: bool, static_graph: bool, find_unused: bool) -> None:
