@@ -19,6 +19,7 @@ from paceline.bench import peers
 from paceline.bench.packages import require
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.errors import ConfigurationError
+from paceline.reductions.choice import COMPRESSIONS
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Side:
     tolerance: float | None = 1e-6
 
 
+COMPRESSED_TOLERANCES = {"fp16": 2e-3, "bf16": 1.6e-2}  # the others are lossy by design
+
 SIDES: dict[str, Side] = {
     "none": Side("none"),
     "torch": Side("torch"),
@@ -57,8 +60,10 @@ SIDES: dict[str, Side] = {
     "ours-2": Side("ours", {"bucket_cap_mb_list": [1, 2]}),  # fine buckets, as for several hosts
     "ours-unused": Side("ours", {"find_unused_parameters": True}),
     "ours-paceline": Side("ours", backend="paceline"),
-    "ours-fp16": Side("ours", hook="fp16", tolerance=2e-3),
-    "ours-powersgd": Side("ours", {"bucket_cap_mb": 4096}, hook="powersgd", tolerance=None),
+    **{
+        f"ours-{name}": Side("ours", {"compression": name}, tolerance=COMPRESSED_TOLERANCES.get(name))
+        for name in COMPRESSIONS
+    },
     "accelerate": Side("accelerate"),
     "deepspeed": Side("deepspeed"),
     "torchft": Side("torchft"),
