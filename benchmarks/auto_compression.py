@@ -10,13 +10,15 @@ A step is as long as on its slowest rank. Ratios are taken within a round, then 
 
     regret      auto / the best fixed choice among none and the codecs that auto may choose
     overhead    auto / none
+
+`auto` has its default candidates, `auto-any` chooses among all codecs of the run.
 """
 
 import gc
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +42,7 @@ from paceline.errors import ConfigurationError
 from paceline.reductions.auto import Auto
 
 NAME = "auto-compression"
-AUTO = "auto"
+AUTO, AUTO_ANY = "auto", "auto-any"
 WARM_UP_STEPS = 3
 MOST_STEPS = 40  # in which auto has to decide
 TARGET_REGRET, TARGET_OVERHEAD = 1.05, 1.02
@@ -71,10 +73,19 @@ class Config:
     """What is measured at one rate."""
 
     codecs: tuple[str, ...]
-    candidates: tuple[str, ...]  # of auto
+    candidates: tuple[str, ...]  # of auto; those of auto-any are all codecs
     cases: tuple[Case, ...]
     num_rounds: int
     steps_per_turn: int
+
+    @property
+    def autos(self) -> dict[str, tuple[str, ...]]:
+        """Candidates, by side."""
+        return {AUTO: self.candidates, AUTO_ANY: self.codecs}
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return ("none", *self.codecs, *self.autos)
 
 
 @dataclass(frozen=True)
@@ -84,16 +95,16 @@ class Outcome:
     Attributes:
         case: Which.
         step_s: Of every timed step, by side.
-        deciding_s: Of auto's steps until it had decided.
-        report: Auto's.
+        deciding_s: Of each auto's steps until it had decided.
+        reports: Each auto's.
         gradient_bytes: Of the model.
     """
 
     case: str
     step_s: dict[str, list[float]]
-    deciding_s: list[float]
-    report: dict[str, Any] = field(default_factory=dict)
-    gradient_bytes: int = 0
+    deciding_s: dict[str, list[float]]
+    reports: dict[str, dict[str, Any]]
+    gradient_bytes: int
 
 
 def measure(config: Config, tell: TellProgress) -> list[Outcome]:
@@ -104,35 +115,43 @@ def measure(config: Config, tell: TellProgress) -> list[Outcome]:
 def _measure(config: Config, case: Case, place: int, tell: TellProgress) -> Outcome:
     profile = default_profile(case.workload).taking(case.compute_s)
     workload = TimedWorkload(profile, dist.get_rank(), case.scale)
-    auto = Auto(config.candidates)
-    names = ("none", *config.codecs, AUTO)
-    trainees = [_trainee(name, workload, auto) for name in names]
-    for trainee in trainees[:-1]:
-        for _ in range(WARM_UP_STEPS):
-            trainee.step()
-    deciding = StepTimes()
-    while auto.report()["phase"] != "settled" and len(deciding.forward_s) < MOST_STEPS:
-        trainees[-1].step(deciding)
+    autos = {name: Auto(candidates) for name, candidates in config.autos.items()}
+    trainees = [_trainee(name, workload, autos) for name in config.sides]
+    deciding = {name: StepTimes() for name in autos}
+    for name, trainee in zip(config.sides, trainees, strict=True):
+        if name in autos:
+            _decide(trainee, autos[name], deciding[name])
+        else:
+            for _ in range(WARM_UP_STEPS):
+                trainee.step()
     gc.collect()
-    times = [StepTimes() for _ in names]
-    schedule = list(turns(len(names), config.num_rounds))
+    times = [StepTimes() for _ in trainees]
+    schedule = list(turns(len(trainees), config.num_rounds))
     for num_done, turn in enumerate(schedule):
         for _ in range(config.steps_per_turn):
             trainees[turn.side_index].step(times[turn.side_index])
         tell((place + num_done / len(schedule)) / len(config.cases))
-    everyone = gather(([each.totals_s() for each in times], deciding.totals_s()))
+    everyone = gather([[each.totals_s() for each in many] for many in (times, deciding.values())])
     return Outcome(
         case.name,
-        {name: slowest_rank([mine[0][i] for mine in everyone]) for i, name in enumerate(names)},
-        slowest_rank([mine[1] for mine in everyone]),
-        auto.report(),
+        {name: slowest_rank([mine[0][i] for mine in everyone]) for i, name in enumerate(config.sides)},
+        {name: slowest_rank([mine[1][i] for mine in everyone]) for i, name in enumerate(autos)},
+        {name: auto.report() for name, auto in autos.items()},
         sum(4 * p.numel() for p in trainees[0].module.parameters()),
     )
 
 
-def _trainee(name: str, workload: TimedWorkload, auto: Auto) -> Trainee:
-    compression = {"none": None, AUTO: auto}.get(name, name)
+def _trainee(name: str, workload: TimedWorkload, autos: dict[str, Auto]) -> Trainee:
+    compression = None if name == "none" else autos.get(name, name)
     return Trainee("ours", workload, init_sync=False, compression=compression)
+
+
+def _decide(trainee: Trainee, auto: Auto, times: StepTimes) -> None:
+    """Train until auto has settled."""
+    for _ in range(MOST_STEPS):
+        trainee.step(times)
+        if auto.report()["phase"] == "settled":
+            return
 
 
 @dataclass(frozen=True)
@@ -167,39 +186,43 @@ class Point:
 def report(points: list[Point], config: Config, hosts: int, load_before: float, quick: bool) -> Report:
     """One row for each model at each rate."""
     rows, verdicts, summaries = [], [], []
-    sides = ("none", *config.codecs, AUTO)
     for point in points:
-        best = point.best(config.candidates)
-        regret, overhead = point.ratio(AUTO, best), point.ratio(AUTO, "none")
-        said = point.outcome.report
         where = f"{point.outcome.case}, {point.rate}"
-        verdicts += [
-            Verdict(f"{where}: auto / best fixed ({best})", regret.median, TARGET_REGRET, "x"),
-            Verdict(f"{where}: auto / none", overhead.median, TARGET_OVERHEAD, "x"),
-        ]
-        deciding = point.outcome.deciding_s
-        summaries.append(
-            {
-                "case": point.outcome.case,
-                "rate": point.rate,
-                "step_s": {side: asdict(Summary.of(point.rounds_s(side))) for side in sides},
-                "best": best,
-                "regret": asdict(regret),
-                "overhead": asdict(overhead),
-                "deciding_steps": len(deciding),
-                "deciding_s": sum(deciding),
-                "auto": said,
-            }
-        )
+        said = []
+        for auto, candidates in config.autos.items():
+            best, deciding = point.best(candidates), point.outcome.deciding_s[auto]
+            regret, overhead = point.ratio(auto, best), point.ratio(auto, "none")
+            verdicts += [
+                Verdict(f"{where}: {auto} / best fixed ({best})", regret.median, TARGET_REGRET, "x"),
+                Verdict(f"{where}: {auto} / none", overhead.median, TARGET_OVERHEAD, "x"),
+            ]
+            relative = sum(deciding) / (len(deciding) * point.median_s("none"))
+            summaries.append(
+                {
+                    "case": point.outcome.case,
+                    "rate": point.rate,
+                    "auto": auto,
+                    "in_use": point.outcome.reports[auto]["in_use"],
+                    "best": best,
+                    "regret": asdict(regret),
+                    "overhead": asdict(overhead),
+                    "deciding_steps": len(deciding),
+                    "deciding_to_none": relative,
+                    "step_s": {side: asdict(Summary.of(point.rounds_s(side))) for side in config.sides},
+                }
+            )
+            said.append(
+                (point.outcome.reports[auto]["in_use"] or "none", regret, overhead, len(deciding), relative)
+            )
         rows.append(
             (
                 point.outcome.case,
                 point.rate,
-                *[f"{point.median_s(side) * 1e3:.0f}" for side in sides],
-                said["in_use"] or "none",
-                regret.text(),
-                overhead.text(),
-                f"{len(deciding)}: {sum(deciding) / (len(deciding) * point.median_s('none')):.2f}",
+                *[f"{point.median_s(side) * 1e3:.0f}" for side in config.sides],
+                *[
+                    f"{chosen} {regret.median:.2f} {overhead.median:.2f} ({num_steps}: {relative:.2f})"
+                    for chosen, regret, overhead, num_steps, relative in said
+                ],
             )
         )
     return Report(
@@ -208,18 +231,17 @@ def report(points: list[Point], config: Config, hosts: int, load_before: float, 
         columns=(
             "model",
             "rate",
-            *[f"{side} ms" for side in sides],
-            "auto chose",
-            "auto / best",
-            "auto / none",
-            "steps to decide: / none",
+            *[f"{side} ms" for side in config.sides],
+            *[f"{auto}: choice, / best, / none (steps to decide: / none)" for auto in config.autos],
         ),
         rows=tuple(rows),
         verdicts=tuple(verdicts),
         notes=(
             "computation sleeps; gradients, codecs and traffic are real",
-            f"auto may choose among {', '.join(config.candidates)}; best is among these and none",
+            f"auto may choose among {', '.join(config.candidates)}, auto-any among {', '.join(config.codecs)}; best is "
+            "the best fixed choice among these and none",
             "steps to decide: how many, and their mean as a multiple of a step without compression",
+            "rates may have been measured in several runs (--keep); the command is the last one's",
         ),
         config=config,
         summaries={"points": summaries},
@@ -232,7 +254,7 @@ def _draw(points: list[Point], config: Config, path: Path) -> None:
     rates = list(dict.fromkeys(point.rate for point in points))
     lines: dict[str, list[tuple[float, Summary]]] = {}
     for point in points:
-        for side in (*config.codecs, AUTO):
+        for side in config.sides[1:]:
             place = float(2 ** rates.index(point.rate))
             lines.setdefault(f"{point.outcome.case}, {side}", []).append((place, point.ratio(side, "none")))
     label = "link rate: " + ", ".join(rates) + " (at 1, 2, 4, ...)"
@@ -250,10 +272,10 @@ def main(
     rates: Annotated[
         str, typer.Option(help="Of each host's link, comma-separated; 'unlimited' for none.")
     ] = ("50mbit,200mbit,1gbit,unlimited"),
-    codecs: Annotated[str, typer.Option(help="Fixed codecs to compare with.")] = "bf16,fp16,int8",
+    codecs: Annotated[str, typer.Option(help="Fixed codecs to compare with.")] = "bf16,int8,powersgd",
     candidates: Annotated[str, typer.Option(help="What auto may choose among.")] = "bf16",
     hosts: Annotated[int, typer.Option(min=2, help="Hosts of the emulated cluster, one rank each.")] = 4,
-    rounds: Rounds = 3,
+    rounds: Rounds = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps at a turn.")] = 4,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the points of other rates that the results folder holds.")
@@ -290,7 +312,11 @@ def _points_of_others(folder: Path, config: Config, rates: Sequence[str]) -> lis
     record = json.loads((folder / f"{NAME}.json").read_text())
     samples = [dict(sample) for sample in record["samples"]["points"]]
     others = [(sample.pop("rate"), Outcome(**sample)) for sample in samples]
-    return [Point(rate, outcome, 2 * config.steps_per_turn) for rate, outcome in others if rate not in rates]
+    return [
+        Point(rate, outcome, 2 * config.steps_per_turn)
+        for rate, outcome in others
+        if rate not in rates and set(config.sides) <= set(outcome.step_s)
+    ]
 
 
 def _words(text: str) -> tuple[str, ...]:
