@@ -16,7 +16,6 @@ A step is as long as on its slowest rank. Ratios are taken within a round, then 
 
 import gc
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from paceline.bench.protocol.figure import save_lines
 from paceline.bench.protocol.provenance import collect, load_average
 from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
 from paceline.bench.protocol.summary import Summary, ratios, slowest_rank
+from paceline.bench.ranks import Ranks as Place
 from paceline.bench.ranks import gather
 from paceline.bench.timed import TimedWorkload
 from paceline.bench.training import StepTimes, Trainee
@@ -43,6 +43,7 @@ from paceline.reductions.auto import Auto
 
 NAME = "auto-compression"
 AUTO, AUTO_ANY = "auto", "auto-any"
+UNLIMITED, LOOPBACK = "unlimited", "loopback"
 WARM_UP_STEPS = 3
 MOST_STEPS = 40  # in which auto has to decide
 TARGET_REGRET, TARGET_OVERHEAD = 1.05, 1.02
@@ -270,7 +271,7 @@ def _draw(points: list[Point], config: Config, path: Path) -> None:
 
 def main(
     rates: Annotated[
-        str, typer.Option(help="Of each host's link, comma-separated; 'unlimited' for none.")
+        str, typer.Option(help="Of each host's link, comma-separated; 'unlimited', or 'loopback': no hosts.")
     ] = ("50mbit,200mbit,1gbit,unlimited"),
     codecs: Annotated[str, typer.Option(help="Fixed codecs to compare with.")] = "bf16,int8,powersgd",
     candidates: Annotated[str, typer.Option(help="What auto may choose among.")] = "bf16",
@@ -292,19 +293,23 @@ def main(
             f"--candidates {candidates} are compared with, too: add them to --codecs {codecs}."
         )
     if quick:
-        names, hosts = names[:1], 2
-        config = Config(config.codecs, config.candidates, (Case("light", "tiny", 1, 0.01),), 2, 1)
+        names, hosts = (LOOPBACK,), 2
+        config = Config(config.candidates, config.candidates, (Case("light", "tiny", 1, 0.01),), 2, 1)
     load_before = load_average()
     points = _points_of_others(results_folder, config, names) if keep else []
     for rate in names:
-        with choose_place(hosts, None, rate=None if rate == "unlimited" else rate) as where:
-            began_s = time.perf_counter()
+        with _place(hosts, rate) as where:
             outcomes = where.run(measure, config, f"auto at {rate}", ENVIRONMENTS[Allocator.KEEP])[0]
             points += [Point(rate, outcome, 2 * config.steps_per_turn) for outcome in outcomes]
-            print(f"{rate}: {time.perf_counter() - began_s:.0f} s")
     result = report(points, config, hosts, load_before, quick)
     publish(result, results_folder, as_json)
     _draw(points, config, figure_path(result, results_folder))
+
+
+def _place(hosts: int, rate: str) -> Place:
+    if rate == LOOPBACK:
+        return choose_place(None, hosts)
+    return choose_place(hosts, None, rate=None if rate == UNLIMITED else rate)
 
 
 def _points_of_others(folder: Path, config: Config, rates: Sequence[str]) -> list[Point]:

@@ -159,9 +159,13 @@ def plainly(rank, _num_ranks):
 def changing(rank, _num_ranks):
     training = Training(Auto(pace=PACE), SLOW, compute_s=0.01)
     seen = []
-    for rate in (SLOW, FAST, SLOW / 2):
+    for rate, num_steps in (
+        (SLOW, DECIDED + PACE.check_every),
+        (FAST, 5 + 3 * PACE.check_every),
+        (SLOW, DECIDED + 2 * PACE.check_every),
+    ):
         training.link.bytes_per_s = rate
-        training.steps(rank, DECIDED + 2 * PACE.check_every + 2)
+        training.steps(rank, num_steps)
         seen.append(training.in_use)
     return seen, training.digests, [entry["what"] for entry in training.auto.report()["history"]]
 
