@@ -5,16 +5,29 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.observe import StepTiming
 from paceline.planning import BucketLoad, StepProfile
 
 
 class Stopwatch:
-    """From the end of one step to the end of the next, and where in between the buckets were."""
+    """From the end of one step to the end of the next, and where in between the buckets were.
 
-    def __init__(self) -> None:
+    Args:
+        now: The time, as in a `StepTiming`.
+        cpu: Processor time of this process.
+        num_processors: That the ranks of this host share.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        cpu: Callable[[], float] = time.process_time,
+        num_processors: float | None = None,
+    ) -> None:
+        self._now, self._cpu = now, cpu
+        self._num_processors = num_processors or _processors_a_rank()
         self._ended_s: float | None = None
         self._cpu_s = 0.0
         self._launch_s: dict[int, float] = {}
@@ -25,7 +38,7 @@ class Stopwatch:
 
     def launched(self, index: int, since_s: float, size_bytes: int) -> None:
         """Bucket `index` has been launched."""
-        self._launch_s[index] = time.perf_counter() - since_s
+        self._launch_s[index] = self._now() - since_s
         self._sizes[index] = size_bytes
 
     def abandon(self) -> None:
@@ -34,8 +47,8 @@ class Stopwatch:
 
     def end_step(self, timing: StepTiming) -> tuple[float, StepProfile] | None:
         """The step's period and profile; None of the first."""
-        before_s, self._ended_s = self._ended_s, time.perf_counter()
-        cpu_before_s, self._cpu_s = self._cpu_s, time.process_time()
+        before_s, self._ended_s = self._ended_s, self._now()
+        cpu_before_s, self._cpu_s = self._cpu_s, self._cpu()
         if before_s is None:
             return None
         computed_s = timing.started_s + timing.backward_s
@@ -49,17 +62,13 @@ class Stopwatch:
             if bucket.launched_s < computed_s:
                 end_s -= self._launch_s[bucket.index]
         period_s = self._ended_s - before_s
-        busy_ratio = min((self._cpu_s - cpu_before_s) / period_s * _num_neighbours() / _num_processors(), 1.0)
+        busy_ratio = min((self._cpu_s - cpu_before_s) / period_s / self._num_processors, 1.0)
         return period_s, StepProfile(end_s - before_s, tuple(loads), busy_ratio)
 
 
-def _num_neighbours() -> int:
-    """Ranks on this host, by what the launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _num_processors() -> int:
-    return len(os.sched_getaffinity(0))
+def _processors_a_rank() -> float:
+    """This host's, divided by its ranks, by what the launcher says."""
+    return len(os.sched_getaffinity(0)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def median_profile(profiles: Sequence[StepProfile]) -> list[float]:
