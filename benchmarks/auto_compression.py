@@ -26,7 +26,6 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
 from paceline.bench.job import TellProgress
-from paceline.bench.places import choose_place
 from paceline.bench.profile import default_profile
 from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
 from paceline.bench.protocol.alternation import turns
@@ -34,10 +33,11 @@ from paceline.bench.protocol.figure import save_lines
 from paceline.bench.protocol.provenance import collect, load_average
 from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
 from paceline.bench.protocol.summary import Summary, ratios, slowest_rank
+from paceline.bench.ranks import ClusterRanks, LoopbackRanks, gather
 from paceline.bench.ranks import Ranks as Place
-from paceline.bench.ranks import gather
 from paceline.bench.timed import TimedWorkload
 from paceline.bench.training import StepTimes, Trainee
+from paceline.emulation import ClusterSpec
 from paceline.errors import ConfigurationError
 from paceline.reductions.auto import Auto
 
@@ -308,8 +308,11 @@ def main(
 
 def _place(hosts: int, rate: str) -> Place:
     if rate == LOOPBACK:
-        return choose_place(None, hosts)
-    return choose_place(hosts, None, rate=None if rate == UNLIMITED else rate)
+        return LoopbackRanks(hosts)
+    # A queue that holds what four ranks send at once: losses would show retransmission, not compression.
+    links: dict[str, Any] = {"offload": True, "queue": "1MiB"}
+    spec = ClusterSpec.parse(hosts=hosts, **links, **({} if rate == UNLIMITED else {"rate": rate}))
+    return ClusterRanks(spec)
 
 
 def _points_of_others(folder: Path, config: Config, rates: Sequence[str]) -> list[Point]:

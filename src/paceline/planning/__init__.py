@@ -7,6 +7,7 @@ from paceline.planning.step_time import (
     Prediction,
     ReductionCost,
     StepProfile,
+    calibration_slowdown,
     crossover_slowdown,
     predict,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "ReductionCost",
     "Rules",
     "StepProfile",
+    "calibration_slowdown",
     "crossover_slowdown",
     "decide",
     "predict",

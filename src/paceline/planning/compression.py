@@ -7,7 +7,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
-from paceline.planning.step_time import ReductionCost, StepProfile, crossover_slowdown, predict
+from paceline.planning.step_time import (
+    ReductionCost,
+    StepProfile,
+    calibration_slowdown,
+    crossover_slowdown,
+    predict,
+)
 
 MEGABIT = 125_000  # bytes
 
@@ -102,8 +108,10 @@ def decide(
     codecs: Sequence[ReductionCost],
     num_ranks: int,
     rules: Rules,
+    *,
     in_use: str | None = None,
     barred: Collection[str] = (),
+    step_s: float | None = None,
 ) -> Decision:
     """Choose the codec with the least predicted step time, if it saves enough.
 
@@ -116,10 +124,15 @@ def decide(
         in_use: The codec that is on now: it stays for less than would turn it on, and goes only to one that saves
             `rules.on_ratio` more.
         barred: Codecs that are not chosen, whatever is predicted of them.
+        step_s: What steps took lately, with what is in use: corrects the link's rate.
 
     Contract:
         Local. The same arguments give the same decision on every rank.
     """
+    if step_s is not None:
+        used = next((codec for codec in codecs if codec.name == in_use), plain)
+        slowdown = calibration_slowdown(profile, used, step_s)
+        plain, codecs = plain.on_link(slowdown), [codec.on_link(slowdown) for codec in codecs]
     without = predict(profile, plain)
     sent_ratio = 2 * (num_ranks - 1) / num_ranks  # of a message, by each rank of a ring
     rate = sent_ratio / plain.link_s_per_byte if plain.link_s_per_byte else math.inf

@@ -26,6 +26,8 @@ from paceline.errors import ConfigurationError
 
 _EXTREME = 2.0**20  # how much faster or slower a link is looked at
 _HALVINGS = 60
+_CALIBRATION = 4.0  # how far a step's own time corrects a link's measured rate
+_AGREEMENT = 0.1  # between a predicted and a measured step
 
 
 @dataclass(frozen=True)
@@ -202,3 +204,34 @@ def crossover_slowdown(profile: StepProfile, plain: ReductionCost, other: Reduct
         else:
             costs = middle
     return pays
+
+
+def calibration_slowdown(profile: StepProfile, cost: ReductionCost, step_s: float) -> float:
+    """By what the link's measured rate has to be divided for a step's predicted time to be the one that it took.
+
+    A few timed reductions may meet another network than those of a step do: other traffic, several at once. Where
+    communication is hidden a step's time bounds the rate from one side only; then the answer nearest to 1 is taken. It
+    is 1 where the times agree within a tenth.
+
+    Args:
+        profile: Of the step.
+        cost: Of the way in which it was reduced.
+        step_s: What it took.
+
+    Returns:
+        From a quarter to 4.
+    """
+
+    def is_too_long(slowdown: float) -> bool:
+        return predict(profile, cost.on_link(slowdown)).step_s > step_s
+
+    if abs(predict(profile, cost).step_s / step_s - 1) <= _AGREEMENT:
+        return 1.0
+    at_first = is_too_long(1.0)
+    near, far = 1.0, 1 / _CALIBRATION if at_first else _CALIBRATION
+    if is_too_long(far) == at_first:
+        return far
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(near * far)
+        near, far = (middle, far) if is_too_long(middle) == at_first else (near, middle)
+    return far

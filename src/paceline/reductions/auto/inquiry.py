@@ -150,7 +150,16 @@ class Inquiry:
         profile, numbers = profile_of(numbers[: 2 + len(sizes)], sizes), numbers[2 + len(sizes) :]
         plain, codecs = self.probe.costs(numbers, profile.busy_ratio)
         before, is_first = self.course.in_use, self._ledger.is_empty
-        decision = decide(profile, plain, codecs, self._num_ranks, self._rules, before, self.course.barred())
+        decision = decide(
+            profile,
+            plain,
+            codecs,
+            self._num_ranks,
+            self._rules,
+            in_use=before,
+            barred=self.course.barred(),
+            step_s=period_s,
+        )
         self._ledger.observed(before, period_s)
         self._ledger.decided(self.course.num_steps, decision, self.probe.errors(numbers))
         self.course.decided(decision.chosen)
