@@ -66,7 +66,7 @@ class Case:
     compute_s: float
 
 
-CASES = (Case("light", "bert", 100, 0.1), Case("heavy", "resnet50", 24, 0.6))
+CASES = (Case("light", "bert", 200, 0.1), Case("heavy", "resnet50", 48, 0.4))
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def main(
     candidates: Annotated[str, typer.Option(help="What auto may choose among.")] = "bf16",
     hosts: Annotated[int, typer.Option(min=2, help="Hosts of the emulated cluster, one rank each.")] = 4,
     rounds: Rounds = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Steps at a turn.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps at a turn.")] = 3,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the points of other rates that the results folder holds.")
     ] = False,
