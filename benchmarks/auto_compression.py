@@ -239,8 +239,8 @@ def report(points: list[Point], config: Config, hosts: int, load_before: float, 
         verdicts=tuple(verdicts),
         notes=(
             "computation sleeps; gradients, codecs and traffic are real",
-            f"auto may choose among {', '.join(config.candidates)}, auto-any among {', '.join(config.codecs)}; best is "
-            "the best fixed choice among these and none",
+            f"auto may choose among {', '.join(config.candidates)}, auto-any among {', '.join(config.codecs)}",
+            "best: the fastest of none and what may be chosen, all the time",
             "steps to decide: how many, and their mean as a multiple of a step without compression",
             "rates may have been measured in several runs (--keep); the command is the last one's",
         ),
