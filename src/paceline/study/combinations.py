@@ -1,0 +1,164 @@
+"""What becomes of the ranks' gradients in a step: the library's reductions, each on ranks of one process."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.observe import StepTiming
+from paceline.reductions import Mean, Message, Reduction
+from paceline.study.optimizers import make_optimizer, set_rate
+from paceline.study.ranks import backward_of_the_mean, gradients_of_each, loss_of, slices
+from paceline.study.world import World
+
+_NO_TIMING = StepTiming(0, 0.0, 0.0, 0.0, 0.0, ())
+
+
+class Combination(ABC):
+    """Trains a model on global batches.
+
+    Args:
+        model: In training mode.
+        num_ranks: How many; divides every global batch.
+        optimizer: Name of one.
+
+    Attributes:
+        sent_bytes: What a rank has sent so far, of gradients or parameters.
+    """
+
+    def __init__(self, model: nn.Module, num_ranks: int, optimizer: str = "sgd") -> None:
+        self.model, self.num_ranks = model, num_ranks
+        self.optimizer = make_optimizer(optimizer, model)
+        self.parameters = list(model.parameters())
+        self.sent_bytes = 0.0
+
+    @abstractmethod
+    def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
+        """Take one step with a global batch; returns its loss. Mutates the model, or a rank's copy of it."""
+
+    def finish(self) -> None:  # noqa: B027  most have nothing to do
+        """After the last step: bring what the ranks hold into the model."""
+
+
+class MeanOfRanks(Combination):
+    """The mean of the ranks' gradients."""
+
+    def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
+        loss = backward_of_the_mean(self.model, inputs, labels, self.num_ranks)
+        set_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.sent_bytes += ring_bytes(self.parameters, self.num_ranks)
+        return loss
+
+
+class Reduced(Combination):
+    """A reduction object for every rank, with its own state, over a group in this process."""
+
+    def __init__(self, model: nn.Module, num_ranks: int, make_reduction: Callable[[], Reduction]) -> None:
+        super().__init__(model, num_ranks)
+        self.exchange = Exchange(dict(model.named_parameters()), num_ranks, make_reduction)
+
+    def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
+        loss, gradients = gradients_of_each(self.model, inputs, labels, self.num_ranks)
+        for parameter, gradient in zip(self.parameters, self.exchange.reduce(gradients), strict=True):
+            parameter.grad = gradient
+        set_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.sent_bytes = self.exchange.sent_bytes
+        return loss
+
+
+class Exchange:
+    """Reduces lists of tensors, one list a rank, with the library's reductions.
+
+    Args:
+        named_parameters: Whose gradients, or values, they are.
+        num_ranks: How many.
+        make_reduction: Called for every rank.
+    """
+
+    def __init__(
+        self,
+        named_parameters: dict[str, nn.Parameter],
+        num_ranks: int,
+        make_reduction: Callable[[], Reduction],
+    ) -> None:
+        self._parameters = list(named_parameters.values())
+        self._groups = World(num_ranks).groups
+        self._reductions = [make_reduction() for _ in self._groups]
+        for reduction, group in zip(self._reductions, self._groups, strict=True):
+            reduction.prepare(named_parameters, group)
+
+    @torch.no_grad()
+    def reduce(self, of_ranks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return what every rank gets: one tensor a parameter."""
+        messages = [self._message(rank, tensors) for rank, tensors in enumerate(of_ranks)]
+        pending = []
+        for reduction, message in zip(self._reductions, messages, strict=True):
+            reduction.begin_step()
+            message.flat.mul_(reduction.input_scale(len(messages)))
+            pending.append(reduction.launch(message))
+        for each in pending:
+            each.wait()
+        for reduction in self._reductions:
+            reduction.end_step(_NO_TIMING)
+        return list(messages[0].gradients)
+
+    def _message(self, rank: int, tensors: Sequence[Tensor]) -> Message:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+        return Message(0, True, flat, flat.numel(), views, self._parameters, self._groups[rank])
+
+    @property
+    def sent_bytes(self) -> float:
+        """By rank 0 for gradients, as its reduction counts them."""
+        return float(getattr(self._reductions[0], "bytes_sent", 0.0))
+
+
+class LocalSteps(Combination):
+    """Every rank trains a copy of the model by itself, and the copies are averaged every few steps."""
+
+    def __init__(self, model: nn.Module, num_ranks: int, local_steps: int) -> None:
+        super().__init__(model, num_ranks)
+        self.local_steps, self.num_steps = local_steps, 0
+        self.copies = [copy.deepcopy(model) for _ in range(num_ranks)]
+        self.optimizers = [make_optimizer("sgd", each) for each in self.copies]
+        self.exchange = Exchange(dict(model.named_parameters()), num_ranks, Mean)
+
+    def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
+        total = 0.0
+        batches = slices(inputs, labels, self.num_ranks)
+        for model, optimizer, (x, y) in zip(self.copies, self.optimizers, batches, strict=True):
+            optimizer.zero_grad(set_to_none=True)
+            loss = loss_of(model, x, y)
+            loss.backward()
+            set_rate(optimizer, rate)
+            optimizer.step()
+            total += loss.item() / self.num_ranks
+        self.num_steps += 1
+        if self.num_steps % self.local_steps == 0:
+            self._average()
+        return total
+
+    def finish(self) -> None:
+        if self.num_steps % self.local_steps:
+            self._average()
+        self.model.load_state_dict(self.copies[0].state_dict())
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        averages = self.exchange.reduce([list(each.parameters()) for each in self.copies])
+        for each in self.copies:
+            for parameter, average in zip(each.parameters(), averages, strict=True):
+                parameter.copy_(average)
+        self.sent_bytes += ring_bytes(self.parameters, self.num_ranks)
+
+
+def ring_bytes(tensors: Sequence[Tensor], num_ranks: int) -> float:
+    """What each rank sends when these are all-reduced with as few bytes as possible: 2 (P-1)/P of their size."""
+    return 2 * (num_ranks - 1) / num_ranks * sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,70 @@
+"""The rows of the study's tables: what is done when the global batch grows, or the messages shrink."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import ConfigurationError
+
+BASELINE = "small batch"
+BATCHES, CODECS, LOCAL = "batches", "codecs", "local steps"
+CODEC_FACTOR = 8  # ranks, and so the global batch, of the rows about messages
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train.
+
+    Attributes:
+        name: As `--rows` takes it.
+        table: Which table it is a row of.
+        scaling: How the reference rate grows with the global batch: unscaled, sqrt or linear.
+        warmup: none; constant (the reference rate, then the full one); gradual (from one to the other).
+        warmup_ratio: Which part of the training it takes.
+        optimizer: sgd, lars or lamb.
+        combination: What becomes of the ranks' gradients: mean, adasum, adasum-delta, local or a codec.
+        local_steps: Steps that a rank takes by itself between two averages of the parameters.
+        factors: The only global batches (times the reference batch) it has; empty: all that are asked for.
+    """
+
+    name: str
+    table: str
+    scaling: str
+    warmup: str = "none"
+    warmup_ratio: float = 0.5
+    optimizer: str = "sgd"
+    combination: str = "mean"
+    local_steps: int = 1
+    factors: tuple[int, ...] = ()
+
+    def scale(self, factor: int) -> float:
+        """What the reference rate is multiplied by."""
+        return {"unscaled": 1.0, "sqrt": factor**0.5, "linear": float(factor)}[self.scaling]
+
+
+_LIST = [
+    Row(BASELINE, BATCHES, "unscaled", factors=(1,)),
+    Row("unscaled", BATCHES, "unscaled"),
+    Row("sqrt", BATCHES, "sqrt"),
+    Row("linear", BATCHES, "linear"),
+    Row("constant warm-up", BATCHES, "linear", warmup="constant"),
+    Row("gradual warm-up", BATCHES, "linear", warmup="gradual"),
+    Row("lars", BATCHES, "sqrt", warmup="gradual", optimizer="lars"),
+    Row("lamb", BATCHES, "sqrt", warmup="gradual", optimizer="lamb"),
+    Row("adasum", BATCHES, "unscaled", combination="adasum", factors=(16, 32)),
+    Row("adasum-delta", BATCHES, "unscaled", combination="adasum-delta", factors=(16, 32)),
+]
+ROWS = {row.name: row for row in _LIST}
+
+
+def choose_rows(names: Sequence[str]) -> list[Row]:
+    """Return the rows of these names, in the table's order, the baseline always among them.
+
+    Raises:
+        ConfigurationError: There is no row of a name.
+    """
+    unknown = [name for name in names if name not in ROWS]
+    if unknown:
+        raise ConfigurationError(f"--rows: there is no row {unknown[0]!r}. There are: {', '.join(ROWS)}.")
+    return [row for name, row in ROWS.items() if not names or name in names or name == BASELINE]
