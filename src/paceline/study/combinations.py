@@ -11,10 +11,16 @@ from torch import Tensor, nn
 
 from paceline.observe import StepTiming
 from paceline.reductions import Mean, Message, Reduction
+from paceline.reductions.adasum import combine
 from paceline.study.optimizers import make_optimizer, set_rate
 from paceline.study.ranks import backward_of_the_mean, gradients_of_each, loss_of, slices
+from paceline.study.rows import Row
 from paceline.study.world import World
 
+REDUCTIONS: dict[str, Callable[[], Reduction]] = {
+    "none": Mean,
+}
+"""What the rows about messages reduce with."""
 _NO_TIMING = StepTiming(0, 0.0, 0.0, 0.0, 0.0, ())
 
 
@@ -120,17 +126,29 @@ class Exchange:
         return float(getattr(self._reductions[0], "bytes_sent", 0.0))
 
 
-class LocalSteps(Combination):
-    """Every rank trains a copy of the model by itself, and the copies are averaged every few steps."""
-
-    def __init__(self, model: nn.Module, num_ranks: int, local_steps: int) -> None:
-        super().__init__(model, num_ranks)
-        self.local_steps, self.num_steps = local_steps, 0
-        self.copies = [copy.deepcopy(model) for _ in range(num_ranks)]
-        self.optimizers = [make_optimizer("sgd", each) for each in self.copies]
-        self.exchange = Exchange(dict(model.named_parameters()), num_ranks, Mean)
+class AdasumOfGradients(Combination):
+    """The ranks' gradients combined by Adasum, then one optimizer."""
 
     def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
+        loss, gradients = gradients_of_each(self.model, inputs, labels, self.num_ranks)
+        for parameter, gradient in zip(self.parameters, combine(gradients), strict=True):
+            parameter.grad = gradient
+        set_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.sent_bytes += ring_bytes(self.parameters, self.num_ranks)
+        return loss
+
+
+class Copies(Combination):
+    """Every rank has a copy of the model and an optimizer of its own."""
+
+    def __init__(self, model: nn.Module, num_ranks: int) -> None:
+        super().__init__(model, num_ranks)
+        self.copies = [copy.deepcopy(model) for _ in range(num_ranks)]
+        self.optimizers = [make_optimizer("sgd", each) for each in self.copies]
+
+    def step_alone(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
+        """Let every rank take a step by itself on its part of the batch; returns the batch's loss."""
         total = 0.0
         batches = slices(inputs, labels, self.num_ranks)
         for model, optimizer, (x, y) in zip(self.copies, self.optimizers, batches, strict=True):
@@ -140,25 +158,69 @@ class LocalSteps(Combination):
             set_rate(optimizer, rate)
             optimizer.step()
             total += loss.item() / self.num_ranks
+        return total
+
+    @torch.no_grad()
+    def hand_out(self, values: Sequence[Tensor]) -> None:
+        """Give every rank these parameters."""
+        for each in self.copies:
+            torch._foreach_copy_(list(each.parameters()), list(values))
+        self.sent_bytes += ring_bytes(self.parameters, self.num_ranks)
+
+    def finish(self) -> None:
+        self.model.load_state_dict(self.copies[0].state_dict())
+
+
+class AdasumOfUpdates(Copies):
+    """Each rank's optimizer takes its step; what the steps changed is combined by Adasum (the delta form)."""
+
+    def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
+        loss = self.step_alone(inputs, labels, rate)
+        with torch.no_grad():
+            starts = self.parameters
+            updates = [torch._foreach_sub(list(each.parameters()), starts) for each in self.copies]
+            torch._foreach_add_(starts, combine(updates))
+        self.hand_out(starts)
+        return loss
+
+
+class LocalSteps(Copies):
+    """Every rank trains by itself, and the parameters are averaged every few steps; momentum stays with the rank."""
+
+    def __init__(self, model: nn.Module, num_ranks: int, local_steps: int) -> None:
+        super().__init__(model, num_ranks)
+        self.local_steps, self.num_steps = local_steps, 0
+        self.exchange = Exchange(dict(model.named_parameters()), num_ranks, Mean)
+
+    def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
+        loss = self.step_alone(inputs, labels, rate)
         self.num_steps += 1
         if self.num_steps % self.local_steps == 0:
             self._average()
-        return total
+        return loss
 
     def finish(self) -> None:
         if self.num_steps % self.local_steps:
             self._average()
-        self.model.load_state_dict(self.copies[0].state_dict())
+        super().finish()
 
-    @torch.no_grad()
     def _average(self) -> None:
-        averages = self.exchange.reduce([list(each.parameters()) for each in self.copies])
-        for each in self.copies:
-            for parameter, average in zip(each.parameters(), averages, strict=True):
-                parameter.copy_(average)
-        self.sent_bytes += ring_bytes(self.parameters, self.num_ranks)
+        self.hand_out(self.exchange.reduce([list(each.parameters()) for each in self.copies]))
 
 
 def ring_bytes(tensors: Sequence[Tensor], num_ranks: int) -> float:
     """What each rank sends when these are all-reduced with as few bytes as possible: 2 (P-1)/P of their size."""
     return 2 * (num_ranks - 1) / num_ranks * sum(tensor.nbytes for tensor in tensors)
+
+
+def make_combination(row: Row, model: nn.Module, num_ranks: int) -> Combination:
+    """What a row does with its ranks."""
+    if row.combination == "mean":
+        return MeanOfRanks(model, num_ranks, row.optimizer)
+    if row.combination == "adasum":
+        return AdasumOfUpdates(model, num_ranks)
+    if row.combination == "adasum of gradients":
+        return AdasumOfGradients(model, num_ranks)
+    if row.combination == "local":
+        return LocalSteps(model, num_ranks, row.local_steps)
+    return Reduced(model, num_ranks, REDUCTIONS[row.combination])

@@ -9,7 +9,7 @@ from paceline.errors import ConfigurationError
 
 BASELINE = "small batch"
 BATCHES, CODECS, LOCAL = "batches", "codecs", "local steps"
-CODEC_FACTOR = 8  # ranks, and so the global batch, of the rows about messages
+CODEC_FACTOR = 8  # ranks, and so global batch over reference batch, of the rows about messages
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Row:
         warmup: none; constant (the reference rate, then the full one); gradual (from one to the other).
         warmup_ratio: Which part of the training it takes.
         optimizer: sgd, lars or lamb.
-        combination: What becomes of the ranks' gradients: mean, adasum, adasum-delta, local or a codec.
+        combination: What becomes of the ranks' gradients: mean, adasum (of the ranks' updates), adasum of gradients,
+            local, or a codec's name.
         local_steps: Steps that a rank takes by itself between two averages of the parameters.
         factors: The only global batches (times the reference batch) it has; empty: all that are asked for.
     """
@@ -53,7 +54,18 @@ _LIST = [
     Row("lars", BATCHES, "sqrt", warmup="gradual", optimizer="lars"),
     Row("lamb", BATCHES, "sqrt", warmup="gradual", optimizer="lamb"),
     Row("adasum", BATCHES, "unscaled", combination="adasum", factors=(16, 32)),
-    Row("adasum-delta", BATCHES, "unscaled", combination="adasum-delta", factors=(16, 32)),
+    Row("adasum of gradients", BATCHES, "unscaled", combination="adasum of gradients", factors=(16, 32)),
+    *(
+        Row(
+            f"{n} local step{'s' if n > 1 else ''}",
+            LOCAL,
+            "linear",
+            warmup="gradual",
+            combination="local",
+            local_steps=n,
+        )
+        for n in (1, 2, 4, 8, 16)
+    ),
 ]
 ROWS = {row.name: row for row in _LIST}
 

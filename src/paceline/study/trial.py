@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from paceline.study.combinations import make_combination
 from paceline.study.rates import rate_at
-from paceline.study.rows import ROWS, Row
+from paceline.study.rows import ROWS
 from paceline.study.samples import Part, Samples
 from paceline.study.store import Outcome, Trial
-from paceline.study.tasks import MOMENTUM, TASKS, WEIGHT_DECAY
+from paceline.study.tasks import TASKS
 
 
 def run_trial(trial: Trial, samples: Samples) -> Outcome:
@@ -24,7 +24,7 @@ def run_trial(trial: Trial, samples: Samples) -> Outcome:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(trial.seed)
         model = task.make_model()
-    combination = make_combination(row, model, trial)
+    combination = make_combination(row, model, trial.factor)
     num_steps = trial.epochs * trial.num_train // (task.rank_batch * trial.factor)
     losses = []
     for step, batch in enumerate(batches(samples.train, task.rank_batch * trial.factor, trial)):
