@@ -1,0 +1,21 @@
+"""What the optimizer does with a reduced gradient, and how its rate moves over time."""
+
+from paceline.optim.curves import Curve, CurveLR
+from paceline.optim.decays import Constant, Cosine, Decay, InverseSqrt, Polynomial, Step
+from paceline.optim.momentum_correction import MomentumCorrection
+from paceline.optim.parameter_groups import parameter_groups
+from paceline.optim.scaling import rate_factor
+
+__all__ = [
+    "Constant",
+    "Cosine",
+    "Curve",
+    "CurveLR",
+    "Decay",
+    "InverseSqrt",
+    "MomentumCorrection",
+    "Polynomial",
+    "Step",
+    "parameter_groups",
+    "rate_factor",
+]
