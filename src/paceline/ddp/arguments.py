@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from paceline import reductions
+from paceline.compression import Compressor
 from paceline.ddp.layout import ManagedParameters
 from paceline.errors import ConfigurationError
 from paceline.reductions import NarrowMean, Reduction
@@ -158,15 +159,20 @@ def manage(module: Module, ignored: set[str], delayed: Sequence[Parameter]) -> M
     )
 
 
-def choose_reduction(reduction: Reduction | str | None, mixed_precision: Any) -> Reduction:
+def choose_reduction(
+    reduction: Reduction | str | None, compression: Compressor | Reduction | str | None, mixed_precision: Any
+) -> Reduction:
     """What combining means: what was asked for by name or as an object, or the mean in the dtype to reduce in."""
     narrow = mixed_precision and (mixed_precision.reduce_dtype or mixed_precision.param_dtype)
-    if narrow and reduction is not None:
+    given = {"reduction": reduction, "compression": compression}
+    for name, value in given.items() if narrow else ():
+        if value is None:
+            continue
         raise ConfigurationError(
-            f"reduction={reduction!r} and mixed_precision with gradients reduced in {narrow}: each says how gradients "
-            "are combined. Leave out reduction, or give mixed_precision reduce_dtype=None and param_dtype=None."
+            f"{name}={value!r} and mixed_precision with gradients reduced in {narrow}: each says how gradients "
+            f"are combined. Leave out {name}, or give mixed_precision reduce_dtype=None and param_dtype=None."
         )
-    return NarrowMean(narrow) if narrow else reductions.choose_reduction(reduction)
+    return NarrowMean(narrow) if narrow else reductions.choose_reduction(reduction, compression)
 
 
 def warn_of_ignored(check_reduction: bool, skip_unused: bool, static_graph: bool, find_unused: bool) -> None:

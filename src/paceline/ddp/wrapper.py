@@ -20,6 +20,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.compression import Compressor
 from paceline.ddp import arguments, in_backward, state_names, sync_batch_norm
 from paceline.ddp import mixed_precision as mixed
 from paceline.ddp.buffers import Broadcast, Buffers
@@ -76,6 +77,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         batched_grad_copy: Always so; the argument is accepted.
         forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
+        compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", a `paceline.compression.Compressor`, or a
+            reduction that compresses. Not torch's.
 
     Contract:
         Collective: the constructor (unless `init_sync=False`), a forward that will be synchronized (buffers), and the
@@ -113,6 +116,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         forward_sync_buffers: bool | None = None,
         *,
         reduction: Reduction | str | None = None,
+        compression: Compressor | Reduction | str | None = None,
     ) -> None:
         Module.__init__(self)
         Joinable.__init__(self)
@@ -133,7 +137,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             given_caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
             self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
             managed = arguments.manage(module, self.parameters_to_ignore, self._delay_all_reduce_params)
-            self._reduction = arguments.choose_reduction(reduction, mixed_precision)
+            self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
             self._reduction.prepare(managed.named(), self._process_groups[0])
         except (RuntimeError, ValueError) as error:
             self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}

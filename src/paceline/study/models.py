@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.recipes import zero_init_residual
+
 
 def mlp(*sizes: int) -> nn.Sequential:
     """Fully connected layers of `sizes` units with ReLU between them; takes images too, shape (N, ...)."""
@@ -17,8 +19,7 @@ def mlp(*sizes: int) -> nn.Sequential:
 class ResidualBlock(nn.Module):
     """Two 3 x 3 convolutions with normalisation beside a shortcut.
 
-    Source: He et al. 2016; the last normalisation's weight starts at 0, so that the block starts as its shortcut
-    (Goyal et al. 2017, section 5.1).
+    Source: He et al. 2016.
     """
 
     def __init__(self, num_in: int, num_out: int, stride: int) -> None:
@@ -27,7 +28,6 @@ class ResidualBlock(nn.Module):
         self.first_norm = nn.BatchNorm2d(num_out)
         self.second = nn.Conv2d(num_out, num_out, 3, padding=1, bias=False)
         self.last_norm = nn.BatchNorm2d(num_out)
-        nn.init.zeros_(self.last_norm.weight)
         is_same = num_in == num_out and stride == 1
         self.shortcut = nn.Identity() if is_same else nn.Conv2d(num_in, num_out, 1, stride, bias=False)
 
@@ -38,8 +38,11 @@ class ResidualBlock(nn.Module):
 
 
 def residual_cnn(num_classes: int, width: int = 8) -> nn.Sequential:
-    """Two residual blocks for grey images, shape (N, 1, side, side), with batch normalisation throughout."""
-    return nn.Sequential(
+    """Two residual blocks for grey images, shape (N, 1, side, side), with batch normalisation throughout.
+
+    Each block starts as its shortcut (Goyal et al. 2017, section 5.1).
+    """
+    model = nn.Sequential(
         nn.Conv2d(1, width, 3, stride=2, padding=1, bias=False),
         nn.BatchNorm2d(width),
         nn.ReLU(),
@@ -49,6 +52,8 @@ def residual_cnn(num_classes: int, width: int = 8) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(2 * width, num_classes),
     )
+    zero_init_residual(model)
+    return model
 
 
 def byte_model(context: int, embedding_size: int = 16, hidden_size: int = 128) -> nn.Sequential:

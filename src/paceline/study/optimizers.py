@@ -5,15 +5,13 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from paceline.optim import parameter_groups
 from paceline.study.tasks import MOMENTUM, WEIGHT_DECAY
 
 
 def make_optimizer(name: str, model: nn.Module) -> Optimizer:
-    """Biases and normalisation do not decay (Goyal et al. 2017, section 5.1)."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    """Make one for a model; its rate is set before each step."""
+    groups = parameter_groups(model, WEIGHT_DECAY)
     assert name == "sgd"
     return SGD(groups, lr=1.0, momentum=MOMENTUM, foreach=True)
 

@@ -19,7 +19,7 @@ class Row:
     Attributes:
         name: As `--rows` takes it.
         table: Which table it is a row of.
-        scaling: How the reference rate grows with the global batch: unscaled, sqrt or linear.
+        scaling: How the reference rate grows with the global batch: none, sqrt or linear.
         warmup: none; constant (the reference rate, then the full one); gradual (from one to the other).
         warmup_ratio: Which part of the training it takes.
         optimizer: sgd, lars or lamb.
@@ -39,22 +39,18 @@ class Row:
     local_steps: int = 1
     factors: tuple[int, ...] = ()
 
-    def scale(self, factor: int) -> float:
-        """What the reference rate is multiplied by."""
-        return {"unscaled": 1.0, "sqrt": factor**0.5, "linear": float(factor)}[self.scaling]
-
 
 _LIST = [
-    Row(BASELINE, BATCHES, "unscaled", factors=(1,)),
-    Row("unscaled", BATCHES, "unscaled"),
+    Row(BASELINE, BATCHES, "none", factors=(1,)),
+    Row("unscaled", BATCHES, "none"),
     Row("sqrt", BATCHES, "sqrt"),
     Row("linear", BATCHES, "linear"),
     Row("constant warm-up", BATCHES, "linear", warmup="constant"),
     Row("gradual warm-up", BATCHES, "linear", warmup="gradual"),
     Row("lars", BATCHES, "sqrt", warmup="gradual", optimizer="lars"),
     Row("lamb", BATCHES, "sqrt", warmup="gradual", optimizer="lamb"),
-    Row("adasum", BATCHES, "unscaled", combination="adasum", factors=(16, 32)),
-    Row("adasum of gradients", BATCHES, "unscaled", combination="adasum of gradients", factors=(16, 32)),
+    Row("adasum", BATCHES, "none", combination="adasum", factors=(16, 32)),
+    Row("adasum of gradients", BATCHES, "none", combination="adasum of gradients", factors=(16, 32)),
     *(
         Row(
             f"{n} local step{'s' if n > 1 else ''}",

@@ -1,0 +1,219 @@
+"""What reductions that lose something have in common: memory by parameter, a lane, overflow, bytes, a checkpoint.
+
+Rules
+1. A bucket is reduced on a thread of the reduction's own, its *lane*, one bucket after the other. So a reduction may
+   start a collective when another one is done, in the same order on every rank, and backward waits for neither.
+2. What one step leaves for the next is valid only if the step counts: `end_step` is told of it, and all ranks see the
+   same reduced gradients, so they agree on whether these were finite without asking each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from paceline.compression import Layout
+from paceline.errors import ConfigurationError
+from paceline.observe import StepTiming
+from paceline.process_group.lane import Lane, LaneWork
+from paceline.reductions.memory import Memory
+from paceline.reductions.pending import Pending, PendingWork
+from paceline.reductions.reduction import Message, Reduction
+from paceline.reductions.traffic import Traffic, all_reduced
+
+
+class Lossy(Reduction):
+    """A reduction that sends less than there is. Final classes implement `_reduce`.
+
+    Attributes:
+        loss_scale: What the loss is multiplied by, asked before each step. Give it your `GradScaler.get_scale`: what is
+            kept from step to step is then rescaled when the scale changes. Not part of the settings that ranks compare.
+        last_step: Bytes of the last step.
+        overflowed: Whether the last step's gradients contain an infinity or a NaN. The same on every rank. Such a
+            step must be skipped, as `GradScaler.step` does; nothing of it is kept.
+    """
+
+    def __init__(self) -> None:
+        self.loss_scale: Callable[[], float] = _one
+        self.last_step = Traffic()
+        self.overflowed = False
+        self._total = Traffic()
+        self._num_steps = 0
+        self._memories: dict[str, Memory] = {}
+        self._scale_of_memories = 1.0
+        self._num_averaged = 1
+        self._names: dict[int, str] = {}  # by the parameter's id
+        self._positions: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
+        self._place = (0, 1)  # rank and number of ranks
+        self._lane: Lane | None = None
+        self._traffic = Traffic()  # of the step under way
+        self._signs: list[Tensor] = []  # of the step under way: 0-dim, a bucket each; NaN if it is not finite
+
+    # ---- before training
+
+    def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
+        sizes = {name: _real_numel(parameter) for name, parameter in named_parameters.items()}
+        for name, parameter in named_parameters.items():
+            self._check(name, parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype)
+        self._names = {id(parameter): name for name, parameter in named_parameters.items()}
+        ends = torch.tensor([0, *sizes.values()]).cumsum(0).tolist()
+        self._positions = dict(zip(sizes, ends, strict=False))
+        self._sizes = sizes
+        self._place = (process_group.rank(), process_group.size())
+        if self._lane is None:
+            self._lane = Lane(f"paceline {type(self).__name__}")
+            weakref.finalize(self, self._lane.close, 0.0)
+
+    def _check(self, name: str, dtype: torch.dtype) -> None:
+        """Refuse a parameter whose gradient, of this dtype, cannot be reduced so."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lane": None}
+
+    # ---- a step
+
+    def begin_step(self) -> None:
+        self._traffic, self._signs = Traffic(), []
+        scale = float(self.loss_scale())
+        for memory in self._memories.values():
+            memory.begin()
+            if scale != self._scale_of_memories:
+                memory.multiply(scale / self._scale_of_memories)
+        self._scale_of_memories = scale
+
+    def input_scale(self, num_ranks: int) -> float:
+        self._num_averaged = num_ranks
+        return 1.0  # 16 bits lose less before the division than after it
+
+    def launch(self, message: Message) -> Pending:
+        assert self._lane is not None, "prepared before the first step"
+        run = functools.partial(self._run, message, _stream_of(message.flat))
+        work = LaneWork(run, [message.flat], f"bucket {message.index}, {type(self).__name__}")
+        return PendingWork(self._lane.launch(work, at_once=False))
+
+    def _run(self, message: Message, stream: Any) -> None:
+        with torch.no_grad(), _on(stream):
+            names = tuple(self._names[id(parameter)] for parameter in message.parameters)
+            self._reduce(message, names, self._layout(message, names))
+            if message.body.numel():
+                low, high = torch.aminmax(message.body)
+                self._signs.append((low - low) + (high - high))
+
+    def _layout(self, message: Message, names: tuple[str, ...]) -> Layout:
+        return Layout(
+            sizes=tuple(self._sizes[name] for name in names),
+            positions=tuple(self._positions[name] for name in names),
+            dtype=message.body.dtype,
+            device=message.body.device,
+        )
+
+    @abstractmethod
+    def _reduce(self, message: Message, names: tuple[str, ...], layout: Layout) -> None:
+        """Replace `message.body` by what is reduced. Collective; blocks; on the lane, in order."""
+
+    def _count(self, layout: Layout, sent_bytes: int) -> None:
+        plain_bytes = all_reduced(layout.num_bytes, self._place[1])
+        self._traffic += Traffic(sent_bytes, plain_bytes)
+
+    def end_step(self, timing: StepTiming) -> None:
+        self.overflowed = any(bool(sign.isnan()) for sign in self._signs)
+        if not self.overflowed:
+            for memory in self._memories.values():
+                memory.commit()
+        self.last_step = self._traffic
+        self._total += self._traffic
+        self._num_steps += 1
+
+    # ---- reports
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank for gradients, since it was made; the few words that ranks exchange besides are not counted."""
+        return self._total.sent_bytes
+
+    @property
+    def bytes_saved(self) -> int:
+        """Against an all-reduce of the same gradients."""
+        return self._total.saved_bytes
+
+    # ---- checkpoints
+
+    def reset(self) -> None:
+        """Forget what was kept from step to step. Local; all ranks must do it before the same step."""
+        for memory in self._memories.values():
+            memory.load({})
+        self._num_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        rank, num_ranks = self._place
+        return {
+            "kind": repr(self),
+            "rank": rank,
+            "num_ranks": num_ranks,
+            "num_steps": self._num_steps,
+            "loss_scale": self._scale_of_memories,
+            "sizes": dict(self._sizes),
+            "memories": {kind: memory.by_name() for kind, memory in self._memories.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._check_state(state)
+        for kind, memory in self._memories.items():
+            memory.load(state["memories"][kind])
+        self._scale_of_memories = state["loss_scale"]
+        self._num_steps = state["num_steps"]
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        rank, num_ranks = self._place
+        advice = (
+            "Nothing was loaded. Training may go on without: what compression had left out of earlier gradients is "
+            "then lost, once."
+        )
+        if state.get("kind") != repr(self):
+            raise ConfigurationError(
+                f"this is the state of {state.get('kind', 'another kind of reduction')}, not of {self!r}. {advice}"
+            )
+        if (state["rank"], state["num_ranks"]) != (rank, num_ranks):
+            raise ConfigurationError(
+                f"rank {rank} of {num_ranks} was given the state of rank {state['rank']} of {state['num_ranks']}: "
+                f"each rank keeps what is left of its own gradients. Save on every rank, to a file of its own. {advice}"
+            )
+        if state["sizes"] != self._sizes:
+            other = {*state["sizes"].items()} ^ {*self._sizes.items()}
+            names = sorted({name for name, _ in other})
+            raise ConfigurationError(
+                f"this is the state of another model: {', '.join(names[:5])} differ in size or are missing. {advice}"
+            )
+
+
+def _one() -> float:
+    return 1.0
+
+
+def _real_numel(parameter: Tensor) -> int:
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def _stream_of(flat: Tensor) -> Any:
+    """The stream on which the gradients become ready; None on the CPU."""
+    return torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+
+
+@contextmanager
+def _on(stream: Any) -> Iterator[None]:
+    """Run on this stream, as the thread that launched did: so the order of device work is that of the launches."""
+    if stream is None:
+        yield
+    else:
+        with torch.cuda.stream(stream):
+            yield
