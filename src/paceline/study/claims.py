@@ -14,7 +14,16 @@ from dataclasses import dataclass
 
 from paceline.study.plan import Cell
 from paceline.study.results import RULE, TUNED, Results
-from paceline.study.rows import BASELINE, BATCHES, CODEC_FACTOR, CODECS, LOCAL, ROWS
+from paceline.study.rows import (
+    BASELINE,
+    BATCHES,
+    CODEC_FACTOR,
+    CODECS,
+    EVERY_STEP,
+    LOCAL,
+    ROWS,
+    UNCOMPRESSED,
+)
 from paceline.study.spread import LEVEL, Spread, p_value
 
 MARGIN = 1.0  # points of accuracy
@@ -105,7 +114,7 @@ def judge(results: Results) -> list[Verdict]:
 
 def _message_claims(results: Results) -> Iterator[Claim]:
     """Every codec against none, and every number of local steps against one."""
-    for table, reference in ((CODECS, "no compression"), (LOCAL, "1 local step")):
+    for table, reference in ((CODECS, UNCOMPRESSED), (LOCAL, EVERY_STEP)):
         for row in results.plan.rows:
             if row.table == table and row.name != reference:
                 yield Claim("this study", f"{row.name} matches {reference}", row.name, reference, matches=True)

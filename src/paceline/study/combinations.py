@@ -10,17 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.observe import StepTiming
-from paceline.reductions import Mean, Message, Reduction
+from paceline.reductions import Mean, Message, Reduction, choose_reduction
 from paceline.reductions.adasum import combine
+from paceline.reductions.lossy import Lossy
 from paceline.study.optimizers import make_optimizer, set_rate
 from paceline.study.ranks import backward_of_the_mean, gradients_of_each, loss_of, slices
 from paceline.study.rows import Row
 from paceline.study.world import World
 
-REDUCTIONS: dict[str, Callable[[], Reduction]] = {
-    "none": Mean,
-}
-"""What the rows about messages reduce with."""
 _NO_TIMING = StepTiming(0, 0.0, 0.0, 0.0, 0.0, ())
 
 
@@ -74,7 +71,7 @@ class Reduced(Combination):
             parameter.grad = gradient
         set_rate(self.optimizer, rate)
         self.optimizer.step()
-        self.sent_bytes = self.exchange.sent_bytes
+        self.sent_bytes += self.exchange.sent_bytes(self.parameters)
         return loss
 
 
@@ -120,10 +117,12 @@ class Exchange:
         views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
         return Message(0, True, flat, flat.numel(), views, self._parameters, self._groups[rank])
 
-    @property
-    def sent_bytes(self) -> float:
-        """By rank 0 for gradients, as its reduction counts them."""
-        return float(getattr(self._reductions[0], "bytes_sent", 0.0))
+    def sent_bytes(self, tensors: Sequence[Tensor]) -> float:
+        """By rank 0 in the last step, as its reduction counts them; `tensors` are what was reduced."""
+        first = self._reductions[0]
+        if isinstance(first, Lossy):
+            return first.last_step.sent_bytes
+        return ring_bytes(tensors, len(self._groups))
 
 
 class AdasumOfGradients(Combination):
@@ -223,4 +222,5 @@ def make_combination(row: Row, model: nn.Module, num_ranks: int) -> Combination:
         return AdasumOfGradients(model, num_ranks)
     if row.combination == "local":
         return LocalSteps(model, num_ranks, row.local_steps)
-    return Reduced(model, num_ranks, REDUCTIONS[row.combination])
+    codec = None if row.combination == "none" else row.combination
+    return Reduced(model, num_ranks, lambda: choose_reduction(None, codec))

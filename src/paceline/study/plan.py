@@ -13,13 +13,13 @@ Rules
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
-from paceline.study.rows import BASELINE, BATCHES, CODEC_FACTOR, ROWS, Row
+from paceline.study.rows import BASELINE, BATCHES, CODEC_FACTOR, ROWS, Row, choose_rows
 from paceline.study.store import Outcome, Store, Trial
-from paceline.study.tasks import Task
+from paceline.study.tasks import TASKS, Task
 
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 CHOOSING_SEED = 0
@@ -103,7 +103,7 @@ class Plan:
 
     def next_trials(self, store: Store) -> list[Trial]:
         """What can be computed now and is not there: all of it, or of the first stage that is not complete."""
-        for stage in (self._choose_references, self._by_the_rule, self._try_the_grid, self._tuned):
+        for stage in self._stages():
             missing = [trial for trial in dict.fromkeys(stage(store)) if store.get(trial) is None]
             if missing:
                 return missing
@@ -115,6 +115,19 @@ class Plan:
         cells = [cell for table in {row.table for row in self.rows} for cell in self.cells(table)]
         rest = len(self.grid) - 1 + self.num_seeds - 1
         return grids + len(cells) * self.num_seeds - 1 + len(self._tuned_cells()) * rest
+
+    def num_there(self, store: Store) -> int:
+        """How many of its trials the store has, of the stages that are known so far."""
+        there: set[Trial] = set()
+        for stage in self._stages():
+            trials = set(stage(store))
+            there |= {trial for trial in trials if store.get(trial) is not None}
+            if not trials <= there:
+                break
+        return len(there)
+
+    def _stages(self) -> tuple[Callable[[Store], Iterable[Trial]], ...]:
+        return self._choose_references, self._by_the_rule, self._try_the_grid, self._tuned
 
     def _tuned_cells(self) -> list[Cell]:
         return [cell for cell in self.cells(BATCHES) if cell.factor in self.tuned_factors and cell.factor > 1]
@@ -140,6 +153,12 @@ class Plan:
             rate = self.chosen(store, cell)
             assert rate is not None
             yield self.trial(cell, rate, seed)
+
+
+def quick_plan() -> Plan:
+    """Seconds: what the tests run."""
+    rows = choose_rows(["unscaled", "linear", "gradual warm-up"])
+    return Plan(TASKS["digits"], tuple(rows), factors=(16,), tuned_factors=(), num_seeds=4, grid=(1.0,))
 
 
 def _best(rates: Sequence[float], outcomes: Sequence[Outcome | None]) -> float | None:

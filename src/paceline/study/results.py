@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.study.plan import Cell, Plan
 from paceline.study.rows import BASELINE, BATCHES, CODEC_FACTOR, CODECS, LOCAL, ROWS
 from paceline.study.spread import Spread
-from paceline.study.store import Outcome, Store
+from paceline.study.store import Outcome, Store, Trial
 
 RULE, TUNED = "by the rule", "tuned"
 
@@ -41,6 +41,10 @@ class Results:
     def sent_bytes(self, cell: Cell) -> float:
         """What each rank sends for a step, on average."""
         return self.outcomes(cell, RULE)[0].sent_bytes
+
+    def used(self) -> list[tuple[Trial, Outcome]]:
+        """All trials of the plan's task that the store has, in the order in which they were finished."""
+        return [(trial, outcome) for trial, outcome in self.store.items() if trial.task == self.plan.task.name]
 
     def baseline(self) -> Spread | None:
         return self.spread(Cell(ROWS[BASELINE], 1))

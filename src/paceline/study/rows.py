@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
+from paceline.reductions.choice import COMPRESSIONS
 
-BASELINE = "small batch"
+BASELINE, UNCOMPRESSED, EVERY_STEP = "small batch", "no compression", "1 local step"
 BATCHES, CODECS, LOCAL = "batches", "codecs", "local steps"
 CODEC_FACTOR = 8  # ranks, and so global batch over reference batch, of the rows about messages
 
@@ -24,7 +25,7 @@ class Row:
         warmup_ratio: Which part of the training it takes.
         optimizer: sgd, lars or lamb.
         combination: What becomes of the ranks' gradients: mean, adasum (of the ranks' updates), adasum of gradients,
-            local, or a codec's name.
+            local, none (the mean, as a reduction) or a name that `compression=` understands.
         local_steps: Steps that a rank takes by itself between two averages of the parameters.
         factors: The only global batches (times the reference batch) it has; empty: all that are asked for.
     """
@@ -51,6 +52,8 @@ _LIST = [
     Row("lamb", BATCHES, "sqrt", warmup="gradual", optimizer="lamb"),
     Row("adasum", BATCHES, "none", combination="adasum", factors=(16, 32)),
     Row("adasum of gradients", BATCHES, "none", combination="adasum of gradients", factors=(16, 32)),
+    Row(UNCOMPRESSED, CODECS, "linear", warmup="gradual", combination="none"),
+    *(Row(name, CODECS, "linear", warmup="gradual", combination=name) for name in COMPRESSIONS),
     *(
         Row(
             f"{n} local step{'s' if n > 1 else ''}",

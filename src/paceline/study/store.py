@@ -87,6 +87,10 @@ class Store:
     def get(self, trial: Trial) -> Outcome | None:
         return self._outcomes.get(trial)
 
+    def items(self) -> list[tuple[Trial, Outcome]]:
+        """All of them, in the order in which they were finished."""
+        return list(self._outcomes.items())
+
     def add(self, trial: Trial, outcome: Outcome) -> None:
         """Keep an outcome; it is on the disk when this returns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
