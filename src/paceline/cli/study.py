@@ -21,19 +21,30 @@ def _group() -> None:
 
 @app.command("large-batch")
 def large_batch(
-    data: Annotated[Path | None, typer.Option(help="Folder of the data set.", show_default="the usual places")] = None,
-    model: Annotated[str, typer.Option(help="mlp, cnn (Fashion-MNIST), letter, bytes (Shakespeare) or digits.")] = "mlp",
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the data set.", show_default="the usual places")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="mlp, cnn (Fashion-MNIST), letter, bytes (Shakespeare) or digits.")
+    ] = "mlp",
     rows: Annotated[str, typer.Option(help="Comma-separated.", show_default="all")] = "",
     batches: Annotated[str, typer.Option(help="In reference batches, comma-separated.")] = "8,16,32,64",
     tune: Annotated[str, typer.Option(help="Batches at which rates are also chosen anew.")] = "16,32",
     seeds: Annotated[int, typer.Option(help="Runs behind each mean.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="Digits, four rows, one batch: seconds.")] = False,
     store: Annotated[
-        Path | None, typer.Option(help="File of finished runs.", show_default="large-batch-MODEL.jsonl in --report")
+        Path | None,
+        typer.Option(help="File of finished runs.", show_default="large-batch-MODEL.jsonl in --report"),
     ] = None,
-    report: Annotated[Path, typer.Option(help="Folder for the JSON and the figure.")] = Path("paceline-report"),
-    only_show: Annotated[bool, typer.Option("--only-show", help="Compute nothing; show what is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout, progress to stderr.")] = False,
+    report: Annotated[Path, typer.Option(help="Folder for the JSON and the figure.")] = Path(
+        "paceline-report"
+    ),
+    only_show: Annotated[
+        bool, typer.Option("--only-show", help="Compute nothing; show what is there.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON to stdout, progress to stderr.")
+    ] = False,
 ) -> None:
     """Train with growing global batches by every rule, and say which of the papers' claims hold."""
     from rich.console import Console
@@ -49,13 +60,18 @@ def large_batch(
     else:
         names = [name.strip() for name in rows.split(",") if name.strip()]
         task = find_task(model)
-        plan = Plan(task, tuple(choose_rows(names)), _factors("--batches", batches), _factors("--tune", tune), seeds)
+        plan = Plan(
+            task, tuple(choose_rows(names)), _factors("--batches", batches), _factors("--tune", tune), seeds
+        )
     folder = ReportFolder.prepare(report)
     file = store or folder.path / f"large-batch-{plan.task.name}.jsonl"
     try:
         record = study(plan, file, data, folder.path, Console(stderr=as_json), only_show=only_show)
     except KeyboardInterrupt:
-        print(f"paceline: stopped. Finished runs are in {file}; the same command goes on from there.", file=sys.stderr)
+        print(
+            f"paceline: stopped. Finished runs are in {file}; the same command goes on from there.",
+            file=sys.stderr,
+        )
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(record))

@@ -51,23 +51,30 @@ class Claim:
     matches: bool = False
 
 
+_GOYAL, _YOU, _NADO, _MALEKI = (
+    "Goyal et al. 2017",
+    "You et al. 2017, 2020",
+    "Nado et al. 2021",
+    "Maleki et al. 2021",
+)
+GRADUAL = "gradual warm-up"
 CLAIMS = (
-    Claim("Goyal et al. 2017", "an unscaled rate loses accuracy", BASELINE, "unscaled"),
-    Claim("Goyal et al. 2017", "a rate scaled by the root is better than an unscaled one", "sqrt", "unscaled"),
-    Claim("Goyal et al. 2017", "linear with gradual warm-up is better than the root", "gradual warm-up", "sqrt"),
-    Claim("Goyal et al. 2017", "linear with gradual warm-up matches the small batch", "gradual warm-up", BASELINE, matches=True),
-    Claim("Goyal et al. 2017", "gradual warm-up is better than none", "gradual warm-up", "linear"),
-    Claim("Goyal et al. 2017", "gradual warm-up is better than constant", "gradual warm-up", "constant warm-up"),
-    Claim("Goyal et al. 2017", "no warm-up is better than constant", "linear", "constant warm-up"),
-    Claim("You et al. 2017", "LARS is better than linear with gradual warm-up", "lars", "gradual warm-up"),
-    Claim("You et al. 2020", "LAMB is better than linear with gradual warm-up", "lamb", "gradual warm-up"),
-    Claim("Nado et al. 2021", "tuned, momentum SGD with warm-up matches LARS", "gradual warm-up", "lars", TUNED, matches=True),
-    Claim("Nado et al. 2021", "tuned, momentum SGD with warm-up matches LAMB", "gradual warm-up", "lamb", TUNED, matches=True),
-    Claim("Maleki et al. 2021", "at an unchanged rate Adasum is better than the mean", "adasum", "unscaled"),
-    Claim("Maleki et al. 2021", "Adasum, rate unchanged, is better than linear with gradual warm-up", "adasum", "gradual warm-up"),
-    Claim("Maleki et al. 2021", "Adasum, rate unchanged, matches the small batch", "adasum", BASELINE, matches=True),
-    Claim("Maleki et al. 2021", "tuned, Adasum is better than the mean with warm-up", "adasum", "gradual warm-up", TUNED),
-)  # fmt: skip
+    Claim(_GOYAL, "an unscaled rate loses accuracy", BASELINE, "unscaled"),
+    Claim(_GOYAL, "a rate scaled by the root is better than an unscaled one", "sqrt", "unscaled"),
+    Claim(_GOYAL, "linear with gradual warm-up is better than the root", GRADUAL, "sqrt"),
+    Claim(_GOYAL, "linear with gradual warm-up matches the small batch", GRADUAL, BASELINE, matches=True),
+    Claim(_GOYAL, "gradual warm-up is better than none", GRADUAL, "linear"),
+    Claim(_GOYAL, "gradual warm-up is better than constant", GRADUAL, "constant warm-up"),
+    Claim(_GOYAL, "no warm-up is better than constant", "linear", "constant warm-up"),
+    Claim(_YOU, "LARS is better than linear with gradual warm-up", "lars", GRADUAL),
+    Claim(_YOU, "LAMB is better than linear with gradual warm-up", "lamb", GRADUAL),
+    Claim(_NADO, "tuned, momentum SGD with warm-up matches LARS", GRADUAL, "lars", TUNED, matches=True),
+    Claim(_NADO, "tuned, momentum SGD with warm-up matches LAMB", GRADUAL, "lamb", TUNED, matches=True),
+    Claim(_MALEKI, "at an unchanged rate Adasum is better than the mean", "adasum", "unscaled"),
+    Claim(_MALEKI, "Adasum, rate unchanged, is better than linear with gradual warm-up", "adasum", GRADUAL),
+    Claim(_MALEKI, "Adasum, rate unchanged, matches the small batch", "adasum", BASELINE, matches=True),
+    Claim(_MALEKI, "tuned, Adasum is better than the mean with warm-up", "adasum", GRADUAL, TUNED),
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,9 @@ def _message_claims(results: Results) -> Iterator[Claim]:
     for table, reference in ((CODECS, UNCOMPRESSED), (LOCAL, EVERY_STEP)):
         for row in results.plan.rows:
             if row.table == table and row.name != reference:
-                yield Claim("this study", f"{row.name} matches {reference}", row.name, reference, matches=True)
+                yield Claim(
+                    "this study", f"{row.name} matches {reference}", row.name, reference, matches=True
+                )
 
 
 def _judge(claim: Claim, results: Results, factors: tuple[int, ...]) -> Verdict:
@@ -132,7 +141,9 @@ def _judge(claim: Claim, results: Results, factors: tuple[int, ...]) -> Verdict:
 
 def _spread(name: str, factor: int, mode: str, results: Results) -> Spread | None:
     row = ROWS[name]
-    if row not in results.plan.rows or (row.factors and row.table == BATCHES and name != BASELINE and factor not in row.factors):
+    if row not in results.plan.rows or (
+        row.factors and row.table == BATCHES and name != BASELINE and factor not in row.factors
+    ):
         return None
     return results.spread(Cell(row, 1 if name == BASELINE else factor), mode)
 

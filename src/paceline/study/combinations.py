@@ -163,7 +163,8 @@ class Copies(Combination):
     def hand_out(self, values: Sequence[Tensor]) -> None:
         """Give every rank these parameters."""
         for each in self.copies:
-            torch._foreach_copy_(list(each.parameters()), list(values))
+            for parameter, value in zip(each.parameters(), values, strict=True):
+                parameter.copy_(value)
         self.sent_bytes += ring_bytes(self.parameters, self.num_ranks)
 
     def finish(self) -> None:
@@ -176,11 +177,14 @@ class AdasumOfUpdates(Copies):
     def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
         loss = self.step_alone(inputs, labels, rate)
         with torch.no_grad():
-            starts = self.parameters
-            updates = [torch._foreach_sub(list(each.parameters()), starts) for each in self.copies]
-            torch._foreach_add_(starts, combine(updates))
-        self.hand_out(starts)
+            updates = [self._updates(each) for each in self.copies]
+            for start, update in zip(self.parameters, combine(updates), strict=True):
+                start.add_(update)
+        self.hand_out(self.parameters)
         return loss
+
+    def _updates(self, moved: nn.Module) -> list[Tensor]:
+        return [end - start for end, start in zip(moved.parameters(), self.parameters, strict=True)]
 
 
 class LocalSteps(Copies):

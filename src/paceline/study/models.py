@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -11,7 +13,7 @@ from paceline.recipes import zero_init_residual
 def mlp(*sizes: int) -> nn.Sequential:
     """Fully connected layers of `sizes` units with ReLU between them; takes images too, shape (N, ...)."""
     layers: list[nn.Module] = [nn.Flatten()]
-    for num_in, num_out in zip(sizes, sizes[1:], strict=False):
+    for num_in, num_out in itertools.pairwise(sizes):
         layers += [nn.Linear(num_in, num_out), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

@@ -17,5 +17,6 @@ def make_optimizer(name: str, model: nn.Module) -> Optimizer:
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Give every group this rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate

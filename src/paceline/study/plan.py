@@ -56,11 +56,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.num_seeds < 1:
-            raise ConfigurationError(f"--seeds {self.num_seeds} measures nothing. Pass 5, or 4 at least for verdicts.")
+            raise ConfigurationError(
+                f"--seeds {self.num_seeds} measures nothing. Pass 5, or 4 at least for verdicts."
+            )
         for factor in (*self.factors, *self.tuned_factors):
             if not 1 <= factor <= MAX_FACTOR or factor & (factor - 1):
                 raise ConfigurationError(
-                    f"--batches: {factor} cannot be. A global batch is 1, 2, 4, ... or {MAX_FACTOR} times the reference "
+                    f"--batches: {factor} cannot be. A batch is 1, 2, 4, ... or {MAX_FACTOR} times the reference "
                     f"batch of {self.task.rank_batch}, so that each sees the same samples in an epoch."
                 )
 

@@ -15,9 +15,15 @@ from paceline.report import table
 from paceline.study.claims import Verdict, judge
 from paceline.study.plan import Cell
 from paceline.study.results import RULE, TUNED, Results
-from paceline.study.rows import BASELINE, BATCHES, CODEC_FACTOR, CODECS, LOCAL
+from paceline.study.rows import BATCHES, CODEC_FACTOR, CODECS, LOCAL
 
-_COLORS = [f"tab:{name}" for name in ("gray", "olive", "red", "orange", "blue", "green", "purple", "cyan", "brown")]
+_PROTOCOL = (
+    "rates are chosen on a validation set; accuracies are of the test set, mean ± standard deviation over {num_seeds} "
+    "seeds"
+)
+_COLORS = [
+    f"tab:{name}" for name in ("gray", "olive", "red", "orange", "blue", "green", "purple", "cyan", "brown")
+]
 
 
 def make_report(results: Results, load_average_before: float, num_missing: int) -> Report:
@@ -25,12 +31,12 @@ def make_report(results: Results, load_average_before: float, num_missing: int) 
     plan, verdicts = results.plan, judge(results)
     columns, rows = results.batch_table(RULE)
     baseline = results.baseline()
+    task, rate = plan.task, results.rate(plan.references()[0], RULE)
+    reference = f"{baseline} at {rate:g}" if baseline else "not there yet"
     notes = [
-        f"{plan.task.title}: {plan.task.num_train:,} samples, {plan.task.epochs} epochs, whatever the batch; "
-        f"reference batch {plan.task.rank_batch}, a rank's part of every batch",
-        f"small batch: {baseline} at {results.rate(plan.references()[0], RULE)}" if baseline else "no baseline yet",
-        "rates are chosen on a validation set; accuracies are of the test set, mean ± standard deviation over "
-        f"{plan.num_seeds} seeds",
+        f"{task.title}: {task.num_train:,} samples, {task.epochs} epochs at any batch",
+        f"each rank has {task.rank_batch} samples a step; small batch, one rank: {reference}",
+        _PROTOCOL.format(num_seeds=plan.num_seeds),
         "ranks are in one process, one after another, with the library's reductions between them",
     ]
     if num_missing:
@@ -65,7 +71,10 @@ def show(results: Results, report: Report, console: Console) -> None:
     """Print tables and verdicts."""
     title = f"{results.plan.task.title}: test accuracy %, by global batch"
     console.print(table(title, report.columns, report.rows))
-    for name, (columns, rows) in (("rates tuned in each cell", results.batch_table(TUNED)), ("messages", results.message_table())):
+    for name, (columns, rows) in (
+        ("rates tuned in each cell", results.batch_table(TUNED)),
+        ("messages", results.message_table()),
+    ):
         if rows:
             console.print(table(name, columns, rows))
     for verdict in judge(results):
@@ -90,7 +99,9 @@ def _over_batch(results: Results, mode: str) -> Panel:
         points = [(float(factor), spread.mean) for factor, spread in spreads if spread is not None]
         if points:
             lines.append(Line(row.name, points, color))
-    return Panel(f"rates {mode}", "global batch / reference batch", "test accuracy %", lines, factors, from_zero=False)
+    return Panel(
+        f"rates {mode}", "global batch / reference batch", "test accuracy %", lines, factors, from_zero=False
+    )
 
 
 def _over_bytes(results: Results) -> Panel:
@@ -104,7 +115,9 @@ def _over_bytes(results: Results) -> Panel:
         if points:
             lines.append(Line(name, sorted(points), color, style))
     ticks = sorted({round(x, 1) for line in lines for x, _ in line.points})
-    return Panel(f"{CODEC_FACTOR} ranks", "kB sent by a rank a step", "test accuracy %", lines, ticks, from_zero=False)
+    return Panel(
+        f"{CODEC_FACTOR} ranks", "kB sent by a rank a step", "test accuracy %", lines, ticks, from_zero=False
+    )
 
 
 def _record(verdict: Verdict) -> dict[str, Any]:

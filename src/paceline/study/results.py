@@ -44,7 +44,9 @@ class Results:
 
     def used(self) -> list[tuple[Trial, Outcome]]:
         """All trials of the plan's task that the store has, in the order in which they were finished."""
-        return [(trial, outcome) for trial, outcome in self.store.items() if trial.task == self.plan.task.name]
+        return [
+            (trial, outcome) for trial, outcome in self.store.items() if trial.task == self.plan.task.name
+        ]
 
     def baseline(self) -> Spread | None:
         return self.spread(Cell(ROWS[BASELINE], 1))
