@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -100,12 +99,6 @@ def check_not_wrapped(module: Module) -> None:
                 f"cannot wrap this {type(module).__name__}: {where} is a {type(part).__name__} already. "
                 "Wrap the whole module once, or its parts one by one and not the whole."
             )
-
-
-def is_on_one_host() -> bool:
-    """Whether all ranks of the job run on this host, by what the launcher says (torchrun's LOCAL_WORLD_SIZE)."""
-    local_ranks, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
-    return local_ranks is None or ranks is None or local_ranks == ranks
 
 
 def choose_buffer_policy(

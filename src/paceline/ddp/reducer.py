@@ -107,6 +107,7 @@ class Reducer:
         self.forward_s = 0.0
         self.num_steps = 0  # synchronized backwards that ended well
         self.num_averaged: int | None = None  # what to divide by, if not all ranks (`join` leaves some out)
+        self.weight = 1.0  # of this rank's gradients in the mean; over the ranks, weights average to 1
         self.synchronizes: Callable[[], bool] = lambda: True
         self.synchronizes_buffers = False
         self.steps_in_backward = False  # parameters have optimizers of their own, to run when reduced
@@ -264,8 +265,10 @@ class Reducer:
         num_averaged = self.num_averaged or self._num_ranks
         if backward.synchronizes:
             self.reduction.begin_step()
-        self._scale = self.reduction.input_scale(num_averaged)
-        self._mean_scale = 1.0 / num_averaged  # of what bypasses the reduction: sparse and late gradients
+        self._scale = self.weight * self.reduction.input_scale(num_averaged)
+        self._mean_scale = (
+            self.weight / num_averaged
+        )  # of what bypasses the reduction: sparse and late gradients
         expected = self.expectations.touches if backward.synchronizes else lambda _: NEVER
         self.expectations.begin()
         for bucket, listener in zip(self.buckets, self._listeners, strict=True):
@@ -504,6 +507,28 @@ class Reducer:
                 raise
             self.drop_gradients()
         self._rest()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a backward began and, once autograd has returned, was not completed."""
+        return self._backward is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether communication has failed for good."""
+        return self._failure is not None
+
+    def abort(self) -> None:
+        """Give up this step: complete its collectives, tell the other ranks, drop this rank's gradients.
+
+        Contract:
+            Collective: matches the other ranks' synchronized backward, whether this rank's has begun or not.
+        """
+        if not (self.is_interrupted and self._was_synchronizing):
+            self._rest()
+            self._arm(Backward(True, self._end, by_autograd=False))
+        self._recover()
+        self._num_open_forwards = 0
 
     def run_without_autograd(self) -> None:
         """A synchronized backward that touches nothing here: `sync_gradients`, or the shadow of a joined rank.
