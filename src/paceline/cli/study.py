@@ -65,8 +65,9 @@ def large_batch(
         )
     folder = ReportFolder.prepare(report)
     file = store or folder.path / f"large-batch-{plan.task.name}.jsonl"
+    console = Console(stderr=as_json, width=max(Console().width, 120))  # narrower, the tables' cells break
     try:
-        record = study(plan, file, data, folder.path, Console(stderr=as_json), only_show=only_show)
+        record = study(plan, file, data, folder.path, console, only_show=only_show)
     except KeyboardInterrupt:
         print(
             f"paceline: stopped. Finished runs are in {file}; the same command goes on from there.",

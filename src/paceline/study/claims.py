@@ -121,12 +121,11 @@ def judge(results: Results) -> list[Verdict]:
 
 def _message_claims(results: Results) -> Iterator[Claim]:
     """Every codec against none, and every number of local steps against one."""
-    for table, reference in ((CODECS, UNCOMPRESSED), (LOCAL, EVERY_STEP)):
+    for table, reference, mode in ((CODECS, UNCOMPRESSED, RULE), (LOCAL, EVERY_STEP, TUNED)):
         for row in results.plan.rows:
             if row.table == table and row.name != reference:
-                yield Claim(
-                    "this study", f"{row.name} matches {reference}", row.name, reference, matches=True
-                )
+                words = f"{row.name}, {mode}, matches {reference}"
+                yield Claim("this study", words, row.name, reference, mode, matches=True)
 
 
 def _judge(claim: Claim, results: Results, factors: tuple[int, ...]) -> Verdict:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
-from paceline.study.rows import BASELINE, BATCHES, CODEC_FACTOR, ROWS, Row, choose_rows
+from paceline.study.rows import BASELINE, BATCHES, CODEC_FACTOR, LOCAL, ROWS, Row, choose_rows
 from paceline.study.store import Outcome, Store, Trial
 from paceline.study.tasks import TASKS, Task
 
@@ -42,7 +42,7 @@ class Plan:
         task: What is trained.
         rows: Of the tables; the baseline is among them.
         factors: Global batches, in reference batches.
-        tuned_factors: Those at which each row's rate is also chosen anew.
+        tuned_factors: Those at which each row's rate is also chosen anew; if there are any, local steps' rates are too.
         num_seeds: Runs behind each mean.
         grid: Multiples of the middle rate.
     """
@@ -132,7 +132,11 @@ class Plan:
         return self._choose_references, self._by_the_rule, self._try_the_grid, self._tuned
 
     def _tuned_cells(self) -> list[Cell]:
-        return [cell for cell in self.cells(BATCHES) if cell.factor in self.tuned_factors and cell.factor > 1]
+        """Local steps among them: a rank that goes far by itself wants another rate than one that does not."""
+        cells = [
+            cell for cell in self.cells(BATCHES) if cell.factor in self.tuned_factors and cell.factor > 1
+        ]
+        return cells + (self.cells(LOCAL) if self.tuned_factors else [])
 
     def _choose_references(self, store: Store) -> Iterable[Trial]:
         for cell in self.references():

@@ -81,6 +81,7 @@ class Results:
                 continue
             sent = self.sent_bytes(cell)
             first = sent if first is None else first
-            rows.append([row.name, f"{spread}", f"{sent / 1e3:,.1f}", f"{sent / first:.4f}"])
-        columns = [f"{CODEC_FACTOR} ranks", "accuracy %", "sent by a rank, kB a step", "relative"]
+            tuned = self._text(cell, TUNED) if row.table == LOCAL else ""
+            rows.append([row.name, f"{spread}", tuned, f"{sent / 1e3:,.1f}", f"{sent / first:.4f}"])
+        columns = [f"{CODEC_FACTOR} ranks", RULE, TUNED, "kB sent by a rank a step", "relative"]
         return columns, rows
