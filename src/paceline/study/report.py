@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,16 @@ from paceline.report import table
 from paceline.study.claims import Verdict, judge
 from paceline.study.plan import Cell
 from paceline.study.results import RULE, TUNED, Results
-from paceline.study.rows import BATCHES, CODEC_FACTOR, CODECS, LOCAL
+from paceline.study.rows import BASELINE, BATCHES, CODEC_FACTOR, LOCAL
 
 _PROTOCOL = (
     "rates are chosen on a validation set; accuracies are of the test set, mean ± standard deviation over {num_seeds} "
     "seeds"
 )
+_SHOWN_SHARE = 0.75  # of the baseline's accuracy: the bottom of the picture
 _COLORS = [
-    f"tab:{name}" for name in ("gray", "olive", "red", "orange", "blue", "green", "purple", "cyan", "brown")
+    f"tab:{name}"
+    for name in ("olive", "orange", "red", "cyan", "blue", "green", "purple", "brown", "pink", "gray")
 ]
 
 
@@ -92,32 +95,45 @@ def draw(results: Results, report: Report, folder: Path) -> bool:
 
 
 def _over_batch(results: Results, mode: str) -> Panel:
-    factors = (1, *results.plan.factors) if mode == RULE else results.plan.tuned_factors
+    factors = [f for f in (results.plan.factors if mode == RULE else results.plan.tuned_factors) if f > 1]
     lines = []
-    for row, color in zip((r for r in results.plan.rows if r.table == BATCHES), _COLORS, strict=False):
+    rows = [row for row in results.plan.rows if row.table == BATCHES and row.name != BASELINE]
+    for row, color in zip(rows, _COLORS, strict=False):
         spreads = [(factor, results.spread(Cell(row, factor), mode)) for factor in factors]
         points = [(float(factor), spread.mean) for factor, spread in spreads if spread is not None]
         if points:
             lines.append(Line(row.name, points, color))
-    return Panel(
-        f"rates {mode}", "global batch / reference batch", "test accuracy %", lines, factors, from_zero=False
-    )
+    baseline = results.baseline()
+    if lines and baseline is not None:
+        lines.append(Line(BASELINE, [(float(f), baseline.mean) for f in factors], "tab:gray", "--", ""))
+    return _panel(results, f"rates {mode}", "global batch / reference batch", lines, factors)
 
 
 def _over_bytes(results: Results) -> Panel:
-    lines = []
-    for name, color, style in ((CODECS, "tab:blue", ""), (LOCAL, "tab:green", "-")):
-        points = []
-        for row in results.plan.rows:
-            spread = results.spread(Cell(row, CODEC_FACTOR)) if row.table == name else None
-            if spread is not None:
-                points.append((results.sent_bytes(Cell(row, CODEC_FACTOR)) / 1e3, spread.mean))
-        if points:
-            lines.append(Line(name, sorted(points), color, style))
-    ticks = sorted({round(x, 1) for line in lines for x, _ in line.points})
-    return Panel(
-        f"{CODEC_FACTOR} ranks", "kB sent by a rank a step", "test accuracy %", lines, ticks, from_zero=False
-    )
+    lines, steps = [], []
+    colors = iter(_COLORS)
+    for row in results.plan.rows:
+        cell = Cell(row, CODEC_FACTOR)
+        spread = None if row.table == BATCHES else results.spread(cell, TUNED) or results.spread(cell)
+        if spread is None:
+            continue
+        point = results.sent_bytes(cell) / 1e3, spread.mean
+        if row.table == LOCAL:
+            steps.append(point)
+        else:
+            lines.append(Line(row.name, [point], next(colors), ""))
+    if steps:
+        lines.append(Line("local steps, from 1 on the right", steps, "black", ":", "."))
+    xs = [x for line in lines for x, _ in line.points]
+    ticks = [2.0**n for n in range(24) if xs and min(xs) / 2 < 2.0**n < 2 * max(xs)]
+    return _panel(results, f"{CODEC_FACTOR} ranks", "kB sent by a rank a step", lines, ticks)
+
+
+def _panel(results: Results, title: str, x_label: str, lines: list[Line], ticks: Sequence[float]) -> Panel:
+    """Diverged runs leave the picture at the bottom, so that the others can be told apart."""
+    baseline = results.baseline()
+    bottom = None if baseline is None else _SHOWN_SHARE * baseline.mean
+    return Panel(title, x_label, "test accuracy %", lines, ticks, from_zero=False, bottom=bottom)
 
 
 def _record(verdict: Verdict) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from paceline.reductions.choice import COMPRESSIONS
 
 BASELINE, UNCOMPRESSED, EVERY_STEP = "small batch", "no compression", "1 local step"
 BATCHES, CODECS, LOCAL = "batches", "codecs", "local steps"
+_AUTO = "auto"  # chooses by speed, which ranks in one process do not have
 CODEC_FACTOR = 8  # ranks, and so global batch over reference batch, of the rows about messages
 
 
@@ -53,7 +54,11 @@ _LIST = [
     Row("adasum", BATCHES, "none", combination="adasum", factors=(16, 32)),
     Row("adasum of gradients", BATCHES, "none", combination="adasum of gradients", factors=(16, 32)),
     Row(UNCOMPRESSED, CODECS, "linear", warmup="gradual", combination="none"),
-    *(Row(name, CODECS, "linear", warmup="gradual", combination=name) for name in COMPRESSIONS),
+    *(
+        Row(name, CODECS, "linear", warmup="gradual", combination=name)
+        for name in COMPRESSIONS
+        if name != _AUTO
+    ),
     *(
         Row(
             f"{n} local step{'s' if n > 1 else ''}",
