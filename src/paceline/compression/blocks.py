@@ -27,6 +27,13 @@ class Blocks:
         ]
         self.numbers = torch.cat(numbers).to(layout.device) if numbers else torch.empty(0, dtype=torch.int64)
         """Each row's number in the model, shape (rows,): however buckets are cut."""
+        filled = [
+            min(size - row * length, length)
+            for size, n in zip(self.sizes, self.rows_of, strict=True)
+            for row in range(n)
+        ]
+        self.counts = torch.tensor(filled, dtype=torch.float32, device=layout.device)
+        """How many elements each row has that were not filled up, shape (rows,)."""
         self._is_plain = all(size % length == 0 for size in layout.sizes)
 
     def rows(self, flat: Tensor) -> Tensor:

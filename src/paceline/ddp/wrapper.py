@@ -80,8 +80,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         batched_grad_copy: Always so; the argument is accepted.
         forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
-        compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", a `paceline.compression.Compressor`, or a
-            reduction that compresses. Not torch's.
+        compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", "onebit", "topk", "randomk", "powersgd", a
+            `paceline.compression.Compressor`, or a reduction that compresses. Not torch's.
 
     Contract:
         Collective: the constructor (unless `init_sync=False`), a forward that will be synchronized (buffers), and the
@@ -410,6 +410,15 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def reduction(self) -> Reduction:
         """What combines the ranks' gradients; its `state_dict()` is this rank's own, to be saved by every rank."""
         return self._reduction
+
+    def gradients_are_finite(self) -> bool:
+        """Whether no `.grad` holds an infinity or a NaN: if one does, skip the optimizer's step, on all ranks alike.
+
+        Contract:
+            Local. After a synchronized backward the same on every rank, because gradients are.
+        """
+        gradients = [p.grad for p in self._module_parameters if p.grad is not None]
+        return all(bool((g._values() if g.is_sparse else g).isfinite().all()) for g in gradients)
 
     @property
     def timings(self) -> StepTimings:

@@ -7,6 +7,7 @@ from paceline.reductions.lossy import Lossy
 from paceline.reductions.mean import Mean
 from paceline.reductions.narrow_mean import NarrowMean
 from paceline.reductions.pending import Pending
+from paceline.reductions.powersgd import PowerSGD
 from paceline.reductions.reduction import Message, Reduction
 from paceline.reductions.roll_call import RollCall
 from paceline.reductions.traffic import Traffic
@@ -20,6 +21,7 @@ __all__ = [
     "Message",
     "NarrowMean",
     "Pending",
+    "PowerSGD",
     "Reduction",
     "RollCall",
     "Traffic",

@@ -10,6 +10,7 @@ from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
 from paceline.reductions.compressed import Compressed
 from paceline.reductions.mean import Mean
+from paceline.reductions.powersgd import PowerSGD
 from paceline.reductions.reduction import Reduction
 
 BY_NAME: dict[str, Callable[[], Reduction]] = {"mean": Mean}
@@ -20,7 +21,8 @@ def _compress_by(kind: type[Compressor]) -> Reduction:
 
 
 COMPRESSIONS: dict[str, Callable[[], Reduction]] = {
-    name: functools.partial(_compress_by, kind) for name, kind in compressors.BY_NAME.items()
+    **{name: functools.partial(_compress_by, kind) for name, kind in compressors.BY_NAME.items()},
+    "powersgd": PowerSGD,
 }
 """What `compression=` understands: every compressor with its default settings, and reductions that compress."""
 

@@ -1,14 +1,16 @@
-"""Means of tensors over the ranks, folded in single precision where they have 16 bits, on any process group."""
+"""Means of tensors over the ranks, on any process group: folded in rank order, 16-bit numbers in single precision."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline.compression import widened
 from paceline.process_group import NAME as OURS
 from paceline.reductions.collectives import backend_of, launch_gather, launch_sum
 from paceline.reductions.pending import PendingWork
@@ -18,7 +20,7 @@ NARROW = (torch.float16, torch.bfloat16)
 
 
 def launch_mean(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Start taking the mean over the ranks; 16-bit numbers are folded in float32 and rounded once.
+    """Start taking the mean over the ranks: folded in rank order, 16-bit numbers in float32, and rounded once.
 
     Args:
         tensor: Floating, contiguous, shape (n,); may be overwritten.
@@ -32,24 +34,27 @@ def launch_mean(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
         Collective.  Afterwards: bitwise equal on all ranks.
 
     Cost:
-        `all_reduced` bytes a rank. In 16 bits: on the backend `paceline` one all-reduce, which folds in float32; on two
-        ranks one gather; otherwise an all-to-all of shares, each folded by one rank, and a gather of the results.
-        That is as much as a ring sends, which would round after every one of its P-1 additions (Gloo, NCCL).
+        `all_reduced` bytes a rank, whichever way. On two ranks one all-reduce, or in 16 bits one gather; on more an
+        all-to-all of shares, each folded by one rank, and a gather of the results. A ring sends as much, but in 16
+        bits it rounds after each of its P-1 additions (Gloo, NCCL), and its order of additions depends on where an
+        element lies in the message, so on how buckets are cut. Within one host the backend `paceline` does what is
+        needed by itself, for 16 bits; its order is by place, too.
     """
     num_ranks = group.size()
     if num_ranks == 1:
         return lambda: tensor
-    if tensor.dtype not in NARROW:
-        pending = launch_sum(tensor, group)
-        return lambda: _waited(pending, tensor).div_(num_ranks)
-    if backend_of(group) == OURS:
+    is_narrow = tensor.dtype in NARROW
+    if is_narrow and backend_of(group) == OURS and _is_on_one_host(group):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
         averaging = PendingWork(group.allreduce([tensor], options))
         return lambda: _waited(averaging, tensor)
-    if num_ranks == 2 or not _has_all_to_all(group):
+    if num_ranks > 2 and _has_all_to_all(group):
+        return _fold_shares(tensor, group)
+    if is_narrow:
         return _gather_and_fold(tensor, group)
-    return _fold_shares(tensor, group)
+    pending = launch_sum(tensor, group)
+    return lambda: _waited(pending, tensor).div_(num_ranks)
 
 
 def sent_for_mean(num_bytes: int, num_ranks: int) -> int:
@@ -81,7 +86,7 @@ def _fold_shares(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     received = torch.empty_like(padded)
     # As bytes: Gloo exchanges few types, and nothing is computed on the way.
     byte = torch.uint8
-    work = group.alltoall_base(received.view(byte), padded.view(byte), [], [], dist.AllToAllOptions())
+    work = group.all_to_all_single(received.view(byte), padded.view(byte), [], [], dist.AllToAllOptions())
 
     def finish() -> Tensor:
         work.wait()
@@ -94,12 +99,21 @@ def _fold_shares(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
 
 
 def _folded(rows: list[Tensor]) -> Tensor:
-    """The mean, in float32, folded in rank order."""
-    total = rows[0].float()
+    """The mean, folded in rank order; of 16-bit numbers in float32."""
+    wide = widened(rows[0].dtype)
+    total = rows[0].to(wide, copy=True)
     for row in rows[1:]:
-        total.add_(row.float())
+        total.add_(row.to(wide))
     return total.div_(len(rows))
 
 
 def _has_all_to_all(group: ProcessGroup) -> bool:
-    return type(group) is ProcessGroup
+    """Whether the group can; one written in Python may not (`RoundRobin`)."""
+    kind = type(group)
+    return kind is ProcessGroup or kind.all_to_all_single is not ProcessGroup.all_to_all_single
+
+
+def _is_on_one_host(group: ProcessGroup) -> bool:
+    """Between hosts the backend `paceline` sends partial sums of 16-bit numbers in 32 bits."""
+    ours: Any = group
+    return len(ours.host.hosts) == 1

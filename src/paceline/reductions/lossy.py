@@ -28,6 +28,7 @@ from paceline.process_group.lane import Lane, LaneWork
 from paceline.reductions.memory import Memory
 from paceline.reductions.pending import Pending, PendingWork
 from paceline.reductions.reduction import Message, Reduction
+from paceline.reductions.sparse import launch_sparse_sum
 from paceline.reductions.traffic import Traffic, all_reduced
 
 
@@ -101,6 +102,17 @@ class Lossy(Reduction):
         work = LaneWork(run, [message.flat], f"bucket {message.index}, {type(self).__name__}")
         return PendingWork(self._lane.launch(work, at_once=False))
 
+    def launch_sparse(
+        self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
+    ) -> Pending:
+        """As it is, uncompressed; on the lane, so that no two ranks mix its messages with a bucket's."""
+        assert self._lane is not None, "prepared before the first step"
+
+        def run() -> None:
+            launch_sparse_sum(gradient, process_group, keep).wait()
+
+        return PendingWork(self._lane.launch(LaneWork(run, [], "a sparse gradient"), at_once=False))
+
     def _run(self, message: Message, stream: Any) -> None:
         with torch.no_grad(), _on(stream):
             names = tuple(self._names[id(parameter)] for parameter in message.parameters)
@@ -166,14 +178,32 @@ class Lossy(Reduction):
             "memories": {kind: memory.by_name() for kind, memory in self._memories.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._check_state(state)
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over what `state_dict` returned on this rank.
+
+        Args:
+            state: On the CPU or the parameters' device.
+            strict: False: of another rank's state, or one of another number of ranks, take what all ranks share, and
+                start with nothing left over from earlier gradients.
+
+        Contract:
+            Local; all ranks must do it between the same steps.
+
+        Raises:
+            ConfigurationError: It is the state of another kind of reduction, rank or model; nothing was changed.
+        """
+        is_own = self._check_state(state, strict)
+        self._load_shared(state)
         for kind, memory in self._memories.items():
-            memory.load(state["memories"][kind])
+            memory.load(state["memories"][kind] if is_own else {})
         self._scale_of_memories = state["loss_scale"]
         self._num_steps = state["num_steps"]
 
-    def _check_state(self, state: Mapping[str, Any]) -> None:
+    def _load_shared(self, state: Mapping[str, Any]) -> None:
+        """Take what is the same on all ranks."""
+
+    def _check_state(self, state: Mapping[str, Any], strict: bool) -> bool:
+        """Whether it is this rank's own."""
         rank, num_ranks = self._place
         advice = (
             "Nothing was loaded. Training may go on without: what compression had left out of earlier gradients is "
@@ -183,10 +213,12 @@ class Lossy(Reduction):
             raise ConfigurationError(
                 f"this is the state of {state.get('kind', 'another kind of reduction')}, not of {self!r}. {advice}"
             )
-        if (state["rank"], state["num_ranks"]) != (rank, num_ranks):
+        is_own = (state["rank"], state["num_ranks"]) == (rank, num_ranks)
+        if strict and not is_own:
             raise ConfigurationError(
                 f"rank {rank} of {num_ranks} was given the state of rank {state['rank']} of {state['num_ranks']}: "
-                f"each rank keeps what is left of its own gradients. Save on every rank, to a file of its own. {advice}"
+                "each rank keeps what is left of its own gradients. Save on every rank, to a file of its own; or pass "
+                f"strict=False, to start with nothing left over. {advice}"
             )
         if state["sizes"] != self._sizes:
             other = {*state["sizes"].items()} ^ {*self._sizes.items()}
@@ -194,6 +226,7 @@ class Lossy(Reduction):
             raise ConfigurationError(
                 f"this is the state of another model: {', '.join(names[:5])} differ in size or are missing. {advice}"
             )
+        return is_own
 
 
 def _one() -> float:
