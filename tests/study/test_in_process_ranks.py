@@ -53,6 +53,20 @@ def train_for_real(rank, num_ranks, name, compression):
     return bits(bare) if rank == 0 else digest(list(bare.parameters()))
 
 
+def train_with_adasum(rank, num_ranks):
+    """The parameters after a few steps of a real job that combines gradients by Adasum."""
+    bare = model_of("mlp")
+    model = DistributedDataParallel(bare, reduction="adasum")
+    optimizer = make_optimizer("sgd", bare)
+    set_rate(optimizer, RATE)
+    for step in range(STEPS):
+        x, y = (tensor.split(RANK_BATCH)[rank] for tensor in batch(step, num_ranks))
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return [parameter.detach().numpy() for parameter in bare.parameters()]
+
+
 def train_in_process(name, num_ranks, make):
     model = model_of(name)
     combination = make(model, num_ranks)
@@ -73,12 +87,23 @@ def reduced_by(name):
         ("mlp", "no compression", None),
         ("mlp", "bf16", "bf16"),  # summed on the wire
         ("mlp", "int8", "int8"),  # gathered, with random rounding of each rank's own
+        ("mlp", "onebit", "onebit"),  # with error feedback
+        ("mlp", "topk", "topk"),
+        ("mlp", "powersgd", "powersgd"),  # communicates midway
     ],
 )
 def test_two_in_process_ranks_are_two_processes(name, row, compression):
     """Parameters and running statistics agree bitwise after four steps with momentum."""
     real, _ = pool(2).run(train_for_real, name, compression)
     assert bits(train_in_process(name, 2, reduced_by(row))) == real
+
+
+def test_in_process_adasum_is_that_of_processes():
+    """Up to rounding: their dot products are summed in another order."""
+    real, _ = pool(2).run(train_with_adasum)
+    mine = train_in_process("mlp", 2, reduced_by("adasum of gradients"))
+    for parameter, theirs in zip(mine.parameters(), real, strict=True):
+        torch.testing.assert_close(parameter.detach(), torch.from_numpy(theirs), rtol=0, atol=1e-6)
 
 
 def gradients(model):
@@ -171,6 +196,16 @@ def test_collectives_of_a_world():
     works = [launch_gather(got[rank], torch.tensor([float(rank)]), groups[rank]) for rank in range(3)]
     assert not any(not work.wait(1.0) for work in works)
     assert [[row.item() for row in mine] for mine in got] == [[0.0, 1.0, 2.0]] * 3
+
+
+def test_an_error_in_a_collective_reaches_every_rank():
+    """Two tensors of as many elements that cannot be added: nobody waits for ever."""
+    groups = World(2).groups
+    shapes = (2, 3), (3, 2)
+    works = [launch_sum(torch.ones(shape), group) for shape, group in zip(shapes, groups, strict=True)]
+    for work in works:
+        with pytest.raises(RuntimeError, match="must match the size"):
+            work.wait()
 
 
 def test_a_collective_waits_for_everybody_and_refuses_another_one():

@@ -29,6 +29,12 @@ class _Meeting:
     name: str
     tensors: dict[int, list[Tensor]] = field(default_factory=dict)
     works: dict[int, LaneWork] = field(default_factory=dict)
+    error: Exception | None = None
+
+    def settle(self) -> None:
+        """What every rank's work does at the end: tell its rank how it went."""
+        if self.error is not None:
+            raise self.error
 
 
 class World:
@@ -68,12 +74,15 @@ class World:
                 )
             self._num_joined[rank] += 1
             meeting.tensors[rank] = tensors
-            work = meeting.works[rank] = LaneWork(lambda: None, tensors, name)
+            work = meeting.works[rank] = LaneWork(meeting.settle, tensors, name)
             if len(meeting.works) < len(self.groups):
                 return work
             del self._meetings[number]
-        with torch.no_grad():
-            perform([meeting.tensors[each] for each in range(len(self.groups))])
+        try:
+            with torch.no_grad():
+                perform([meeting.tensors[each] for each in range(len(self.groups))])
+        except Exception as error:  # noqa: BLE001  every rank must hear of it, or it waits for ever
+            meeting.error = error
         for ended in meeting.works.values():
             ended.perform()
         return work
