@@ -168,6 +168,16 @@ def choose_reduction(
     return NarrowMean(narrow) if narrow else reductions.choose_reduction(reduction, compression)
 
 
+def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
+    """Refuse sparse gradients beside a reduction that is not linear: they are always averaged."""
+    sparse = [name for name, is_sparse in zip(managed.names, managed.sparse, strict=True) if is_sparse]
+    if sparse and not reduction.is_linear:
+        raise ConfigurationError(
+            f"{reduction!r} combines dense gradients only, and {', '.join(sparse)} would have sparse ones, which are "
+            "averaged. Build the embedding with sparse=False, or leave out reduction."
+        )
+
+
 def warn_of_ignored(check_reduction: bool, skip_unused: bool, static_graph: bool, find_unused: bool) -> None:
     """Say which arguments have no effect."""
     if check_reduction:

@@ -379,7 +379,8 @@ class Reducer:
         self._control.read()
         self._raise_if_aborted()
         self._raise_if_out_of_step()
-        if self._control.ranks_with(Status.LATE_GRADIENTS):
+        if late := self._control.ranks_with(Status.LATE_GRADIENTS):
+            self._raise_if_not_linear(late[0])
             self._reduce_late()
         self._attach(unused)
         if backward.by_autograd:
@@ -461,6 +462,17 @@ class Reducer:
             "caught an exception before its backward reached the module, so that its batches are one ahead of the "
             "others'; or it ran a forward by itself, which belongs under torch.no_grad() or in evaluation mode. The "
             f"gradients of step {self.num_steps + 1} were dropped on every rank; parameters are untouched."
+        )
+
+    def _raise_if_not_linear(self, late: int) -> None:
+        if self.reduction.is_linear:
+            return
+        self.drop_gradients()
+        raise PeerAbortedError(
+            f"rank {self._rank}: gradients of rank {late} arrived after their bucket had left, which "
+            f"{self.reduction!r} cannot add afterwards. This step's gradients were dropped on every rank; parameters "
+            "are untouched. Pass static_graph=True if every step uses the same graph. Otherwise go on with the next "
+            "batch: from now on that rank's buckets wait for the end of backward."
         )
 
     def _reduce_late(self) -> None:

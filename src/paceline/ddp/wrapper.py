@@ -141,6 +141,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
             managed = arguments.manage(module, self.parameters_to_ignore, self._delay_all_reduce_params)
             self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
+            arguments.check_linear(managed, self._reduction)
             self._reduction.prepare(managed.named(), self._process_groups[0])
         except (RuntimeError, ValueError) as error:
             self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
@@ -328,6 +329,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Parameters were unfrozen after wrapping: compare again, then synchronize them too. Collective."""
         managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
         self._verify(managed)
+        arguments.check_linear(managed, self._reduction)
         self._reduction.prepare(managed.named(), self.process_group)
         self.reducer.remove_hooks()
         timings = self.reducer.timings

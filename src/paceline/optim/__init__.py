@@ -1,5 +1,6 @@
 """What the optimizer does with a reduced gradient, and how its rate moves over time."""
 
+from paceline.optim.adasum_optimizer import AdasumOptimizer
 from paceline.optim.curves import Curve, CurveLR
 from paceline.optim.decays import Constant, Cosine, Decay, InverseSqrt, Polynomial, Step
 from paceline.optim.momentum_correction import MomentumCorrection
@@ -7,6 +8,7 @@ from paceline.optim.parameter_groups import parameter_groups
 from paceline.optim.scaling import rate_factor
 
 __all__ = [
+    "AdasumOptimizer",
     "Constant",
     "Cosine",
     "Curve",

@@ -1,5 +1,6 @@
-"""What combining the ranks' gradients means: the mean, or whatever a communication hook does."""
+"""What combining the ranks' gradients means: the mean, Adasum, or whatever a communication hook does."""
 
+from paceline.reductions.adasum import Adasum
 from paceline.reductions.choice import choose_reduction
 from paceline.reductions.compressed import Compressed
 from paceline.reductions.hook import GradBucket, HookReduction
@@ -13,6 +14,7 @@ from paceline.reductions.roll_call import RollCall
 from paceline.reductions.traffic import Traffic
 
 __all__ = [
+    "Adasum",
     "Compressed",
     "GradBucket",
     "HookReduction",

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from paceline import compression as compressors
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
+from paceline.reductions.adasum import Adasum
 from paceline.reductions.compressed import Compressed
 from paceline.reductions.mean import Mean
 from paceline.reductions.powersgd import PowerSGD
 from paceline.reductions.reduction import Reduction
 
-BY_NAME: dict[str, Callable[[], Reduction]] = {"mean": Mean}
+BY_NAME: dict[str, Callable[[], Reduction]] = {"mean": Mean, "adasum": Adasum}
 
 
 def _compress_by(kind: type[Compressor]) -> Reduction:

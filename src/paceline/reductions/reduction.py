@@ -53,6 +53,9 @@ class Reduction(ABC):
     is_ours: bool = True
     """Whether an exception at launch means that communication failed, not that a user's code raised."""
 
+    is_linear: bool = True
+    """Whether reducing two parts of a gradient one after the other is as good as reducing their sum."""
+
     def __repr__(self) -> str:
         """Its kind and settings, equal on all ranks: how ranks that were given different ones find out."""
         return type(self).__name__

@@ -36,7 +36,8 @@ CHUNK_ELEMENTS = 1 << 15
 NEGLIGIBLE = 2.0**-200
 """Ratio of squared norms below which the smaller tensor counts as zero."""
 
-DOT, LEFT, RIGHT = range(3)
+NUM_DOTS = 3
+DOT, LEFT, RIGHT = range(NUM_DOTS)
 """Rows of a tensor of dot products, shape (3, number of tensors): a.b, |a|^2, |b|^2."""
 
 _LARGEST_EXPONENT = 1000  # 2 to its negative is a normal float64
@@ -106,7 +107,7 @@ class Segments:
 
 def new_dots(num_tensors: int, device: torch.device) -> Tensor:
     """Dot products of nothing yet: zeros, shape (3, num_tensors), float64."""
-    return torch.zeros(3, num_tensors, dtype=torch.float64, device=device)
+    return torch.zeros(NUM_DOTS, num_tensors, dtype=torch.float64, device=device)
 
 
 def add_dots(
