@@ -9,6 +9,7 @@ from torch import nn
 from models import digest, generator
 from paceline import DistributedDataParallel
 from paceline.errors import CollectiveMismatchError
+from paceline.optim import AdasumOptimizer
 from paceline.recipes import convert_ghost_batchnorm
 from paceline.reductions import Mean
 from paceline.reductions.collectives import launch_broadcast, launch_gather, launch_maximum, launch_sum
@@ -53,12 +54,15 @@ def train_for_real(rank, num_ranks, name, compression):
     return bits(bare) if rank == 0 else digest(list(bare.parameters()))
 
 
-def train_with_adasum(rank, num_ranks):
-    """The parameters after a few steps of a real job that combines gradients by Adasum."""
+def train_with_adasum(rank, num_ranks, form):
+    """The parameters after a few steps of a real job that combines gradients, or updates, by Adasum."""
     bare = model_of("mlp")
-    model = DistributedDataParallel(bare, reduction="adasum")
-    optimizer = make_optimizer("sgd", bare)
-    set_rate(optimizer, RATE)
+    optimizer = inner = make_optimizer("sgd", bare)
+    if form == "adasum":
+        model, optimizer = bare, AdasumOptimizer(inner)
+    else:
+        model = DistributedDataParallel(bare, reduction="adasum")
+    set_rate(inner, RATE)
     for step in range(STEPS):
         x, y = (tensor.split(RANK_BATCH)[rank] for tensor in batch(step, num_ranks))
         optimizer.zero_grad()
@@ -98,10 +102,11 @@ def test_two_in_process_ranks_are_two_processes(name, row, compression):
     assert bits(train_in_process(name, 2, reduced_by(row))) == real
 
 
-def test_in_process_adasum_is_that_of_processes():
-    """Up to rounding: their dot products are summed in another order."""
-    real, _ = pool(2).run(train_with_adasum)
-    mine = train_in_process("mlp", 2, reduced_by("adasum of gradients"))
+@pytest.mark.parametrize("row", ["adasum", "adasum of gradients"])
+def test_in_process_adasum_is_that_of_processes(row):
+    """Up to rounding: dot products are summed in another order there."""
+    real, _ = pool(2).run(train_with_adasum, row)
+    mine = train_in_process("mlp", 2, reduced_by(row))
     for parameter, theirs in zip(mine.parameters(), real, strict=True):
         torch.testing.assert_close(parameter.detach(), torch.from_numpy(theirs), rtol=0, atol=1e-6)
 
