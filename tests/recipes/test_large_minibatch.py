@@ -146,7 +146,7 @@ def over_ranks(rank, num_ranks):
     recipe = make(48 if rank == 0 else 16, accumulation=2)
     assert recipe.batch == GlobalBatch((48, 16), accumulation=2)
     assert recipe.factor == 2
-    assert recipe.batch.loss_factor(rank) == 2 * (48, 16)[rank] / 64 / 2
+    assert recipe.batch.shares == (0.75, 0.25)
     train(recipe, 1)
     recipe.update(batch=64)
     assert recipe.batch == GlobalBatch((64, 64), accumulation=2)

@@ -60,14 +60,6 @@ class GlobalBatch:
         """Each rank's fraction of the batch."""
         return tuple(size / self.micro_size for size in self.local)
 
-    def loss_factor(self, rank: int) -> float:
-        """What a rank multiplies the *mean* loss of its samples of a micro-step by, so that the ranks' mean is exact.
-
-        The mean over P ranks of P * (n_r / N) / accumulation * (mean gradient of rank r) is the mean gradient of the
-        step's samples. 1 / accumulation for equal ranks. Remark 3 of Goyal et al. 2017, section 3.
-        """
-        return self.num_ranks * self.local[rank] / self.micro_size / self.accumulation
-
     def cut(self, num_samples: int) -> tuple[int, ...]:
         """Cut `num_samples`, not more than a micro-step's, by the ranks' shares: whole samples that add up.
 

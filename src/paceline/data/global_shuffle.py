@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sized
 
 import torch
@@ -20,7 +21,6 @@ from paceline.data.global_batch import GlobalBatch
 from paceline.errors import ConfigurationError
 
 LAST = ("uneven", "drop")
-_EPOCHS_APART = 2**32  # seeds of two runs' epochs do not meet
 
 
 class GlobalShuffle(Sampler[list[int]]):
@@ -35,7 +35,8 @@ class GlobalShuffle(Sampler[list[int]]):
         seed: Of all orders; the same on every rank.
         last: What to do when the samples left do not make a whole micro-step. "uneven": train them, cut by the ranks'
             shares; if that would leave a rank without, they join the batch before, which is then larger by less than
-            one sample a rank. The sizes differ, so weigh the loss by `loss_factor`. "drop": leave them out this epoch.
+            one sample a rank. Sizes differ then: `model.accumulate([batch], weight=...)` counts every sample alike.
+            "drop": leave them out this epoch.
 
     Contract:
         Local: no communication. Ranks with equal arguments get disjoint parts of the same order.
@@ -131,20 +132,14 @@ class GlobalShuffle(Sampler[list[int]]):
 
     def order(self, epoch: int) -> torch.Tensor:
         """All samples in the order of `epoch`, shape (num_samples,); the same on every rank."""
-        source = torch.Generator().manual_seed((self.seed * _EPOCHS_APART + epoch) % 2**63)
+        # Torch's generator on the CPU looks at 32 bits of its seed, so both numbers must reach all of them.
+        digest = hashlib.sha256(f"{self.seed},{epoch}".encode()).digest()
+        source = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
         return torch.randperm(self.num_samples, generator=source)
 
     def sizes(self, index: int) -> tuple[int, ...]:
         """How many samples each rank has in batch `index` of the iteration under way."""
         return self._cuts()[index]
-
-    def loss_factor(self, index: int) -> float:
-        """What this rank multiplies the mean loss of batch `index` by, so that the ranks' mean is exact.
-
-        As `GlobalBatch.loss_factor`, without accumulation, for the sizes that this batch really has.
-        """
-        sizes = self.sizes(index)
-        return len(sizes) * sizes[self.rank] / sum(sizes)
 
     def __len__(self) -> int:
         """Batches from the present position to the end of the epoch."""

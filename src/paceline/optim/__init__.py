@@ -3,11 +3,15 @@
 from paceline.optim.adasum_optimizer import AdasumOptimizer
 from paceline.optim.curves import Curve, CurveLR
 from paceline.optim.decays import Constant, Cosine, Decay, InverseSqrt, Polynomial, Step
+from paceline.optim.lamb import LAMB
+from paceline.optim.lars import LARS
 from paceline.optim.momentum_correction import MomentumCorrection
 from paceline.optim.parameter_groups import parameter_groups
 from paceline.optim.scaling import rate_factor
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "AdasumOptimizer",
     "Constant",
     "Cosine",

@@ -7,6 +7,7 @@ from paceline.reductions.hook import GradBucket, HookReduction
 from paceline.reductions.lossy import Lossy
 from paceline.reductions.mean import Mean
 from paceline.reductions.narrow_mean import NarrowMean
+from paceline.reductions.noise_scale import GradientNoiseScale
 from paceline.reductions.pending import Pending
 from paceline.reductions.powersgd import PowerSGD
 from paceline.reductions.reduction import Message, Reduction
@@ -17,6 +18,7 @@ __all__ = [
     "Adasum",
     "Compressed",
     "GradBucket",
+    "GradientNoiseScale",
     "HookReduction",
     "Lossy",
     "Mean",

@@ -58,13 +58,15 @@ class _PendingBoth:
 class GradientNoiseScale(Reduction):
     """Measures the gradient noise scale while another reduction reduces.
 
-    It needs at least two ranks, and a reduction whose result is the ranks' mean up to rounding; with compression the
-    noise of shortening counts as well. What bypasses reductions (sparse and late gradients) is left out; if the last
-    bucket does so, steps are not measured. It looks at one step's gradients, so clear them before each.
+    It needs at least two ranks, and a reduction whose result is the ranks' mean up to rounding: not Adasum; with
+    compression the noise of shortening counts as well. What bypasses reductions (sparse and late gradients) is left
+    out; if the last bucket does so, steps are not measured. It looks at one step's gradients, so clear them before
+    each.
 
     Args:
         inner: What reduces: "mean" or a `Reduction`.
-        shares: Each rank's fraction of the batch, if they are not equal; gradients must be weighed by them.
+        shares: Each rank's fraction of the batch, if they are not equal (`GlobalBatch.shares`); gradients must be
+            weighed by them, as `model.accumulate(..., weight=...)` does.
         memory_steps: Over about how many steps it averages; single steps are far too noisy.
 
     Cost:
