@@ -57,7 +57,7 @@ TASKS = {
             num_train=49_152,
             rank_batch=64,
             epochs=2,
-            middle_rates={"sgd": 0.02, "lars": 0.5, "lamb": 0.004},
+            middle_rates={"sgd": 0.02, "lars": 0.2, "lamb": 0.004},
         ),
         Task(
             "cnn",
@@ -67,7 +67,7 @@ TASKS = {
             num_train=12_288,
             rank_batch=32,
             epochs=4,
-            middle_rates={"sgd": 0.04, "lars": 0.5, "lamb": 0.008},
+            middle_rates={"sgd": 0.04, "lars": 0.2, "lamb": 0.008},
         ),
         Task(
             "letter",
@@ -77,7 +77,7 @@ TASKS = {
             num_train=12_288,
             rank_batch=32,
             epochs=12,
-            middle_rates={"sgd": 0.04, "lars": 0.5, "lamb": 0.008},
+            middle_rates={"sgd": 0.04, "lars": 0.2, "lamb": 0.008},
         ),
         Task(
             "bytes",
@@ -87,7 +87,7 @@ TASKS = {
             num_train=65_536,
             rank_batch=64,
             epochs=4,
-            middle_rates={"sgd": 0.1, "lars": 0.5, "lamb": 0.004},
+            middle_rates={"sgd": 0.1, "lars": 0.2, "lamb": 0.004},
         ),
         Task(
             "digits",
@@ -97,7 +97,7 @@ TASKS = {
             num_train=1_024,
             rank_batch=16,
             epochs=16,
-            middle_rates={"sgd": 0.02, "lars": 0.5, "lamb": 0.008},
+            middle_rates={"sgd": 0.02, "lars": 0.2, "lamb": 0.008},
         ),
     )
 }
