@@ -29,7 +29,9 @@ def large_batch(
     ] = "mlp",
     rows: Annotated[str, typer.Option(help="Comma-separated.", show_default="all")] = "",
     batches: Annotated[str, typer.Option(help="In reference batches, comma-separated.")] = "8,16,32,64",
-    tune: Annotated[str, typer.Option(help="Batches at which rates are also chosen anew.")] = "16,32",
+    tune: Annotated[
+        str | None, typer.Option(help="Batches at which rates are also chosen anew.", show_default="16,32")
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Runs behind each mean.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="Digits, four rows, one batch: seconds.")] = False,
     store: Annotated[
@@ -50,7 +52,7 @@ def large_batch(
     from rich.console import Console
 
     from paceline.report import ReportFolder
-    from paceline.study.plan import Plan, quick_plan
+    from paceline.study.plan import TUNED_FACTORS, Plan, quick_plan
     from paceline.study.rows import choose_rows
     from paceline.study.run import study
     from paceline.study.tasks import find_task
@@ -59,10 +61,12 @@ def large_batch(
         plan = quick_plan()
     else:
         names = [name.strip() for name in rows.split(",") if name.strip()]
-        task = find_task(model)
-        plan = Plan(
-            task, tuple(choose_rows(names)), _factors("--batches", batches), _factors("--tune", tune), seeds
-        )
+        task, factors = find_task(model), _factors("--batches", batches)
+        if tune is None:
+            tuned = tuple(factor for factor in TUNED_FACTORS if factor in factors)
+        else:
+            tuned = _factors("--tune", tune)
+        plan = Plan(task, tuple(choose_rows(names)), factors, tuned, seeds)
     folder = ReportFolder.prepare(report)
     file = store or folder.path / f"large-batch-{plan.task.name}.jsonl"
     console = Console(stderr=as_json, width=max(Console().width, 120))  # narrower, the tables' cells break

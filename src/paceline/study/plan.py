@@ -24,6 +24,7 @@ from paceline.study.tasks import TASKS, Task
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 CHOOSING_SEED = 0
 MAX_FACTOR = 64
+TUNED_FACTORS = (16, 32)  # where the rules begin to differ, and where Adasum has its rows
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,12 @@ class Plan:
                     f"--batches: {factor} cannot be. A batch is 1, 2, 4, ... or {MAX_FACTOR} times the reference "
                     f"batch of {self.task.rank_batch}, so that each sees the same samples in an epoch."
                 )
+
+        strays = set(self.tuned_factors) - set(self.factors)
+        if strays:
+            raise ConfigurationError(
+                f"--tune: {min(strays)} is not among the batches {', '.join(map(str, self.factors))}. Tune one of those."
+            )
 
     def cells(self, table: str) -> list[Cell]:
         """The cells of a table, its rows in order."""
