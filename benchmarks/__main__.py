@@ -19,6 +19,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
     ("overlap", "--rate", "1Gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
+    ("compression",),
     ("svm",),
     ("svm_ranks",),
     *[
@@ -39,7 +40,7 @@ def main(
     for command in COMMANDS:
         arguments = [*command, "--results-folder", str(results_folder.resolve())]
         arguments += ["--quick"] if quick else []
-        arguments += ["--sides", sides] if sides and not command[0].startswith("svm") else []
+        arguments += ["--sides", sides] if sides and not command[0].startswith(("svm", "compression")) else []
         if _run(arguments) != 0:
             failed.append(shlex.join(command))
     if failed:

@@ -13,8 +13,8 @@ elimination.
 import importlib.util
 import statistics
 import time
-import tracemalloc
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +39,7 @@ OBJECTIVE_RTOL = 1e-4  # between two solutions at that tolerance
 LONG_S = 4.0
 NUM_PREDICTED = 2_000
 NO_CACHE_MEGABYTES = 1e-6
+PATIENCE = timedelta(hours=2)  # of ranks that wait for a long fit of rank 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,6 @@ class Outcome:
     gap: float
     num_kernel_values: int
     gemm_limit_s: float
-    peak_bytes: int
 
 
 def _model(side: str, split: Split, config: Config) -> Any:
@@ -119,28 +119,23 @@ def measure(config: Config, tell: TellProgress) -> Outcome:
         import daal4py
 
         daal4py.daalinit(nthreads=1)
+    patient = dist.new_group(timeout=PATIENCE)
     models = {side: _model(side, split, config) for side in config.sides}
     fit_s: dict[str, list[float]] = {side: [] for side in config.sides}
     for turn in range(config.num_rounds + 1):
         for side in config.sides[:: 1 if turn % 2 else -1]:
             is_long = np.array([bool(fit_s[side]) and fit_s[side][0] > LONG_S], np.int64)
-            if bool(_rank_0s(is_long)[0]):
+            if bool(_rank_0s(is_long, patient)[0]):
                 continue
-            dist.barrier()
+            dist.barrier(patient)
             started_s = time.perf_counter()
             if rank == 0 or _is_everyones(side):
                 models[side].fit(split.X, split.y)
-            dist.barrier()
+            dist.barrier(patient)
             fit_s[side].append(time.perf_counter() - started_s)
         tell((turn + 1) / (config.num_rounds + 1))
     fitted = {side: model for side, model in models.items() if rank == 0 or _is_everyones(side)}
     ours = [model for side, model in fitted.items() if not side.startswith("sklearn")]
-    peak_bytes = 0
-    if config.num_ranks == 1 and ours:
-        tracemalloc.start()
-        ours[0].fit(split.X, split.y)
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
     num_values = sum(counters.num_kernel_values for counters in ours[0].counters_) if ours else 0
     return Outcome(
         shape=split.X.shape,
@@ -153,15 +148,14 @@ def measure(config: Config, tell: TellProgress) -> Outcome:
         gap=float(np.max(ours[0].gap_)) if ours else 0.0,
         num_kernel_values=num_values,
         gemm_limit_s=num_values * 2 * split.X.shape[1] / _peak_flops_per_s(split.X.shape[1]),
-        peak_bytes=peak_bytes,
     )
 
 
-def _rank_0s(array: np.ndarray) -> np.ndarray:
+def _rank_0s(array: np.ndarray, group: dist.ProcessGroup) -> np.ndarray:
     import torch
 
     tensor = torch.from_numpy(array)
-    dist.broadcast(tensor, 0)
+    dist.broadcast(tensor, 0, group)
     return tensor.numpy()
 
 

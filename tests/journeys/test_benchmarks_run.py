@@ -41,6 +41,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ["overhead", "--sides", "torch,ours,ours-unused"],
         ["memory", "--sides", "torch,ours"],
         ["overlap"],
+        ["compression"],
     ],
     ids="-".join,
 )
@@ -56,7 +57,8 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     assert record["samples"]
     assert record["rows"]
     assert all(len(row) == len(record["columns"]) for row in record["rows"])
-    assert {"torch", "ours"} <= {cell for row in record["rows"] for cell in row}
+    baseline = {"memcpy", "int8"} if arguments[0] == "compression" else {"torch", "ours"}
+    assert baseline <= {cell for row in record["rows"] for cell in row}
     assert json.loads((tmp_path / f"{record['name']}.json").read_text()) == record
     assert (tmp_path / f"{record['name']}.png").exists() or not _has_matplotlib()
 

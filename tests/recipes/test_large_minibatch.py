@@ -96,9 +96,12 @@ def test_steps_are_counted_by_the_first_batch():
     """Without a size of the data set, the curve is in steps; a larger batch then needs fewer."""
     recipe = make(GlobalBatch((64,)), curve=Curve(total=20, decay="linear"), epoch_samples=None)
     train(recipe, 10)
+    larger = make(GlobalBatch((64, 64)), curve=Curve(total=20, decay="linear"), epoch_samples=None)
+    larger.load_state_dict(recipe.state_dict())
     recipe.update(GlobalBatch((64, 64)))
-    assert train(recipe, 5)[-1] == pytest.approx(0.2 * 2 / 20)
-    assert recipe.optimizer.param_groups[0]["lr"] == 0
+    for goes_on in (recipe, larger):
+        assert train(goes_on, 5)[-1] == pytest.approx(0.2 * 2 / 20)
+        assert goes_on.optimizer.param_groups[0]["lr"] == 0
 
 
 @pytest.mark.parametrize("stop", [0, 5, 30])

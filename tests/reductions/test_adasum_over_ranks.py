@@ -37,7 +37,7 @@ def _one_thread_a_rank():
 
 def perform(topology, flats, sizes):
     """Every rank's vector and norms after the schedule, and what each rank sent; by threads."""
-    network = InMemoryNetwork(len(flats))
+    network = InMemoryNetwork(len(flats))  # which checks that nothing is changed while it is on its way
     outputs = [flat.clone() for flat in flats]
 
     def main(transport):

@@ -3,8 +3,10 @@
 from paceline.optim.adasum_optimizer import AdasumOptimizer
 from paceline.optim.curves import Curve, CurveLR
 from paceline.optim.decays import Constant, Cosine, Decay, InverseSqrt, Polynomial, Step
+from paceline.optim.diloco import DiLoCo
 from paceline.optim.lamb import LAMB
 from paceline.optim.lars import LARS
+from paceline.optim.local_sgd import LocalSGD
 from paceline.optim.momentum_correction import MomentumCorrection
 from paceline.optim.parameter_groups import parameter_groups
 from paceline.optim.scaling import rate_factor
@@ -18,7 +20,9 @@ __all__ = [
     "Curve",
     "CurveLR",
     "Decay",
+    "DiLoCo",
     "InverseSqrt",
+    "LocalSGD",
     "MomentumCorrection",
     "Polynomial",
     "Step",

@@ -56,6 +56,7 @@ class GhostBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         """Normalise (B, C, ...); in training B is a multiple of `num_samples`."""
+        self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
         if input.size(0) % self.num_samples or input.size(0) == 0:

@@ -24,7 +24,7 @@ from paceline.data import GlobalBatch
 from paceline.errors import ConfigurationError
 from paceline.optim import Curve, rate_factor
 from paceline.recipes.agreement import agree_on_batch, world
-from paceline.recipes.recipe_report import report_text
+from paceline.recipes.recipe_report import facts_of, report_text
 from paceline.reductions.noise_scale import GradientNoiseScale
 
 
@@ -272,35 +272,11 @@ class LargeMinibatch(LRScheduler):
 
     def as_dict(self) -> dict[str, Any]:
         """Return what it derived from what, as plain numbers, for JSON. Local, the same on every rank."""
-        steps_per_unit = self.unit_samples / self.batch.size
-        facts: dict[str, Any] = {
-            "batch": {**self.batch.as_dict(), "samples": self.batch.size, "words": str(self.batch)},
-            "reference_batch": self.reference_batch,
-            "scaling": self.scaling,
-            "factor": self.factor,
-            "reference_rates": self.reference_rates,
-            "peak_rates": [rate * self.factor for rate in self.reference_rates],
-            "rates": self.get_last_lr(),
-            "unit": "steps of the first batch" if self.epoch_samples is None else "epochs",
-            "warmup": {
-                "kind": self.curve.warmup_kind,
-                "time": self.curve.warmup,
-                "steps": self.curve.warmup * steps_per_unit,
-            },
-            "decay": repr(self.curve.decay),
-            "total": {"time": self.curve.total, "steps": self.curve.total * steps_per_unit},
-            "done": {"samples": self.samples, "steps": self.last_epoch, "time": self.time},
-            "changes": [asdict(change) for change in self.changes],
-            "optimizer": type(self.optimizer).__name__,
-        }
-        if self.noise is not None:
-            facts["noise_over_signal"] = self.noise.noise_over_signal
-            facts["noise"] = self.noise.in_words(self.batch.size)
-        return facts
+        return facts_of(self)
 
     def report(self) -> str:
         """Return the same in words, one fact a line; also `print(recipe)`."""
-        return report_text(self.as_dict())
+        return report_text(facts_of(self))
 
     __str__ = report
 

@@ -16,13 +16,13 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from paceline.errors import ConfigurationError
-from paceline.svm import dealing
 from paceline.svm.elimination import Elimination
 from paceline.svm.expansion import expand
 from paceline.svm.kernels import Kernel
 from paceline.svm.problem import Problem, Progress, Solution, SolverSettings
 from paceline.svm.samples import DenseSamples, GramSamples, Samples, SparseSamples
-from paceline.svm.solver import Solver
+from paceline.svm.solving import solve
+from paceline.svm.threads import crew
 from paceline.svm.training_set import ROWS, TrainingSet, agreed, world_for
 from paceline.svm.world import World
 
@@ -85,7 +85,8 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
         self._sparse = sp.issparse(X)
         self._gamma = self._resolved_gamma(world, X)
         self._kernel = Kernel(self._kernel_name(), self._gamma, float(self.coef0), float(self.degree))
-        self._solve_all(data, self._what_the_kernel_sees(data))
+        with crew():
+            self._solve_all(data, self._what_the_kernel_sees(data))
 
     def _checked(self, X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
         self._check_parameters()
@@ -204,13 +205,8 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
         )
 
     def _solve(self, data: TrainingSet, problem: Problem) -> Solution:
-        """Solve one problem of all ranks, as a whole if it is small. Collective."""
-        settings, world = self._settings(), data.world
-        is_small = problem.num_samples * len(problem.linear) <= dealing.LARGEST
-        if is_small and dealing.fits(world, problem.samples, settings.cache_bytes):
-            solution = dealing.solve_whole(problem, settings, world)
-        else:
-            solution = Solver(problem, settings, world).solve()
+        """Solve one problem of all ranks. Collective."""
+        solution = solve(problem, self._settings(), data.world)
         self._warn(solution)
         return solution
 
@@ -290,7 +286,8 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
         behind = form.of(vectors, np.arange(vectors.shape[0]))
         dtype = self._precision(behind.squares, table)
         rows = form.of(X, np.arange(X.shape[0]))
-        sums = expand(self._kernel, behind.astype(dtype), table, rows.astype(dtype))
+        with crew():
+            sums = expand(self._kernel, behind.astype(dtype), table, rows.astype(dtype))
         return np.asarray(sums.T)
 
     def _precision(self, squares: NDArray[np.float64], table: NDArray[np.float64]) -> Any:

@@ -31,19 +31,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.accelerator import RowsOnDevice, device_for
 from paceline.svm.active import Active
 from paceline.svm.away import Away
-from paceline.svm.compiled import add_rows, violations
 from paceline.svm.exchange import balanced, fits
+from paceline.svm.gradients import Gradients
+from paceline.svm.nominations import FIELDS, Nominations, nominate
 from paceline.svm.problem import Counters, Problem, Progress, Solution, SolverSettings
-from paceline.svm.row_cache import RowCache
 from paceline.svm.samples import Samples
 from paceline.svm.seen import Seen
-from paceline.svm.selection import Nominations, best, choose, working_set_size
+from paceline.svm.selection import choose, working_set_size
 from paceline.svm.settlement import Settlement
-from paceline.svm.smo import solve_block
-from paceline.svm.working_block import WorkingBlock
+from paceline.svm.sub_problem import SubProblem
 from paceline.svm.world import World
 
 _RELATIVE = 0.1
@@ -69,7 +67,7 @@ class Solver:
     def __init__(self, problem: Problem, settings: SolverSettings, world: World) -> None:
         self._problem, self._settings, self._world = problem, settings, world
         self._num_sides = len(problem.linear)
-        num_variables = problem.num_samples * self._num_sides
+        self._num_variables = num_variables = problem.num_samples * self._num_sides
         self._limit = settings.step_limit(num_variables)
         self._dtype: Any = self._rows_dtype()
         self._own: Samples = problem.samples.astype(self._dtype)
@@ -77,17 +75,15 @@ class Solver:
         self._seen = Seen(problem, world, self._own)
         self._away = Away(problem, world, self._seen)
         self._settlement = Settlement(problem, world, self._seen, settings.tol)
-        self._size = settings.working_set or working_set_size(num_variables, problem.num_samples)
+        self._size = settings.working_set or working_set_size(num_variables)
         self._turn_limit = max(_LEAST_TURNS, _TURNS_A_PASS * num_variables // self._size)
-        self._rows = self._new_cache()
-        self._block = WorkingBlock(problem.kernel, self._size)
-        self._device = device_for(problem.kernel, problem.samples)
-        self._on_device: tuple[Samples, RowsOnDevice] | None = None  # of which samples
-        self._kept = np.zeros((0, 5))
+        self._gradients = Gradients(problem, settings.cache_bytes, self._dtype)
+        self._sub_problem = SubProblem(problem.kernel)
+        self._kept = np.zeros((0, FIELDS))
         self._num_new_now = 0
         self._steps = self._steps_at_test = self._exchanges = self._stalled = 0
         self._decrease = 0.0
-        self._kernel_values = self._reconstructions = self._settles = self._evictions = 0
+        self._reconstructions = self._settles = 0
         self._least_active = problem.num_samples
 
     def solve(self) -> Solution:
@@ -125,9 +121,9 @@ class Solver:
             if self._improve(chosen, nominations) == 0:
                 # What stayed may leave no room for a violating pair; without it there is one, unless rounding hides it.
                 stuck = num_kept == 0
-                self._kept = np.zeros((0, 5))
+                self._kept = np.zeros((0, FIELDS))
             stuck |= self._stalled >= _PATIENCE
-        self._rows.release()
+        self._gradients.release()
         return self._solution(gap)
 
     def _start(self) -> None:
@@ -146,42 +142,10 @@ class Solver:
     # -- 1, 2: who is worst
 
     def _nominate(self) -> Nominations:
-        active = self._active
-        side, position = self._local(self._kept)
-        mine = position >= 0
-        at = side[mine], position[mine]
-        left_out = np.zeros(active.beta.shape, np.bool_)
-        left_out[at] = True
-        growing, shrinking = np.empty(active.beta.shape), np.empty(active.beta.shape)
-        least, most = violations(
-            active.g, active.linear, active.beta, active.lower, active.upper, left_out, growing, shrinking
-        )
-        kept = np.full(len(self._kept), -np.inf)
-        kept[mine] = active.g[at[1]] + active.linear[at]
         num = self._num_new()
-        numbers = active.samples.ids
-        if self._num_sides > 1:
-            numbers = np.concatenate([numbers, numbers + self._problem.num_samples])
-        mine_now = Nominations(
-            least=least,
-            most=most,
-            num_active=len(active),
-            num_support=int(np.count_nonzero(self._seen.weights)),
-            num_repeats=self._rows.num_repeats,
-            growing=self._candidates(best(growing.ravel(), numbers, num)),
-            shrinking=self._candidates(best(shrinking.ravel(), numbers, num)),
-            kept=kept,
-            counts=np.array([len(active)]),
-        )
-        return Nominations.unpack(self._world.gather(mine_now.pack(num), "exchanging candidates"), num)
-
-    def _candidates(self, flat: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Nominations of some active variables, given by their flat positions in `beta`."""
-        active = self._active
-        at = np.divmod(flat, len(active))
-        variable = (active.samples.ids[at[1]] + self._problem.num_samples * at[0]).astype(np.float64)
-        f = active.g[at[1]] + active.linear[at]
-        return np.stack([f, variable, active.beta[at], active.lower[at], active.upper[at]], axis=-1)
+        num_support = int(np.count_nonzero(self._seen.weights))
+        mine = nominate(self._active, self._kept, num, num_support, self._gradients.num_repeats)
+        return Nominations.unpack(self._world.gather(mine.pack(num), "exchanging candidates"), num)
 
     def _num_new(self) -> int:
         return self._size - len(self._kept)
@@ -192,6 +156,8 @@ class Solver:
         kept = self._kept.copy()
         kept[:, 0] = nominations.kept
         self._num_new_now = len(new)
+        if self._settings.working_set is None:
+            self._size = working_set_size(self._num_variables, nominations.num_free)
         self._kept = new[: self._size // 2]
         return np.concatenate([kept, new])
 
@@ -230,7 +196,7 @@ class Solver:
         self._away.leave(active.take(np.flatnonzero(~keep)))
         if not keep.all():
             kept = np.flatnonzero(keep)
-            self._rows.compact(kept)
+            self._gradients.compact(kept)
             self._active = active.take(kept)
 
     def _is_out_of_balance(self, nominations: Nominations) -> bool:
@@ -243,32 +209,38 @@ class Solver:
         """Deal the active samples out evenly; what a rank gets, it keeps until they come back. Collective."""
         self._active = balanced(self._world, self._active, nominations.counts)
         self._away.has_moved = True
-        self._rows.clear(len(self._active))
+        self._gradients.clear(len(self._active))
 
     # -- 4, 5: solve and apply
 
     def _improve(self, chosen: NDArray[np.float64], nominations: Nominations) -> int:
         """Optimise the working set and apply what changed; returns the number of pair updates."""
         samples = chosen[:, 1].astype(np.int64) % self._problem.num_samples
-        ids, which = samples, np.arange(len(samples))
+        sides = chosen[:, 1].astype(np.int64) // self._problem.num_samples
+        ids, which, num_known = samples, np.arange(len(samples)), len(chosen) - self._num_new_now
         if self._num_sides > 1:  # both variables of a sample may be here
             ids, which = np.unique(samples, return_inverse=True)
+            num_known = 0
         self._seen.fetch(ids)
         panel = self._seen.panel(ids)
+        table = np.zeros((4, self._num_sides, len(ids)))
+        table[:, sides, which] = chosen[:, [0, 2, 3, 4]].T
         answer, is_alike = np.zeros(len(chosen) + 2), self._world.rounds_alike
         if is_alike or self._world.rank == 0:
-            answer = self._solve_working_set(chosen, nominations, panel, which)
+            found, steps, decrease = self._sub_problem.solve(
+                panel, num_known, table, *self._targets(len(chosen), nominations)
+            )
+            answer = np.append(found[sides, which], [float(steps), decrease])
         if not is_alike:
             answer = self._world.broadcast(answer, "exchanging coefficients")
         beta, steps, decrease = answer[:-2], int(answer[-2]), float(answer[-1])
-        change: NDArray[np.float64] = np.zeros(len(ids))
-        np.add.at(change, which, beta - chosen[:, 2])
+        change: NDArray[np.float64] = np.bincount(which, beta - chosen[:, 2], len(ids)).astype(np.float64)
         changed = np.flatnonzero(change)
-        self._apply(ids[changed], panel.take(changed), change[changed])
+        self._gradients.add(self._active, panel.take(changed), change[changed])
         self._seen.add(ids, change)
-        side, position = self._local(chosen)
+        _, position = self._local(chosen)
         mine = position >= 0
-        self._active.beta[side[mine], position[mine]] = beta[mine]
+        self._active.beta[sides[mine], position[mine]] = beta[mine]
         if len(self._kept):
             self._kept[:, 2] = beta[len(chosen) - self._num_new_now :][: len(self._kept)]
         self._steps += steps
@@ -277,47 +249,12 @@ class Solver:
         self._stalled = 0 if decrease > _LEAST_DECREASE * self._decrease else self._stalled + 1
         return steps
 
-    def _apply(self, ids: NDArray[np.int64], panel: Samples, change: NDArray[np.float64]) -> None:
-        """Add kernel rows times changes to the active gradients; rows that are not in the cache are computed."""
-        active = self._active
-        if self._device is not None:
-            if self._on_device is None or self._on_device[0] is not active.samples:
-                self._on_device = (
-                    active.samples,
-                    RowsOnDevice(self._problem.kernel, active.samples, self._device),
-                )
-            active.g += self._on_device[1].sums(panel, change)
-            self._kernel_values += len(ids) * len(active)
-            return
-        slots, missing = self._rows.slots_for(ids)
-        known = ~missing
-        add_rows(self._rows.rows, slots[known], change[known], active.g)
-        if missing.any():
-            new = np.flatnonzero(missing)
-            self._problem.kernel.add_rows(
-                panel.take(new), active.samples, self._rows.rows, slots[new], change[new], active.g
-            )
-            self._kernel_values += len(new) * len(active)
-
-    def _solve_working_set(
-        self,
-        chosen: NDArray[np.float64],
-        nominations: Nominations,
-        panel: Samples,
-        which: NDArray[np.int64],
-    ) -> NDArray[np.float64]:
-        """Coefficients of the working set, then the number of pair updates, then by how much the objective fell."""
-        size = len(chosen)
-        K = self._block.among(panel, which, num_known=size - self._num_new_now)
+    def _targets(self, size: int, nominations: Nominations) -> tuple[float, int]:
+        """At which violation, and after how many pair updates, a working set is left."""
         tol = self._settings.tol
         is_all = size >= nominations.num_active * self._num_sides
         target = 0.9 * tol if is_all else max(tol / 2, _RELATIVE * nominations.gap)
-        beta = chosen[:, 2].copy()
-        most_steps = min(self._limit - self._steps, np.iinfo(np.int64).max if is_all else 100 * size)
-        steps, decrease = solve_block(
-            K, chosen[:, 0].copy(), beta, chosen[:, 3], chosen[:, 4], target, most_steps
-        )
-        return np.append(beta, [float(steps), decrease])
+        return target, min(self._limit - self._steps, np.iinfo(np.int64).max if is_all else 100 * size)
 
     # -- is it the optimum?
 
@@ -328,8 +265,8 @@ class Solver:
         if nominations.num_active < self._problem.num_samples:
             self._reconstructions += 1
             self._active = self._away.come_back(self._active, self._own)
-            self._rows.clear(len(self._active))
-            self._kept = np.zeros((0, 5))
+            self._gradients.clear(len(self._active))
+            self._kept = np.zeros((0, FIELDS))
         return self._settlement.check(self._active)
 
     # -- precision, report, result
@@ -349,13 +286,8 @@ class Solver:
             self._own = self._problem.samples.astype(self._dtype)
             self._active.samples = self._own  # nothing is eliminated now
             self._seen.use(self._own)
-            self._rows.release()
-            self._evictions += self._rows.num_evictions
-            self._rows = self._new_cache()
-            self._block.forget()
-
-    def _new_cache(self) -> RowCache:
-        return RowCache(self._problem.num_samples, len(self._active), self._settings.cache_bytes, self._dtype)
+            self._gradients.use(self._dtype)
+            self._sub_problem.forget()
 
     def _report(self, nominations: Nominations, started_s: float) -> None:
         self._least_active = min(self._least_active, nominations.num_active)
@@ -382,13 +314,13 @@ class Solver:
         counters = Counters(
             self._exchanges,
             self._steps,
-            self._kernel_values
-            + self._block.num_kernel_values
+            self._gradients.num_kernel_values
+            + self._sub_problem.num_kernel_values
             + self._away.num_kernel_values
             + self._settlement.num_kernel_values,
             self._reconstructions,
             self._least_active,
-            self._evictions + self._rows.num_evictions,
+            self._gradients.num_evictions,
             self._world.num_collectives,
             self._world.num_bytes,
         )
