@@ -9,11 +9,10 @@ from torch import nn
 from models import digest, generator
 from paceline import DistributedDataParallel
 from paceline.errors import CollectiveMismatchError
-from paceline.optim import AdasumOptimizer
+from paceline.optim import AdasumOptimizer, LocalSGD
 from paceline.recipes import convert_ghost_batchnorm
-from paceline.reductions import Mean
 from paceline.reductions.collectives import launch_broadcast, launch_gather, launch_maximum, launch_sum
-from paceline.study.combinations import AdasumOfUpdates, LocalSteps, MeanOfRanks, Reduced, make_combination
+from paceline.study.combinations import AdasumOfUpdates, MeanOfRanks, RareAverages, make_combination
 from paceline.study.models import mlp, residual_cnn
 from paceline.study.optimizers import make_optimizer, set_rate
 from paceline.study.ranks import backward_of_the_mean, gradients_of_each, has_batch_statistics, loss_of
@@ -162,20 +161,42 @@ def test_adasum_of_one_rank_and_of_equal_ranks_is_plain_training():
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
 
 
-def test_averaging_every_step_is_the_mean_and_more_local_steps_send_less():
+def train_with_local_steps(rank, num_ranks, every):
+    """The bits of the parameters after a few steps of a real job that averages them now and then."""
+    model = model_of("mlp")
+    inner = make_optimizer("sgd", model)
+    optimizer = LocalSGD(inner, every)
+    set_rate(inner, RATE)
+    for step in range(STEPS):
+        x, y = (tensor.split(RANK_BATCH)[rank] for tensor in batch(step, num_ranks))
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    return bits(model)
+
+
+def test_in_process_local_steps_are_those_of_processes():
+    """Bitwise, with one exchange that falls due and one at the end."""
+    real, _ = pool(2).run(train_with_local_steps, 3)
+    mine = train_in_process("mlp", 2, lambda model, n: RareAverages(model, n, lambda o, g: LocalSGD(o, 3, g)))
+    assert bits(mine) == real
+
+
+def test_more_local_steps_send_less_and_one_is_the_mean():
     """Momentum SGD is linear in the gradients, so averages of parameters and of gradients agree up to rounding."""
-    mean = train_in_process("mlp", 4, lambda model, n: Reduced(model, n, Mean))
-    every = train_in_process("mlp", 4, lambda model, n: LocalSteps(model, n, 1))
+    mean = train_in_process("mlp", 4, reduced_by("no compression"))
+    every = train_in_process("mlp", 4, reduced_by("1 local step"))
     for mine, theirs in zip(every.parameters(), mean.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
     sent = []
-    for local_steps in (1, 2, 4, 3):
-        ranks = LocalSteps(model_of("mlp"), 4, local_steps)
+    for row in ("1 local step", "2 local steps", "4 local steps", "diloco, 16 local steps"):
+        ranks = make_combination(ROWS[row], model_of("mlp"), 4)
         for step in range(STEPS):
             ranks.step(*batch(step, 4), RATE)
         ranks.finish()
         sent.append(ranks.sent_bytes / every_bytes())
-    assert sent == [4.0, 2.0, 1.0, 2.0]  # 3 steps do not divide 4: once more at the end
+    assert sent == [4.0, 2.0, 1.0, 1.0]  # what is left at the end is exchanged once more
 
 
 def every_bytes():

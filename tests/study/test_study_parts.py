@@ -179,7 +179,7 @@ def test_verdicts_follow_from_the_numbers(tmp_path):
     [
         (lambda: plan(factors=(3,)), r"--batches: 3 cannot be.*reference batch of 16"),
         (lambda: plan(factors=(128,)), "--batches: 128 cannot be"),
-        (lambda: plan(tuned=(8,)), "--tune: 8 is not among the batches 16"),
+        (lambda: plan(tuned=(8,)), "--tune: 8 is none of the batches 16"),
         (lambda: plan(seeds=0), "--seeds 0 measures nothing"),
         (lambda: choose_rows(["linaer"]), "there is no row 'linaer'. There are: small batch, unscaled"),
         (lambda: find_task("gpt"), "--model gpt is not one of mlp, cnn"),

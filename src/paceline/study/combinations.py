@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
-from paceline.reductions import Mean, Reduction, choose_reduction
+from paceline.optim import DiLoCo, LocalSGD
+from paceline.optim.local_steps import LocalSteps
+from paceline.reductions import Reduction, choose_reduction
 from paceline.reductions.adasum import combine
 from paceline.study.exchange import Exchange, ring_bytes
 from paceline.study.optimizers import make_optimizer, set_rate
 from paceline.study.ranks import backward_of_the_mean, gradients_of_each, loss_of, slices
 from paceline.study.rows import Row
+from paceline.study.world import World
 
 
 class Combination(ABC):
@@ -92,8 +99,8 @@ class Copies(Combination):
         self.copies = [copy.deepcopy(model) for _ in range(num_ranks)]
         self.optimizers = [make_optimizer("sgd", each) for each in self.copies]
 
-    def step_alone(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
-        """Let every rank take a step by itself on its part of the batch; returns the batch's loss."""
+    def backward(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
+        """Leave every rank's own gradients in its copy, and the rate in its optimizer; returns the batch's loss."""
         total = 0.0
         batches = slices(inputs, labels, self.num_ranks)
         for model, optimizer, (x, y) in zip(self.copies, self.optimizers, batches, strict=True):
@@ -101,17 +108,8 @@ class Copies(Combination):
             loss = loss_of(model, x, y)
             loss.backward()
             set_rate(optimizer, rate)
-            optimizer.step()
             total += loss.item() / self.num_ranks
         return total
-
-    @torch.no_grad()
-    def hand_out(self, values: Sequence[Tensor]) -> None:
-        """Give every rank these parameters."""
-        for each in self.copies:
-            for parameter, value in zip(each.parameters(), values, strict=True):
-                parameter.copy_(value)
-        self.sent_bytes += ring_bytes(self.parameters, self.num_ranks)
 
     def finish(self) -> None:
         self.model.load_state_dict(self.copies[0].state_dict())
@@ -121,40 +119,49 @@ class AdasumOfUpdates(Copies):
     """Each rank's optimizer takes its step; what the steps changed is combined by Adasum (the delta form)."""
 
     def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
-        loss = self.step_alone(inputs, labels, rate)
+        loss = self.backward(inputs, labels, rate)
+        for optimizer in self.optimizers:
+            optimizer.step()
         with torch.no_grad():
             updates = [self._updates(each) for each in self.copies]
             for start, update in zip(self.parameters, combine(updates), strict=True):
                 start.add_(update)
-        self.hand_out(self.parameters)
+            for each in self.copies:
+                for parameter, start in zip(each.parameters(), self.parameters, strict=True):
+                    parameter.copy_(start)
+        self.sent_bytes += ring_bytes(self.parameters, self.num_ranks)
         return loss
 
     def _updates(self, moved: nn.Module) -> list[Tensor]:
         return [end - start for end, start in zip(moved.parameters(), self.parameters, strict=True)]
 
 
-class LocalSteps(Copies):
-    """Every rank trains by itself, and the parameters are averaged every few steps; momentum stays with the rank."""
+class RareAverages(Copies):
+    """Every rank trains by itself; the library's LocalSGD or DiLoCo brings the parameters together now and then.
 
-    def __init__(self, model: nn.Module, num_ranks: int, local_steps: int) -> None:
+    Their steps wait for all ranks, so each rank's is taken on a thread of its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, num_ranks: int, wrap: Callable[[Optimizer, ProcessGroup], LocalSteps]
+    ) -> None:
         super().__init__(model, num_ranks)
-        self.local_steps, self.num_steps = local_steps, 0
-        self.exchange = Exchange(dict(model.named_parameters()), num_ranks, Mean)
+        self._threads = ThreadPoolExecutor(num_ranks)
+        self._wrapped = list(self._threads.map(wrap, self.optimizers, World(num_ranks).groups))
 
     def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
-        loss = self.step_alone(inputs, labels, rate)
-        self.num_steps += 1
-        if self.num_steps % self.local_steps == 0:
-            self._average()
+        loss = self.backward(inputs, labels, rate)
+        self._on_all_ranks(LocalSteps.step)
         return loss
 
     def finish(self) -> None:
-        if self.num_steps % self.local_steps:
-            self._average()
+        self._on_all_ranks(LocalSteps.synchronize)
+        self._threads.shutdown()
         super().finish()
 
-    def _average(self) -> None:
-        self.hand_out(self.exchange.reduce([list(each.parameters()) for each in self.copies]))
+    def _on_all_ranks(self, method: Callable[[LocalSteps], Any]) -> None:
+        list(self._threads.map(method, self._wrapped))
+        self.sent_bytes = self._wrapped[0].traffic.sent_bytes
 
 
 def make_combination(row: Row, model: nn.Module, num_ranks: int) -> Combination:
@@ -166,6 +173,10 @@ def make_combination(row: Row, model: nn.Module, num_ranks: int) -> Combination:
     if row.combination == "adasum of gradients":
         return AdasumOfGradients(model, num_ranks)
     if row.combination == "local":
-        return LocalSteps(model, num_ranks, row.local_steps)
+        return RareAverages(model, num_ranks, lambda own, group: LocalSGD(own, row.local_steps, group))
+    if row.combination == "diloco":
+        return RareAverages(
+            model, num_ranks, lambda own, group: DiLoCo(own, row.local_steps, process_group=group)
+        )
     codec = None if row.combination == "none" else row.combination
     return Reduced(model, num_ranks, lambda: choose_reduction(None, codec))

@@ -70,7 +70,7 @@ class Plan:
         strays = set(self.tuned_factors) - set(self.factors)
         if strays:
             raise ConfigurationError(
-                f"--tune: {min(strays)} is not among the batches {', '.join(map(str, self.factors))}. Tune one of those."
+                f"--tune: {min(strays)} is none of the batches {', '.join(map(str, self.factors))}. Tune one of them."
             )
 
     def cells(self, table: str) -> list[Cell]:

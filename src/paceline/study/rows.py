@@ -26,7 +26,7 @@ class Row:
         warmup_ratio: Which part of the training it takes.
         optimizer: sgd, lars or lamb.
         combination: What becomes of the ranks' gradients: mean, adasum (of the ranks' updates), adasum of gradients,
-            local, none (the mean, as a reduction) or a name that `compression=` understands.
+            local, diloco, none (the mean, as a reduction) or a name that `compression=` understands.
         local_steps: Steps that a rank takes by itself between two averages of the parameters.
         factors: The only global batches (times the reference batch) it has; empty: all that are asked for.
     """
@@ -70,6 +70,7 @@ _LIST = [
         )
         for n in (1, 2, 4, 8, 16)
     ),
+    Row("diloco, 16 local steps", LOCAL, "none", combination="diloco", local_steps=16),
 ]
 ROWS = {row.name: row for row in _LIST}
 
