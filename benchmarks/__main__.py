@@ -15,11 +15,16 @@ import typer
 from benchmarks.options import REPOSITORY, RESULTS_FOLDER, Quick, ResultsFolder, run_cli
 
 WORKLOADS = ("tiny", "wide_mlp", "resnet50", "transformer", "mlstm")  # those that two cores can compute
+WITHOUT_SIDES = ("optimizers", "svm", "svm_ranks", "adasum", "compression", "auto_compression")
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
     ("overlap", "--rate", "1Gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
     ("optimizers",),
+    ("adasum",),
+    ("adasum", "--ranks", "4"),
+    ("compression",),
+    *([("auto_compression",)] if os.geteuid() == 0 else []),
     ("svm",),
     ("svm_ranks",),
     *[
@@ -28,8 +33,6 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
         for workload in WORKLOADS
     ],
 )
-
-WITHOUT_SIDES = ("optimizers", "svm", "svm_ranks")
 
 
 def main(

@@ -106,14 +106,20 @@ def test_restarted_in_mid_epoch_with_other_ranks(before, after, num_samples, epo
 
 
 def test_the_state_follows_what_was_handed_out():
-    """Without worker processes nobody needs to count; a loop that was left begins its epoch again."""
+    """Without worker processes nobody needs to count. An iteration that was left is over, as one that ended."""
     shuffle = GlobalShuffle(20, GlobalBatch((4, 2)), 1)
-    loader = iter(shuffle)
-    handed_out = [next(loader), next(loader)]
-    assert shuffle.state_dict()["position"] == 12
-    assert list(shuffle)[:2] == handed_out
-    other = GlobalShuffle(20, GlobalBatch((4, 2)), 1)
-    assert other.state_dict()["position"] == 0
+    assert shuffle.state_dict()["position"] == 0
+    iteration = iter(shuffle)
+    next(iteration)
+    next(iteration)
+    assert shuffle.state_dict() == {"epoch": 0, "position": 12, "seed": 0, "num_samples": 20}
+    assert len(shuffle) == 4
+    later = GlobalShuffle(20, GlobalBatch((1, 1)), 1)
+    later.load_state_dict(shuffle.state_dict())
+    assert len(later) == len(list(later)) == 4
+    assert len(later) == len(list(later)) == 10
+    assert later.epoch == 1
+    assert next(iter(shuffle)) == shuffle.order(1)[4:6].tolist()
     with pytest.raises(ConfigurationError, match="a data set of 20 samples, this one has 21"):
         GlobalShuffle(21, GlobalBatch((4, 2)), 1).load_state_dict(shuffle.state_dict())
 

@@ -35,7 +35,7 @@ def strike_in(rank, _num_ranks, victim, how):
 @pytest.mark.parametrize(("num_ranks", "victim", "how"), [(4, 1, signal.SIGKILL), (3, 2, signal.SIGSTOP)])
 def test_it_is_named(num_ranks, victim, how):
     """Also by ranks that exchange nothing with it in the schedule, and that only hear of it by the roll call."""
-    timeout_s = 3.0 if how == signal.SIGSTOP else 20.0  # nobody has to wait for the end of a dead peer's time
+    timeout_s = 6.0 if how == signal.SIGSTOP else 20.0  # nobody has to wait for the end of a dead peer's time
     with Ranks(num_ranks, group_timeout_s=timeout_s, store="tcp") as ranks:
         for outcome in ranks.outcomes(strike_in, victim, how, deadline_s=40.0):
             if outcome.rank == victim:

@@ -46,14 +46,25 @@ def test_normalisations_of_any_shape_are_found():
             super().__init__()
             self.scale = nn.Parameter(torch.ones(4, 1))
 
+    class LayerScale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gamma = nn.Parameter(torch.ones(4))
+
     model = nn.ModuleDict(
-        {"norm": nn.LayerNorm((4, 4)), "mine": MyRMSNorm(), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+        {
+            "gamma": LayerScale(),
+            "norm": nn.LayerNorm((4, 4)),
+            "mine": MyRMSNorm(),
+            "a": nn.Linear(4, 4),
+            "b": nn.Linear(4, 4),
+        }
     )
     model["b"].weight = model["a"].weight
     model["b"].bias.requires_grad_(requires_grad=False)
     decayed, others = parameter_groups(model, 0.1)
     assert [id(p) for p in decayed["params"]] == [id(model["a"].weight)]
-    assert len(others["params"]) == 4
+    assert len(others["params"]) == 5
     assert len(parameter_groups(nn.LayerNorm(3), 0.1)) == 1
     with pytest.raises(ConfigurationError, match="weight_decay=-1 is negative"):
         parameter_groups(model, -1)

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from models import Mlp, digest, generator, squares
+from models import Mlp, SparseNet, digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch
 from paceline.errors import ConfigurationError, PeerAbortedError
-from paceline.reductions import GradientNoiseScale, HookReduction, NarrowMean
+from paceline.reductions import GradientNoiseScale, HookReduction, Mean, NarrowMean, PowerSGD, Reduction
+from paceline.reductions.noise_scale import _squared_norm
 from ranks import pool
 
 SIGNAL, SPREAD, SIZE = 0.5, 2.0, 64
@@ -117,9 +118,12 @@ def test_the_estimators_are_unbiased_and_the_obvious_ones_are_not(local):
         assert not is_right((parts - whole / 4) / (1 - 1 / 4), true_noise)
 
 
-def same_gradients(rank, _num_ranks):
+MEASURED = {"mean": Mean, "narrow": lambda: NarrowMean(torch.float16), "powersgd": PowerSGD}
+
+
+def same_gradients(rank, _num_ranks, name):
     digests = []
-    for reduction in ("mean", GradientNoiseScale()):
+    for reduction in (MEASURED[name](), GradientNoiseScale(MEASURED[name]())):
         torch.manual_seed(0)
         model = DistributedDataParallel(Mlp(), reduction=reduction)
         for step in range(3):
@@ -129,7 +133,8 @@ def same_gradients(rank, _num_ranks):
     assert digests[0] == digests[1]
     words = model.reduction.in_words(8)
     assert "3 steps there is no estimate yet" in words
-    restored = GradientNoiseScale()
+    restored = GradientNoiseScale(MEASURED[name]())
+    restored.prepare(dict(model.module.named_parameters()), model.process_group)
     restored.load_state_dict(json.loads(json.dumps(model.reduction.state_dict())))
     assert restored.noise_over_signal == model.reduction.noise_over_signal
     with pytest.raises(ConfigurationError, match="lacks inner, noise, num_steps, signal"):
@@ -137,9 +142,10 @@ def same_gradients(rank, _num_ranks):
     return digests
 
 
-def test_gradients_are_the_same_bit_by_bit():
+@pytest.mark.parametrize("name", MEASURED)
+def test_gradients_are_the_same_bit_by_bit(name):
     """Measured or not; the estimate survives a checkpoint."""
-    found = pool(2).run(same_gradients)
+    found = pool(2).run(same_gradients, name)
     assert found[0] == found[1]
 
 
@@ -167,6 +173,22 @@ def test_only_steps_that_ended_well_count():
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def seldom(rank, _num_ranks):
+    """One step in three; and none whose last bucket bypasses reductions, as sparse gradients do."""
+    noise = GradientNoiseScale(every=3)
+    model = DistributedDataParallel(Flat(), reduction=noise)
+    for step in range(7):
+        model(noisy(4, step, rank)).backward()
+    sparse = DistributedDataParallel(SparseNet(), bucket_cap_mb=0, reduction=GradientNoiseScale())
+    squares(sparse(torch.randint(0, 20, (4, 5), generator=generator(rank)))).backward()
+    return noise.num_steps, sparse.reduction.num_steps
+
+
+def test_steps_that_are_not_measured():
+    """Are not counted, and do not fail."""
+    assert pool(2).run(seldom) == [(3, 0)] * 2
+
+
 def test_in_words():
     """A batch above, below and far below the useful size; nothing before there is an estimate."""
     noise = GradientNoiseScale(memory_steps=1)
@@ -183,6 +205,15 @@ def test_in_words():
         assert words in noise.in_words(1000)
 
 
+def test_a_squared_norm_of_many_elements():
+    """To six digits, where one sum in single precision has three; of 16 bits without overflow, of any length."""
+    for size in (0, 5, 16_384, 3_000_001):
+        x = torch.randn(size, generator=generator(size)) + 1
+        assert _squared_norm(x).item() == pytest.approx(x.double().square().sum().item(), rel=1e-6)
+    halves = torch.full((20_000,), 200.0, dtype=torch.float16)
+    assert _squared_norm(halves).item() == pytest.approx(20_000 * 200.0**2)
+
+
 def alone(_rank, _num_ranks):
     with pytest.raises(ConfigurationError, match="there is one rank"):
         DistributedDataParallel(Flat(), reduction=GradientNoiseScale())
@@ -193,10 +224,21 @@ def test_refused():
     pool(1).run(alone)
     for make, words in (
         (lambda: GradientNoiseScale(memory_steps=0), "memory_steps=0"),
+        (lambda: GradientNoiseScale(every=0), "every=0 measures no step"),
         (lambda: GradientNoiseScale(shares=(0.5, 0.6)), "are not fractions of a batch"),
         (lambda: GradientNoiseScale(shares=(1.5, -0.5)), "are not fractions of a batch"),
+        (lambda: GradientNoiseScale("adasum"), "its result is not the ranks' mean"),
         (lambda: GradientNoiseScale("median"), "'median' is not a reduction"),
     ):
         with pytest.raises(ConfigurationError, match=words.replace("(", r"\(")):
             make()
-    assert repr(GradientNoiseScale()) == "GradientNoiseScale(Mean, memory_steps=50)"
+    assert repr(GradientNoiseScale()) == "GradientNoiseScale(Mean, memory_steps=50, every=1)"
+
+
+def test_everything_that_a_reduction_is_asked_goes_to_the_inner_one():
+    """A new question in the interface must be answered here, too; `is_linear` is required."""
+    asked = {
+        name for name, value in vars(Reduction).items() if callable(value) or isinstance(value, property)
+    }
+    asked |= {"is_ours"}
+    assert {name for name in asked if not name.startswith("_")} <= set(vars(GradientNoiseScale))

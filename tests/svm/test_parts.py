@@ -11,16 +11,16 @@ import scipy.sparse as sp
 import torch
 from sklearn.metrics.pairwise import pairwise_kernels
 
-from paceline.svm import SVC, solver
+from paceline.svm import SVC, gradients
 from paceline.svm.accelerator import RowsOnDevice
-from paceline.svm.compiled import LANES
 from paceline.svm.elimination import Elimination
 from paceline.svm.expansion import expand
 from paceline.svm.kernels import Kernel
+from paceline.svm.nominations import Nominations, best, scrambled
 from paceline.svm.row_cache import RowCache
 from paceline.svm.samples import DenseSamples, SparseSamples
-from paceline.svm.selection import Nominations, best, choose, scrambled, working_set_size
-from paceline.svm.smo import solve_block
+from paceline.svm.selection import choose, working_set_size
+from paceline.svm.sub_problem import SubProblem
 from svm_oracle import two_classes, working_sets_of
 
 KERNELS = [Kernel("rbf", 0.3), Kernel("linear"), Kernel("poly", 0.2, 1.0, 3), Kernel("sigmoid", 0.1, 0.5)]
@@ -73,27 +73,30 @@ def test_a_fit_with_its_rows_on_a_device_ends_at_the_same_optimum(monkeypatch):
     X, y = two_classes(400)
     with working_sets_of(64):
         plain = SVC(C=5.0, gamma=0.5, tol=1e-5).fit(X, y)
-        monkeypatch.setattr(solver, "device_for", lambda *_: torch.device("cpu"))
+        monkeypatch.setattr(gradients, "device_for", lambda *_: torch.device("cpu"))
         model = SVC(C=5.0, gamma=0.5, tol=1e-5, elimination="multi-5%").fit(X, y)
     assert model.gap_[0] <= 1e-5
     assert model.objective_[0] == pytest.approx(plain.objective_[0], rel=1e-6)
 
 
-def test_a_sub_problem_ends_at_its_optimum():
+@pytest.mark.parametrize("num_features", [3, 60], ids=["row by row", "all at once"])
+@pytest.mark.parametrize("num_sides", [1, 2])
+def test_a_sub_problem_ends_at_its_optimum(num_features, num_sides):
     generator = np.random.default_rng(1)
-    num, C, tol = 150, 5.0, 1e-8
-    X = DenseSamples.of(generator.normal(size=(num, 3)), np.arange(num))
-    y = np.where(generator.random(num) < 0.5, 1.0, -1.0)
-    K = np.zeros((num, -(-num // LANES) * LANES))
-    K[:, :num] = Kernel("rbf", 0.5).values(X, X)
-    beta, lower, upper = np.zeros(num), np.minimum(0, y * C), np.maximum(0, y * C)
-    steps, decrease = solve_block(K, -y, beta, lower, upper, tol, 10**6)
-    f = K[:, :num] @ beta - y
+    num, C, tol, kernel = 150, 5.0, 1e-8, Kernel("rbf", 1.5 / num_features)
+    X = DenseSamples.of(generator.normal(size=(num, num_features)), np.arange(num))
+    signs = np.where(generator.random((num_sides, num)) < 0.5, 1.0, -1.0)
+    linear, lower, upper = -signs, np.minimum(0, signs * C), np.maximum(0, signs * C)
+    lower[:, 7] = upper[:, 7] = 0.0  # takes no part
+    table = np.stack([linear, np.zeros_like(linear), lower, upper])
+    beta, steps, decrease = SubProblem(kernel).solve(X, 0, table, tol, 10**6)
+    f = kernel.values(X, X) @ beta.sum(axis=0) + linear
     assert steps > 0
     assert f[beta > lower].max() - f[beta < upper].min() <= tol * 1.01
+    assert not beta[:, 7].any()
     assert beta.sum() == pytest.approx(0.0, abs=1e-10)
-    assert decrease == pytest.approx(-(0.5 * beta @ (f - y)), rel=1e-9)
-    assert solve_block(K, -y, np.zeros(num), lower, upper, tol, 5)[0] == 5
+    assert decrease == pytest.approx(-0.5 * (beta * (f + linear)).sum(), rel=1e-9)
+    assert SubProblem(kernel).solve(X, 0, table, tol, 5)[1] == 5
 
 
 def test_the_cache_keeps_what_was_used_last():
@@ -128,14 +131,15 @@ def test_the_working_set_is_taken_in_turn_and_without_repetition():
     def rows(*pairs):
         return np.array([[value, number, 0, 0, 1] for value, number in pairs], float).reshape(-1, 5)
 
-    one = Nominations(-3, 3, 5, 0, 2, rows((-3, 4), (-1, 2)), rows((3, 2), (2, 0)), np.array([-np.inf]), None)
-    two = Nominations(-3, 1, 5, 1, 7, rows((-3, 3)), rows(), np.array([0.25]), None)
+    one = Nominations(
+        -3, 3, 5, 0, 3, 2, rows((-3, 4), (-1, 2)), rows((3, 2), (2, 0)), np.array([-np.inf]), None
+    )
+    two = Nominations(-3, 1, 5, 1, 4, True, rows((-3, 3)), rows(), np.array([0.25]), None)
     both = Nominations.unpack(np.stack([one.pack(2), two.pack(2)]), 2)
     assert (both.least, both.most, both.gap) == (-3, 3, 6)
-    assert (both.num_active, both.num_support, both.num_repeats) == (10, 1, 7)
+    assert (both.num_active, both.num_support, both.num_free, both.is_short) == (10, 1, 7, True)
     assert both.kept.tolist() == [0.25]
     assert both.counts.tolist() == [5, 5]
-    assert both.growing[:, 0].tolist() == [-3, -3, -1]
     assert choose(both, 4)[:, 1].tolist() == [4, 2, 3, 0]
     assert choose(both, 9)[:, 1].tolist() == [4, 2, 3, 0]
 
@@ -151,10 +155,21 @@ def test_ties_at_the_start_are_broken_alike_however_the_samples_are_dealt_out():
 
 
 @pytest.mark.parametrize(
-    ("num", "size"), [(2, 2), (3, 4), (2_048, 2_048), (3_000, 750), (9_000, 1_024), (50_000, 2_048)]
+    ("num", "free", "size"),
+    [
+        (2, 0, 2),
+        (3, 0, 4),
+        (2_048, 0, 2_048),
+        (3_000, 0, 512),
+        (3_000, 600, 750),
+        (9_000, 800, 1_200),
+        (9_000, 5_000, 2_048),
+        (20_000, 0, 1_024),
+        (50_000, 0, 2_048),
+    ],
 )
-def test_sizes_of_working_sets(num, size):
-    assert working_set_size(num, num) == size
+def test_sizes_of_working_sets(num, free, size):
+    assert working_set_size(num, free) == size
 
 
 def test_when_elimination_is_due():

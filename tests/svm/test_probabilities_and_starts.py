@@ -79,6 +79,17 @@ def test_a_warm_start_needs_fewer_updates_for_the_same_optimum(size):
         assert model.gap_[0] <= 1e-3
 
 
+def test_a_warm_start_of_novelty_detection():
+    X, _ = two_classes(300)
+    model = OneClassSVM(nu=0.3, gamma=0.5, tol=1e-5, warm_start=True)
+    cold = model.fit(X).n_iter_
+    assert model.fit(X).n_iter_ < 0.1 * cold
+    for nu in (0.1, 0.6):  # less has to be scaled down, more to be filled up
+        again, new = model.set_params(nu=nu).fit(X), OneClassSVM(nu=nu, gamma=0.5, tol=1e-5).fit(X)
+        assert again.dual_coef_.sum() == pytest.approx(nu * 300)
+        assert again.objective_ == pytest.approx(new.objective_, rel=1e-6)
+
+
 def test_a_warm_start_of_regression_and_of_many_classes():
     X, y = load_digits(return_X_y=True)
     for model in (SVC(gamma=0.001, warm_start=True), SVR(gamma=0.001, C=5.0, warm_start=True)):

@@ -24,6 +24,12 @@ def _table(length: int, device: torch.device) -> Tensor:
     return (order.float() / ROWS).to(device)
 
 
+@lru_cache(maxsize=8)
+def dither_of(seed: int, length: int, device: torch.device) -> Dither:
+    """The thresholds of one rank in one step; remembered, because all buckets of the step ask for them."""
+    return Dither(seed, length, device)
+
+
 class Dither:
     """The thresholds of one rank in one step.
 

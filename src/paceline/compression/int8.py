@@ -7,11 +7,11 @@ from torch import Tensor
 
 from paceline.compression.blocks import Blocks, blocks_of
 from paceline.compression.compressor import Compressor, Layout, Seeds
-from paceline.compression.dither import Dither
+from paceline.compression.dither import dither_of
 
 BLOCK = 256
 LEVELS = 127
-CHUNK_ROWS = 256  # worked on while they are in the cache
+CHUNK_ROWS = 512  # worked on while they are in the cache
 
 
 class Int8(Compressor):
@@ -49,14 +49,17 @@ class Int8(Compressor):
         payload = torch.empty(self.payload_bytes(layout), dtype=torch.uint8, device=flat.device)
         scales, flat_levels = _parts(payload, blocks)
         rows, levels = blocks.rows(flat), blocks.room(flat_levels)
-        dither = Dither(seeds.private, BLOCK, flat.device) if self.stochastic else None
+        dither = dither_of(seeds.private, BLOCK, flat.device) if self.stochastic else None
         for start in range(0, blocks.num_rows, CHUNK_ROWS):
             chunk = slice(start, start + CHUNK_ROWS)
             x = rows[chunk].float()
             scale = _scale_of(x)
             scales[chunk] = scale
-            x = x * torch.where(scale > 0, scale.float().reciprocal(), 0.0)[:, None]
-            x = x.round_() if dither is None else x.add_(dither.rows(blocks.numbers[chunk])).floor_()
+            inverse = torch.where(scale > 0, scale.float().reciprocal(), 0.0)[:, None]
+            if dither is None:
+                x = (x * inverse).round_()
+            else:
+                x = torch.addcmul(dither.rows(blocks.numbers[chunk]), x, inverse).floor_()
             levels[chunk] = x.clamp_(-LEVELS, LEVELS)
         blocks.write(flat_levels, levels)
         return payload

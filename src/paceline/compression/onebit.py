@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -9,13 +11,11 @@ from paceline.compression.blocks import Blocks, blocks_of
 from paceline.compression.compressor import Compressor, Layout, Seeds
 
 BLOCK = 512
-CHUNK_ROWS = 128  # worked on while they are in the cache
+CHUNK_ROWS = 256  # worked on while they are in the cache
 
-# Eight bytes of 0 or 1, read as one number, times this have the eight bits in the highest byte, the first one lowest;
-# a byte, repeated by the second, keeps of each repetition one bit under the third.
+# Eight bytes of 0 or 1, read as one number, times the second have the eight bits in the highest byte, the first lowest.
+_LOWEST_BITS = 0x0101010101010101
 _GATHER_BITS = 0x0102040810204080
-_REPEAT = 0x0101010101010101
-_ONE_EACH = 0x8040201008040201 - (1 << 64)
 
 
 class OneBit(Compressor):
@@ -46,7 +46,10 @@ class OneBit(Compressor):
             chunk = slice(start, start + CHUNK_ROWS)
             x = rows[chunk].float()
             scales[chunk] = x.abs().sum(dim=1) / blocks.counts[chunk]
-            bits[chunk] = (x >= 0).view(torch.int64).mul_(_GATHER_BITS).bitwise_right_shift_(56)
+            is_negative = (
+                (x.view(torch.int32) >> 31).to(torch.int8).view(torch.int64)
+            )  # 0 or -1: all bits set
+            bits[chunk] = is_negative.bitwise_and_(_LOWEST_BITS).mul_(_GATHER_BITS).bitwise_right_shift_(56)
         packed.write(flat_bits, bits)
         return payload
 
@@ -55,13 +58,20 @@ class OneBit(Compressor):
     ) -> None:
         blocks, packed = _blocks(layout)
         scales, flat_bits = _parts(payload, blocks)
-        bits, totals = packed.rows(flat_bits), blocks.rows(target)
+        bits, totals, table = packed.rows(flat_bits), blocks.rows(target), _signs(target.dtype, target.device)
         for start in range(0, blocks.num_rows, CHUNK_ROWS):
             chunk = slice(start, start + CHUNK_ROWS)
             scale = scales[chunk].to(target.dtype)[:, None] * sign
-            each = bits[chunk].long().mul_(_REPEAT).bitwise_and_(_ONE_EACH).view(torch.uint8).bool()
-            totals[chunk].add_(torch.where(each, scale, -scale))
+            signs = table.index_select(0, bits[chunk].reshape(-1).int()).view(-1, BLOCK)
+            totals[chunk].add_(signs.mul_(scale))
         blocks.write(target, totals)
+
+
+@lru_cache(maxsize=8)
+def _signs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The eight signs that each byte stands for, 1 or -1, shape (256, 8)."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return (1 - 2 * bits).to(device=device, dtype=dtype)
 
 
 def _blocks(layout: Layout) -> tuple[Blocks, Blocks]:

@@ -26,7 +26,8 @@ LAST = ("uneven", "drop")
 class GlobalShuffle(Sampler[list[int]]):
     """This rank's part of every micro-step, as indices: the `batch_sampler` of a `DataLoader`.
 
-    Every new iteration is the next epoch, with another order; `set_epoch` is there for loops that call it.
+    Every new iteration is the next epoch, with another order, also if the last one was left early; `set_epoch` is
+    there for loops that call it.
 
     Args:
         dataset: The data set, or its number of samples.
@@ -64,7 +65,7 @@ class GlobalShuffle(Sampler[list[int]]):
         self._epoch = 0
         self._start = 0  # samples of this epoch that were trained before the iteration that begins here
         self._num_given = 0  # batches of the iteration under way
-        self._is_exhausted = False
+        self._has_begun = False  # an iteration of this epoch
         self._check()
 
     def _check(self) -> None:
@@ -92,9 +93,9 @@ class GlobalShuffle(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of `epoch`; a position that was loaded within that same epoch is kept."""
-        if epoch != self._epoch or self._is_exhausted:
+        if epoch != self._epoch or self._has_begun:
             self._epoch, self._start = epoch, 0
-        self._num_given, self._is_exhausted = 0, False
+        self._num_given, self._has_begun = 0, False
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, int]:
         """Return where training stands: the same on every rank.
@@ -124,7 +125,7 @@ class GlobalShuffle(Sampler[list[int]]):
                 "order of the epoch would be another. Load it with the data set that it was saved with."
             )
         self._epoch, self._start, self.seed = state["epoch"], state["position"], state["seed"]
-        self._num_given, self._is_exhausted = 0, False
+        self._num_given, self._has_begun = 0, False
         if not self._cuts():
             self._epoch, self._start = self._epoch + 1, 0
 
@@ -142,13 +143,15 @@ class GlobalShuffle(Sampler[list[int]]):
         return self._cuts()[index]
 
     def __len__(self) -> int:
-        """Batches from the present position to the end of the epoch."""
-        return len(self._cuts())
+        """Batches of the iteration under way; after it, or before the first one, of the next."""
+        cuts = self._cuts()
+        is_over = self._has_begun and self._num_given == len(cuts)
+        return len(self._cuts(start=0)) if is_over else len(cuts)
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self._is_exhausted:
-            self._epoch, self._start, self._is_exhausted = self._epoch + 1, 0, False
-        self._num_given = 0
+        if self._has_begun:
+            self._epoch, self._start = self._epoch + 1, 0
+        self._num_given, self._has_begun = 0, True
         order = self.order(self._epoch)
         position = self._start
         for sizes in self._cuts():
@@ -156,11 +159,10 @@ class GlobalShuffle(Sampler[list[int]]):
             position += sum(sizes)
             self._num_given += 1
             yield order[begin : begin + sizes[self.rank]].tolist()
-        self._is_exhausted = True
 
-    def _cuts(self) -> list[tuple[int, ...]]:
-        """The ranks' numbers of samples, batch by batch, from the start position on."""
-        left = self.num_samples - self._start
+    def _cuts(self, start: int | None = None) -> list[tuple[int, ...]]:
+        """The ranks' numbers of samples, batch by batch, from sample `start` of the order on; None: from this one's."""
+        left = self.num_samples - (self._start if start is None else start)
         num_full, remainder = divmod(left, self.batch.micro_size)
         cuts = [self.batch.local] * num_full
         if self.last == "drop" or remainder == 0:

@@ -13,7 +13,8 @@ def norms(*lists: list[Tensor]) -> list[list[float]]:
     """Euclidean norms of lists of K tensors each: K numbers for every list.
 
     Args:
-        lists: Alike in lengths and shapes; of one dtype and device. Half precision is squared in single or double.
+        lists: Alike in lengths and shapes; of one dtype and device. Small tensors on the host are summed in double
+            precision, others in theirs, half precision in single: 4e-4 off for millions of elements.
 
     Contract:
         Local. On an accelerator it waits for the device, once.

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.recipes.large_minibatch import LargeMinibatch
 
 _ADAPTIVE = ("adam", "adagrad", "rmsprop", "lamb")
 _SHOWN_GROUPS = 4
+
+
+def facts_of(recipe: LargeMinibatch) -> dict[str, Any]:
+    """Return what a recipe derived from what, as plain numbers."""
+    steps_per_unit = recipe.unit_samples / recipe.batch.size
+    facts: dict[str, Any] = {
+        "batch": {**recipe.batch.as_dict(), "samples": recipe.batch.size, "words": str(recipe.batch)},
+        "reference_batch": recipe.reference_batch,
+        "scaling": recipe.scaling,
+        "factor": recipe.factor,
+        "reference_rates": recipe.reference_rates,
+        "peak_rates": [rate * recipe.factor for rate in recipe.reference_rates],
+        "rates": recipe.get_last_lr(),
+        "unit": "steps of the first batch" if recipe.epoch_samples is None else "epochs",
+        "warmup": {
+            "kind": recipe.curve.warmup_kind,
+            "time": recipe.curve.warmup,
+            "steps": recipe.curve.warmup * steps_per_unit,
+        },
+        "decay": repr(recipe.curve.decay),
+        "total": {"time": recipe.curve.total, "steps": recipe.curve.total * steps_per_unit},
+        "done": {"samples": recipe.samples, "steps": recipe.last_epoch, "time": recipe.time},
+        "changes": [asdict(change) for change in recipe.changes],
+        "optimizer": type(recipe.optimizer).__name__,
+    }
+    if recipe.noise is not None:
+        ratio = recipe.noise.noise_over_signal
+        facts["noise_over_signal"] = ratio if math.isfinite(ratio) else None
+        facts["noise"] = recipe.noise.in_words(recipe.batch.size)
+    return facts
 
 
 def report_text(facts: Mapping[str, Any]) -> str:

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm.direct import LARGEST, DirectSolver, Small
-from paceline.svm.exchange import fits, from_everyone
+from paceline.svm.exchange import fits
 from paceline.svm.kernels import Kernel
-from paceline.svm.problem import Counters, Problem, Solution, SolverSettings
+from paceline.svm.problem import Counters, Solution, SolverSettings
 from paceline.svm.samples import GramSamples, Samples
+from paceline.svm.threads import each, num_threads
 from paceline.svm.world import World
 
 _DOING = "solving small problems"
@@ -25,19 +26,6 @@ def in_order(samples: Samples, ids: NDArray[np.int64]) -> Samples:
     if isinstance(chosen, GramSamples):
         return GramSamples(np.arange(len(ids)), chosen.rows[:, ids])
     return chosen
-
-
-def solve_whole(problem: Problem, settings: SolverSettings, world: World) -> Solution:
-    """Solve a problem of at most `LARGEST` variables on rank 0. Collective; every rank gets its part of `beta`."""
-    everyone = from_everyone(world, problem.samples, _DOING)
-    parts = np.stack([problem.linear, problem.lower, problem.upper, problem.start]).transpose(2, 0, 1)
-    columns = np.concatenate(world.gather_uneven(parts.ravel(), _DOING)).reshape(-1, *parts.shape[1:])
-    order = np.argsort(everyone.ids)
-    linear, lower, upper, start = np.ascontiguousarray(columns[order].transpose(1, 2, 0))
-    num = len(order)
-    small = Small((0, num, num, num), linear, lower, upper, start)
-    found = deal(problem.kernel, in_order(everyone, np.arange(num)), [small], settings, world)[0]
-    return dataclasses.replace(found, beta=found.beta[problem.samples.ids])
 
 
 def deal(
@@ -67,12 +55,11 @@ def deal(
             mine.append(at)
     found: dict[int, Solution] = {}
     if mine:
-        solver = DirectSolver(kernel, samples, settings, width)
-        found = {at: solver.solve(problems[at]) for at in sorted(mine)}
+        found = _solve(kernel, samples, {at: problems[at] for at in sorted(mine)}, settings, width)
     if world.num_ranks > 1:
-        words = [_packed(at, solution) for at, solution in found.items()]
-        for packed in world.gather_uneven(np.concatenate([np.zeros(0), *words]), _DOING):
-            found.update(_unpacked(packed))
+        words = [packed(at, solution) for at, solution in found.items()]
+        for numbers in world.gather_uneven(np.concatenate([np.zeros(0), *words]), _DOING):
+            found.update(unpacked(numbers))
     counts = {"num_collectives": world.num_collectives, "num_bytes": world.num_bytes}
     return [
         dataclasses.replace(found[at], counters=dataclasses.replace(found[at].counters, **counts))
@@ -80,27 +67,50 @@ def deal(
     ]
 
 
-def _packed(at: int, solution: Solution) -> NDArray[np.float64]:
+def _solve(
+    kernel: Kernel,
+    samples: Samples,
+    problems: dict[int, Small],
+    settings: SolverSettings,
+    width: int,
+) -> dict[int, Solution]:
+    """Solve some on this rank's threads, each of which has its part of the cache."""
+    found: dict[int, Solution] = {}
+    num = min(num_threads(), len(problems))
+    part = dataclasses.replace(settings, cache_bytes=settings.cache_bytes / num)
+
+    def share(first: int) -> None:
+        solver = DirectSolver(kernel, samples, part, width)
+        for at in list(problems)[first::num]:
+            found[at] = solver.solve(problems[at])
+
+    each(share, range(num))
+    return found
+
+
+def packed(at: int, solution: Solution) -> NDArray[np.float64]:
+    """A numbered solution as numbers to send."""
     head = [at, len(solution.beta), solution.offset, solution.objective, solution.gap, solution.converged]
     counters = dataclasses.astuple(solution.counters)
     return np.concatenate([np.array([*head, *counters], np.float64), solution.beta])
 
 
-def _unpacked(packed: NDArray[np.float64]) -> dict[int, Solution]:
+def unpacked(numbers: NDArray[np.float64]) -> dict[int, Solution]:
+    """Solutions by number."""
     found, first = {}, 0
     names = [field.name for field in dataclasses.fields(Counters)]
-    while first < len(packed):
-        at, num, offset, objective, gap, converged = packed[first : first + 6]
+    while first < len(numbers):
+        at, num, offset, objective, gap, converged = numbers[first : first + 6]
         after = first + 6 + len(names)
         values: dict[str, Any] = {
-            name: int(value) for name, value in zip(names, packed[first + 6 : after], strict=True)
+            name: int(value) for name, value in zip(names, numbers[first + 6 : after], strict=True)
         }
         first = after + int(num)
-        beta = packed[after:first]
+        beta = numbers[after:first]
         found[int(at)] = Solution(
             beta, float(offset), float(objective), float(gap), bool(converged), Counters(**values)
         )
     return found
 
 
-__all__ = ["LARGEST", "deal", "fits", "in_order", "solve_whole"]
+__all__ = ["LARGEST", "deal", "fits", "in_order", "packed", "unpacked"]

@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm.compiled import LANES
-from paceline.svm.direct_loop import diagonal_of, gradients_from_rows, solve_on_demand
-from paceline.svm.kernel_row import source_of
+from paceline.svm.kernel_row import diagonal_of, source_of
 from paceline.svm.kernels import Kernel
 from paceline.svm.problem import Counters, Progress, Solution, SolverSettings
+from paceline.svm.row_store import RowStore, gradients_from_rows
 from paceline.svm.samples import Samples
+from paceline.svm.smo import Variables, solve
 
 LARGEST = 3_000  # variables
 _STEPS_A_TURN = 200_000
@@ -76,8 +77,7 @@ class DirectSolver:
         a, b, c, d = problem.bounds
         S, n = problem.linear.shape
         P = -(-n // LANES) * LANES
-        rows = self._rows(n, P)
-        owner, slot_of, next_slot = np.full(len(rows), -1), np.full(n, -1), np.zeros(1, np.int64)
+        store = self._store(problem.bounds, n, P)
 
         def padded(values: NDArray[np.float64]) -> NDArray[np.float64]:
             out = np.zeros((S, P))
@@ -91,9 +91,7 @@ class DirectSolver:
         steps = num_values = num_turns = 0
         while True:
             # From scratch: first for the start, then because rounding adds up over many updates.
-            num_values += gradients_from_rows(
-                self._source, problem.bounds, rows, slot_of, beta.sum(axis=0), g
-            )
+            num_values += gradients_from_rows(self._source, store, beta.sum(axis=0), g)
             F = g + linear
             free_up, free_down = beta < upper, beta > lower
             least, most = F[free_up].min(initial=np.inf), F[free_down].max(initial=-np.inf)
@@ -101,24 +99,8 @@ class DirectSolver:
             self._report(num_turns, steps, gap, n, beta, started_s)
             if gap <= tol or steps >= limit:
                 break
-            done, _, computed = solve_on_demand(
-                self._source,
-                problem.bounds,
-                self._shared,
-                self._shared_slot,
-                self._num_shared,
-                rows,
-                owner,
-                slot_of,
-                next_slot,
-                diagonal,
-                F.reshape(-1),
-                beta.reshape(-1),
-                lower.reshape(-1),
-                upper.reshape(-1),
-                tol,
-                min(limit - steps, _STEPS_A_TURN),
-            )
+            variables = Variables(F.ravel(), beta.ravel(), lower.ravel(), upper.ravel(), diagonal)
+            done, _, computed = solve(self._source, store, variables, tol, min(limit - steps, _STEPS_A_TURN))
             steps += done
             num_values += computed
             num_turns += 1
@@ -130,12 +112,15 @@ class DirectSolver:
         counters = Counters(num_turns, steps, num_values, 0, n, 0, 0, 0)
         return Solution(beta[:, :n].sum(axis=0), offset, objective, max(gap, 0.0), gap <= tol, counters)
 
-    def _rows(self, num: int, width: int) -> NDArray[np.float64]:
+    def _store(self, bounds: tuple[int, int, int, int], num: int, width: int) -> RowStore:
         """Room for kernel rows; pages that were used before come first."""
         num_rows = max(3, min(num, int(self._settings.cache_bytes // (8 * width))))
         if len(self._memory) < num_rows * width:
             self._memory = np.empty(num_rows * width)
-        return self._memory[: num_rows * width].reshape(num_rows, width)
+        rows = self._memory[: num_rows * width].reshape(num_rows, width)
+        owner, slot_of = np.full(num_rows, -1), np.full(num, -1)
+        shared = self._shared, self._shared_slot, self._num_shared
+        return RowStore(bounds, rows, owner, slot_of, np.zeros(1, np.int64), *shared)
 
     def _report(
         self, turn: int, steps: int, gap: float, num: int, beta: NDArray[np.float64], started_s: float

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from paceline.svm.kernels import Kernel
 from paceline.svm.samples import Samples
+from paceline.svm.threads import each
 
 _ROWS, _COLUMNS = 512, 2048
 
@@ -28,8 +29,9 @@ def expand(
     total = np.zeros((len(coefficients), len(samples)))
     is_one = len(coefficients) == 1
     slots = np.full(_ROWS, -1) if is_one else np.arange(_ROWS)
-    values = np.empty((1 if is_one else _ROWS, _COLUMNS), support.dtype)
-    for first in range(0, len(samples), _COLUMNS):
+
+    def tile_from(first: int) -> None:
+        values = np.empty((1 if is_one else _ROWS, _COLUMNS), support.dtype)
         tile = samples.take(slice(first, first + _COLUMNS))
         for k in range(0, len(support), _ROWS):
             panel = support.take(slice(k, k + _ROWS))
@@ -39,4 +41,6 @@ def expand(
             else:
                 kernel.write_rows(panel, tile, values, slots[: len(panel)])
                 out += factors @ values[: len(panel), : len(tile)]
+
+    each(tile_from, range(0, len(samples), _COLUMNS))
     return total

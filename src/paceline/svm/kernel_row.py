@@ -1,4 +1,4 @@
-"""One kernel row at a time, in double precision, from samples that are stored feature by feature: compiled.
+"""One kernel row at a time, from samples that are stored feature by feature: compiled.
 
 For problems so small that few of their kernel rows are ever needed: a row costs a pass over the features that the
 sample has, and no matrix product has to be prepared.
@@ -13,23 +13,13 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from paceline.svm.compiled import compiled
+from paceline.svm.gaussian import values_double, values_single
 from paceline.svm.kernels import Kernel
 from paceline.svm.samples import DenseSamples, GramSamples, Samples, SparseSamples
 
 _DENSE, _SPARSE, _GRAM = 0, 1, 2
 _KINDS = {"rbf": 0, "linear": 1, "poly": 2, "sigmoid": 3, "precomputed": 4}
-_LOG2_E = 1.4426950408889634
-_LN2 = 0.6931471805599453
-# 1 / k!, for e^r with |r| <= ln(2) / 2
-_E2, _E3, _E4, _E5, _E6, _E7 = 1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720, 1 / 5040
-_E8, _E9, _E10, _E11, _E12, _E13 = (
-    1 / 40320,
-    1 / 362880,
-    1 / 3628800,
-    1 / 39916800,
-    1 / 479001600,
-    1 / 6227020800,
-)
+_SINGLE = 5  # rbf in single precision
 
 
 class Source(NamedTuple):
@@ -53,23 +43,29 @@ class Source(NamedTuple):
     """
 
     form: int
-    rows: NDArray[np.float64]
-    columns: NDArray[np.float64]
+    rows: NDArray[Any]
+    columns: NDArray[Any]
     indptr: NDArray[np.int64]
     indices: NDArray[np.int64]
     data: NDArray[np.float64]
     column_indptr: NDArray[np.int64]
     column_indices: NDArray[np.int64]
     column_data: NDArray[np.float64]
-    squares: NDArray[np.float64]
+    squares: NDArray[Any]
     kind: int
     gamma: float
     coef0: float
     degree: float
 
 
-def source_of(kernel: Kernel, samples: Samples) -> Source:
-    """The samples in the form that `kernel_row` reads. Gram samples must be numbered from 0 in order."""
+def source_of(kernel: Kernel, samples: Samples, dtype: Any = np.float64) -> Source:
+    """The samples in the form that `kernel_row` reads. Gram samples must be numbered from 0 in order.
+
+    Args:
+        kernel: Between the samples.
+        samples: All of a problem.
+        dtype: Of dense rows, and so of their kernel values.
+    """
     none, no_numbers, no_index = np.zeros((0, 0)), np.zeros(0), np.zeros(0, np.int64)
     shape = {
         "kind": _KINDS[kernel.name],
@@ -105,7 +101,9 @@ def source_of(kernel: Kernel, samples: Samples) -> Source:
         rows = np.ascontiguousarray(samples.rows, np.float64)
         return Source(**{**empty, "form": _GRAM, "rows": rows})
     assert isinstance(samples, DenseSamples)
-    rows = np.ascontiguousarray(samples.rows, np.float64)
+    rows = np.ascontiguousarray(samples.rows, dtype)
+    if dtype == np.float32 and kernel.name == "rbf":
+        empty |= {"kind": _SINGLE, "squares": empty["squares"].astype(dtype)}
     return Source(**{**empty, "form": _DENSE, "rows": rows, "columns": np.ascontiguousarray(rows.T)})
 
 
@@ -125,11 +123,13 @@ def kernel_row(source: Source, i: int, first: int, last: int, out: NDArray[np.fl
 
 
 @compiled
-def diagonal_value(source: Source, i: int) -> float:
-    """The kernel value of sample i with itself."""
-    out = np.empty(1)
-    kernel_row(source, i, i, i + 1, out)
-    return float(out[0])
+def diagonal_of(source: Source, out: NDArray[np.float64]) -> None:
+    """Write the kernel values of the first samples with themselves to `out`, shape (N,)."""
+    if source.kind in (0, _SINGLE):
+        out[:] = 1.0
+        return
+    for i in range(len(out)):
+        kernel_row(source, i, i, i + 1, out[i : i + 1])
 
 
 @compiled
@@ -177,27 +177,14 @@ def _sparse_products(source: Source, i: int, first: int, last: int, out: NDArray
 
 
 @compiled
-def _apply(source: Source, i: int, first: int, last: int, out: NDArray[np.float64]) -> None:
+def _apply(source: Source, i: int, first: int, last: int, out: NDArray[Any]) -> None:
     """Turn products into kernel values, in place."""
     n = last - first
     gamma, coef0 = source.gamma, source.coef0
-    if source.kind == 0:
-        bits = np.empty(n, np.int64)
-        power = bits.view(np.float64)
-        squares = source.squares[first:last]
-        mine = source.squares[i]
-        for t in range(n):
-            z = gamma * (2.0 * out[t] - (squares[t] + mine))
-            z = max(-708.0, min(0.0, z))
-            m = np.int64(z * _LOG2_E - 0.5)
-            r = z - np.float64(m) * _LN2
-            q = _E10 + r * (_E11 + r * (_E12 + r * _E13))
-            q = _E6 + r * (_E7 + r * (_E8 + r * (_E9 + r * q)))
-            q = _E2 + r * (_E3 + r * (_E4 + r * (_E5 + r * q)))
-            out[t] = 1.0 + r * (1.0 + r * q)
-            bits[t] = (m + 1023) << 52
-        for t in range(n):
-            out[t] *= power[t]
+    if source.kind == _SINGLE:
+        values_single(out, source.squares[i], source.squares[first:last], gamma, out)
+    elif source.kind == 0:
+        values_double(out, source.squares[i], source.squares[first:last], gamma, out)
     elif source.kind == 2:
         degree = source.degree
         if 1 <= degree <= 8 and degree == np.floor(degree):

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import copy_rows, rbf_rows_double, rbf_rows_single
+from paceline.svm.gaussian import gaussian_rows
+from paceline.svm.row_loops import copy_rows
 from paceline.svm.samples import Samples
+from paceline.svm.threads import each
 
-_TILE = 512
+_TILE, _WIDEST = 512, 4096
 _NO_FACTORS = np.zeros(0)
 
 
@@ -58,21 +60,35 @@ class Kernel:
 
         A row whose slot is -1 is not kept: it never leaves the processor's cache.
         """
-        scratch = np.empty(_TILE * _TILE, out.dtype)
+        is_single = out.dtype == np.float32
         left_squares, right_squares = left.squares.astype(out.dtype), right.squares.astype(out.dtype)
         panels = [(k, left.take(slice(k, k + _TILE))) for k in range(0, len(left), _TILE)]
-        for first in range(0, len(right), _TILE):
-            tile = right.take(slice(first, first + _TILE))
+        width = min(_WIDEST, _TILE * _TILE // max(1, min(len(left), _TILE)))
+
+        def tile_from(first: int) -> None:
+            tile = right.take(slice(first, first + width))
+            scratch = np.empty(min(len(left), _TILE) * len(tile), out.dtype)
             for k, panel in panels:
                 dots = scratch[: len(panel) * len(tile)].reshape(len(panel), len(tile))
                 panel.dots(tile, dots)
                 chosen = slice(k, k + _TILE)
                 if self.name == "rbf":
-                    write = rbf_rows_single if out.dtype == np.float32 else rbf_rows_double
-                    ours, theirs = left_squares[chosen], right_squares[first : first + _TILE]
-                    write(dots, ours, theirs, self.gamma, out, slots[chosen], first, factors[chosen], total)
+                    squares = left_squares[chosen], right_squares[first : first + width]
+                    gaussian_rows(
+                        dots,
+                        squares,
+                        self.gamma,
+                        is_single,
+                        out,
+                        slots[chosen],
+                        first,
+                        factors[chosen],
+                        total,
+                    )
                 else:
                     copy_rows(self._of_dots(dots), out, slots[chosen], first, factors[chosen], total)
+
+        each(tile_from, range(0, len(right), width))
 
     def _of_dots(self, dots: NDArray[Any]) -> NDArray[Any]:
         if self.name == "poly":

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from sklearn.base import OutlierMixin
 
 from paceline.svm.estimator import KernelMachine
-from paceline.svm.problem import Problem
+from paceline.svm.problem import Problem, filled
 from paceline.svm.samples import Samples
 from paceline.svm.training_set import TrainingSet
 
@@ -22,7 +22,7 @@ class OneClassSVM(OutlierMixin, KernelMachine):  # type: ignore[misc]
 
     Args:
         kernel: As in `SVC`; so are `degree`, `gamma`, `coef0`, `tol`, `shrinking`, `cache_size`, `verbose`,
-            `max_iter`, `elimination` and `rows`.
+            `max_iter`, `elimination`, `rows` and `warm_start`.
         nu: Upper bound of the fraction of outliers, lower bound of that of support vectors; in (0, 1].
 
     Attributes:
@@ -53,6 +53,7 @@ class OneClassSVM(OutlierMixin, KernelMachine):  # type: ignore[misc]
         max_iter: int = -1,
         elimination: str = "adaptive",
         rows: str = "own",
+        warm_start: bool = False,
     ) -> None:
         self.kernel = kernel
         self.degree = degree
@@ -66,6 +67,7 @@ class OneClassSVM(OutlierMixin, KernelMachine):  # type: ignore[misc]
         self.max_iter = max_iter
         self.elimination = elimination
         self.rows = rows
+        self.warm_start = warm_start
 
     _needs_targets = False
 
@@ -88,20 +90,30 @@ class OneClassSVM(OutlierMixin, KernelMachine):  # type: ignore[misc]
             linear=np.zeros((1, len(mine))),
             lower=np.zeros((1, len(mine))),
             upper=weights[None],
-            start=self._first_samples_full(data, samples.ids, weights)[None],
+            start=self._feasible(data, mine, samples.ids)[None],
         )
         self._keep_one(data, self._solve(data, problem))
         self.offset_ = -self.intercept_
 
-    def _first_samples_full(
-        self, data: TrainingSet, ids: NDArray[np.int64], weights: NDArray[np.float64]
+    def _feasible(
+        self, data: TrainingSet, mine: NDArray[np.int64], ids: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """A feasible start, as LIBSVM's: the first samples at their bounds, until nu of all weight is used."""
+        """A start whose sum is nu of all weight: the last fit's, or as LIBSVM's the first samples at their bounds.
+
+        Args:
+            data: The training set.
+            mine: Local positions of this rank's samples in the problem.
+            ids: Their numbers in it.
+        """
         doing = "exchanging weights"
         order = np.argsort(np.concatenate(data.world.gather_uneven(ids, doing)))
-        everyone = np.concatenate(data.world.gather_uneven(weights, doing))[order]
-        before = np.concatenate([[0.0], np.cumsum(everyone)[:-1]])
-        return np.asarray(np.clip(self.nu * everyone.sum() - before[ids], 0.0, weights))
+        upper = np.concatenate(data.world.gather_uneven(data.weights[mine], doing))[order]
+        total = self.nu * upper.sum()
+        last = self._start(data, (1, data.num_rows))
+        if last is not None:
+            return filled(last[0, data.all_ids], upper, total)[ids]
+        before = np.concatenate([[0.0], np.cumsum(upper)[:-1]])
+        return np.asarray(np.clip(total - before, 0.0, upper))[ids]
 
     def score_samples(self, X: Any) -> NDArray[np.float64]:
         """How alike the rows of X are to the class, shape (N,)."""

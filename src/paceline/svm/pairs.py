@@ -13,7 +13,7 @@ from paceline.svm.direct import Small
 from paceline.svm.kernels import Kernel
 from paceline.svm.problem import Problem, Solution, SolverSettings, feasible
 from paceline.svm.samples import Samples
-from paceline.svm.solver import Solver
+from paceline.svm.solving import solve
 from paceline.svm.training_set import TrainingSet
 
 
@@ -133,7 +133,7 @@ class Pairs:
             upper=np.maximum(0.0, y * cost)[None],
             start=self._feasible(pair, everyone)[np.searchsorted(everyone, places[mine])][None],
         )
-        solution = Solver(problem, settings, data.world).solve()
+        solution = solve(problem, settings, data.world)
         table[other - 1, mine[is_one]] = solution.beta[is_one]
         table[one, mine[~is_one]] = solution.beta[~is_one]
         return solution

@@ -162,3 +162,19 @@ def feasible(
     return np.asarray(
         np.where(beta > 0, beta * (least / max(up, 1e-300)), beta * (least / max(down, 1e-300)))
     )
+
+
+def filled(last: NDArray[np.float64], upper: NDArray[np.float64], total: float) -> NDArray[np.float64]:
+    """Coefficients between 0 and `upper` whose sum is `total`, near `last`: scaled down, or filled up evenly.
+
+    Args:
+        last: Coefficients of an earlier fit, of all ranks' variables.
+        upper: At least 0, with a sum of at least `total`.
+        total: Of the coefficients.
+    """
+    beta = np.clip(last, 0.0, upper)
+    excess = beta.sum() - total
+    if excess > 0:
+        return np.asarray(beta * (total / beta.sum()))
+    room = upper - beta
+    return np.asarray(np.minimum(upper, beta - excess * room / max(room.sum(), 1e-300)))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import compact_rows
+from paceline.svm.row_loops import compact_rows
 
 _MOST_SPARE_BYTES = 512e6
 _LATELY = 3

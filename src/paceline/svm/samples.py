@@ -13,7 +13,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import LANES, sparse_dots
+from paceline.svm.compiled import LANES
+from paceline.svm.row_loops import sparse_dots
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -216,3 +217,13 @@ class GramSamples:
 
     def joined(self, others: GramSamples) -> GramSamples:
         return GramSamples(np.concatenate([self.ids, others.ids]), np.concatenate([self.rows, others.rows]))
+
+
+def renumbered(samples: Samples, ids: NDArray[np.int64]) -> Samples:
+    """The same samples under other numbers."""
+    if isinstance(samples, SparseSamples):
+        return SparseSamples(ids, samples.rows, samples.squares)
+    if isinstance(samples, GramSamples):  # its columns are numbers too
+        return GramSamples(ids, samples.rows)
+    assert isinstance(samples, DenseSamples)
+    return DenseSamples(ids, samples.rows, samples.squares)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
 from paceline.svm.exchange import from_everyone
-from paceline.svm.samples import DenseSamples, GramSamples, Samples, SparseSamples
+from paceline.svm.samples import DenseSamples, GramSamples, Samples, SparseSamples, renumbered
 from paceline.svm.world import Alone, GroupWorld, World
 
 _T = TypeVar("_T")
@@ -150,11 +150,3 @@ class TrainingSet:
         """
         everyone = from_everyone(self.world, samples.take(positions), "exchanging support vectors")
         return everyone.take(np.argsort(everyone.ids))
-
-
-def renumbered(samples: Samples, ids: NDArray[np.int64]) -> Samples:
-    """The same samples under other numbers."""
-    if isinstance(samples, SparseSamples):
-        return SparseSamples(ids, samples.rows, samples.squares)
-    assert isinstance(samples, DenseSamples)
-    return DenseSamples(ids, samples.rows, samples.squares)

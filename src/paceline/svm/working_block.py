@@ -7,64 +7,64 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import LANES, slide_and_mirror
+from paceline.svm.compiled import LANES, compiled
 from paceline.svm.kernels import Kernel
 from paceline.svm.samples import Samples
 
 
 class WorkingBlock:
-    """The block of rank 0, in one buffer that is used again for every working set.
+    """The block, in one of two buffers that are used in turn.
 
     Args:
         kernel: Between samples.
-        size: Variables of a working set, at most.
 
     Attributes:
         num_kernel_values: Kernel values computed so far.
     """
 
-    def __init__(self, kernel: Kernel, size: int) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._size = size
-        self._num_first = self._num_last = 0
-        self._buffer: NDArray[Any] = np.zeros((0, 0))
+        self._memory: list[NDArray[Any]] = [np.empty(0), np.empty(0)]
         self.num_kernel_values = 0
+        self.forget()
 
     def forget(self) -> None:
         """Know nothing of the last working set; the precision may change."""
-        self._num_first = self._num_last = 0
+        self._last: NDArray[Any] = np.zeros((0, 0))  # among the newest of the last set
 
-    def among(self, panel: Samples, which: NDArray[np.int64], num_known: int) -> NDArray[Any]:
-        """Compute the values among the working set's variables.
+    def among(self, panel: Samples, num_known: int) -> NDArray[Any]:
+        """Compute the values among the working set's samples.
 
         Args:
-            panel: Its samples.
-            which: Sample of every variable.
-            num_known: Variables that were among the newest of the last set, and are the first, in the same order.
+            panel: They, each once.
+            num_known: Samples that were among the newest of the last set, and are the first, in the same order.
 
         Returns:
-            Shape (variables, variables padded to LANES), zero in the padding; valid until the next call.
+            Shape (samples, samples padded to LANES), zero in the padding; valid until the call after the next.
         """
-        size = len(which)
+        size = len(panel)
         width = (size + LANES - 1) // LANES * LANES
-        if len(panel) != size:
-            out = np.zeros((size, width), panel.dtype)
-            out[:, :size] = self._kernel.values(panel, panel)[np.ix_(which, which)]
-            self.num_kernel_values += len(panel) ** 2
-            self.forget()
-            return out
-        if self._buffer.dtype != panel.dtype or len(self._buffer) < size:
-            most = max(self._size, size)
-            self._buffer = np.zeros((most, (most + LANES - 1) // LANES * LANES), panel.dtype)
-            self.forget()
-        out = self._buffer[:size, :width]
-        known = min(num_known, self._num_last)
-        if known:
-            slide_and_mirror(self._buffer, self._num_first, known, size)
+        memory, self._memory = self._memory[0], self._memory[::-1]
+        if len(memory) < size * width or memory.dtype != panel.dtype:
+            memory = self._memory[1] = np.empty(size * width, panel.dtype)
+        out = memory[: size * width].reshape(size, width)
+        known = min(num_known, len(self._last))
+        out[:known, :known] = self._last[:known, :known]
+        out[:, size:] = 0
         new = panel.take(slice(known, None))
         self._kernel.write_rows(new, panel, out, np.arange(known, size))
         self.num_kernel_values += len(new) * size
-        slide_and_mirror(self._buffer, -1, known, size)
-        out[:, size:] = 0
-        self._num_first, self._num_last = num_known, size - num_known
+        _mirror(out, known, size)
+        self._last = out[num_known:, num_known:]
         return out
+
+
+@compiled
+def _mirror(block: NDArray[Any], known: int, size: int) -> None:
+    """Write the first `known` columns of the rows from `known` on to the columns from there on."""
+    width = 32  # tiles: a column at a time would miss the cache at every step
+    for i0 in range(known, size, width):
+        for j0 in range(0, known, width):
+            for j in range(j0, min(j0 + width, known)):
+                for i in range(i0, min(i0 + width, size)):
+                    block[j, i] = block[i, j]

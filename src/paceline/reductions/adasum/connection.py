@@ -1,9 +1,10 @@
 """Connections of its own for Adasum, and the thread that uses them.
 
 Rules
-1. What Adasum sends never meets other traffic: it has a Gloo group of its own, whatever the caller's group is. That
-   is made by c10d's store alone, without `new_group`, so it is safe for groups over some of the world's ranks.
-2. The group's name in the store is drawn by rank 0 and broadcast over the caller's group at the first launch. So it
+1. What Adasum sends never meets other traffic: whatever the caller's group is, it has shared memory of its own where
+   all ranks are on one host, else a Gloo group of its own. Both are made by c10d's store alone, without `new_group`, so
+   that is safe for groups over some of the world's ranks.
+2. Their name in the store is drawn by rank 0 and broadcast over the caller's group at the first launch. So it
    cannot differ between ranks that have a different history, such as a wrapping that was refused on one of them.
 3. Everything that blocks happens on a lane: Adasums are performed in the order of their launch.
 4. A tensor of an accelerator is staged through host memory, on the stream that was current at the launch.
@@ -34,7 +35,9 @@ from paceline.reductions.collectives import device_for_words, launch_broadcast
 from paceline.reductions.pending import PendingWork
 from paceline.schedules import Topology
 from paceline.schedules.vector_halving import vector_halving
+from paceline.transports import Transport
 from paceline.transports.c10d import C10dTransport
+from paceline.transports.shared_memory import SharedMemoryTransport, join_host
 
 FindTopology = Callable[[Executor, float], Topology]
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -89,16 +92,22 @@ class Connection:
         """At the first use: meet the other ranks."""
         if self._performance is None:
             self._token_sent.wait()
-            name = f"paceline/adasum/{int(self._token.item())}"
-            rank, size = self.process_group.rank(), self.process_group.size()
-            gloo: Any = make_gloo(
-                dist.PrefixStore(name, self._store), rank, size, self._timeout, address_towards(size)
-            )
-            transport = C10dTransport(gloo)
+            transport = self._make_transport(int(self._token.item()))
             timeout_s = self._timeout.total_seconds()
             topology = self._find_topology(Executor(transport), timeout_s)
             self._performance = Performance(transport, vector_halving(topology), timeout_s)
         return self._performance
+
+    def _make_transport(self, token: int) -> Transport:
+        rank, size = self.process_group.rank(), self.process_group.size()
+        store = dist.PrefixStore(f"paceline/adasum/{token}", self._store)
+        host = join_host(dist.PrefixStore("memory", store), rank, size)
+        if len(host.hosts) == 1:
+            return SharedMemoryTransport(host)
+        gloo: Any = make_gloo(
+            dist.PrefixStore("gloo", store), rank, size, self._timeout, address_towards(len(host.hosts))
+        )
+        return C10dTransport(gloo)
 
 
 def timeout_of(process_group: ProcessGroup) -> timedelta:

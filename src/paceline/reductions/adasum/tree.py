@@ -11,7 +11,7 @@ What holds for every n
 * Scaling all inputs scales the output.
 * Swapping the two sides of any node that has equally many inputs on both changes no bit; so does swapping the two
   inputs of a pair. Other permutations change the result: Adasum is not associative.
-* Per tensor: no tensor's result depends on another tensor.
+* Per tensor: no tensor's result depends on another tensor, but for rounding.
 """
 
 from __future__ import annotations

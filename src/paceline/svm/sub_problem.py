@@ -1,0 +1,90 @@
+"""A working set's own problem: its variables are optimised, all others stay where they are.
+
+Pair updates touch a part of the working set only. Where rows are short, the kernel values among its samples are
+computed row by row when first needed; where they are long or not dense, all at once, by a matrix product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.svm.compiled import LANES
+from paceline.svm.kernel_row import diagonal_of, source_of
+from paceline.svm.kernels import Kernel
+from paceline.svm.row_store import row_store
+from paceline.svm.samples import DenseSamples, Samples
+from paceline.svm.smo import Variables, solve
+from paceline.svm.working_block import WorkingBlock
+
+_NARROW = 48  # features from which a matrix product pays, though half of its values are never used
+_NO_SAMPLES = DenseSamples(np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros(0))
+
+
+class SubProblem:
+    """Solves working sets, one after another, in memory that is used again.
+
+    Args:
+        kernel: Between samples.
+
+    Attributes:
+        num_kernel_values: Kernel values computed so far.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._block = WorkingBlock(kernel)
+        self._room: NDArray[Any] = np.empty(0)
+        self._num_values = 0
+
+    @property
+    def num_kernel_values(self) -> int:
+        return self._num_values + self._block.num_kernel_values
+
+    def forget(self) -> None:
+        """Know nothing of the last working set; the precision may change."""
+        self._block.forget()
+
+    def solve(
+        self, panel: Samples, num_known: int, table: NDArray[np.float64], target: float, most_steps: int
+    ) -> tuple[NDArray[np.float64], int, float]:
+        """Optimise.
+
+        Args:
+            panel: M samples, each once.
+            num_known: The first of them, which were among the newest of the last set, in the same order.
+            table: Gradients, coefficients, least and largest coefficients, shape (4, S, M).
+            target: Stop when the largest violation is below it.
+            most_steps: Stop after as many pair updates.
+
+        Returns:
+            The coefficients, shape (S, M), the number of pair updates, and by how much they lowered the objective.
+        """
+        num = len(panel)
+        width = -(-num // LANES) * LANES
+        padded = np.zeros((4, table.shape[1], width))
+        padded[:, :, :num] = table
+        diagonal = np.ones(width)
+        if isinstance(panel, DenseSamples) and panel.rows.shape[1] < _NARROW:
+            source = source_of(self._kernel, panel, panel.dtype)
+            diagonal_of(source, diagonal[:num])
+            store = row_store(num, self._rows(num, width, panel.dtype))
+        else:
+            source = source_of(self._kernel, _NO_SAMPLES, panel.dtype)
+            K: NDArray[Any] = self._block.among(panel, num_known)
+            diagonal[:num] = K.diagonal()
+            store = row_store(num, K)
+            store.slot_of[:] = np.arange(num)
+        rounded = padded[0].ravel().astype(store.rows.dtype), diagonal.astype(store.rows.dtype)
+        variables = Variables(rounded[0], padded[1].ravel(), padded[2].ravel(), padded[3].ravel(), rounded[1])
+        steps, decrease, num_values = solve(source, store, variables, target, most_steps)
+        self._num_values += num_values
+        return variables.beta.reshape(-1, width)[:, :num], steps, decrease
+
+    def _rows(self, num: int, width: int, dtype: Any) -> NDArray[Any]:
+        """Room for all rows; pages that are never written to cost nothing."""
+        if len(self._room) < num * width or self._room.dtype != dtype:
+            self._room = np.empty(2 * num * width, dtype)
+        return self._room[: num * width].reshape(num, width)
