@@ -42,6 +42,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ["memory", "--sides", "torch,ours"],
         ["overlap"],
         ["compression"],
+        ["auto_compression"],
     ],
     ids="-".join,
 )
@@ -57,7 +58,9 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     assert record["samples"]
     assert record["rows"]
     assert all(len(row) == len(record["columns"]) for row in record["rows"])
-    baseline = {"memcpy", "int8"} if arguments[0] == "compression" else {"torch", "ours"}
+    baseline = {"compression": {"memcpy", "int8"}, "auto_compression": {"light", "loopback"}}.get(
+        arguments[0], {"torch", "ours"}
+    )
     assert baseline <= {cell for row in record["rows"] for cell in row}
     assert json.loads((tmp_path / f"{record['name']}.json").read_text()) == record
     assert (tmp_path / f"{record['name']}.png").exists() or not _has_matplotlib()
