@@ -42,6 +42,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ["memory", "--sides", "torch,ours"],
         ["overlap"],
         ["compression"],
+        ["auto_compression"],
     ],
     ids="-".join,
 )
@@ -57,10 +58,23 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     assert record["samples"]
     assert record["rows"]
     assert all(len(row) == len(record["columns"]) for row in record["rows"])
-    baseline = {"memcpy", "int8"} if arguments[0] == "compression" else {"torch", "ours"}
+    baseline = {"compression": {"memcpy", "int8"}, "auto_compression": {"light", "loopback"}}.get(
+        arguments[0], {"torch", "ours"}
+    )
     assert baseline <= {cell for row in record["rows"] for cell in row}
     assert json.loads((tmp_path / f"{record['name']}.json").read_text()) == record
     assert (tmp_path / f"{record['name']}.png").exists() or not _has_matplotlib()
+
+
+@pytest.mark.slow
+def test_adasum_benchmark_reports(tmp_path: Path) -> None:
+    """Over both backends, and with two ranks no more bytes than the limit, but for dot products and headers."""
+    done = run("benchmarks.adasum", "--quick", "--json", "--results-folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert set(record) >= SHAPE
+    assert [row[0].partition(":")[0] for row in record["rows"]] == ["gloo", "paceline"]
+    assert all(1.0 <= float(row[-1]) < 1.05 for row in record["rows"])
 
 
 def test_an_unknown_name_is_one_paragraph() -> None:

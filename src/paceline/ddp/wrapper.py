@@ -81,7 +81,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
         compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", "onebit", "topk", "randomk", "powersgd", a
-            `paceline.compression.Compressor`, or a reduction that compresses. Not torch's.
+            `paceline.compression.Compressor`, or a reduction that compresses; "auto": only where that shortens a step.
+            Not torch's.
 
     Contract:
         Collective: the constructor (unless `init_sync=False`), a forward that will be synchronized (buffers), and the

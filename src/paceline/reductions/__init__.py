@@ -1,6 +1,7 @@
 """What combining the ranks' gradients means: the mean, Adasum, or whatever a communication hook does."""
 
 from paceline.reductions.adasum import Adasum
+from paceline.reductions.auto import Auto
 from paceline.reductions.choice import choose_reduction
 from paceline.reductions.compressed import Compressed
 from paceline.reductions.hook import GradBucket, HookReduction
@@ -16,6 +17,7 @@ from paceline.reductions.traffic import Traffic
 
 __all__ = [
     "Adasum",
+    "Auto",
     "Compressed",
     "GradBucket",
     "GradientNoiseScale",

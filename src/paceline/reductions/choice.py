@@ -9,6 +9,7 @@ from paceline import compression as compressors
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
 from paceline.reductions.adasum import Adasum
+from paceline.reductions.auto import Auto
 from paceline.reductions.compressed import Compressed
 from paceline.reductions.mean import Mean
 from paceline.reductions.powersgd import PowerSGD
@@ -25,7 +26,10 @@ COMPRESSIONS: dict[str, Callable[[], Reduction]] = {
     **{name: functools.partial(_compress_by, kind) for name, kind in compressors.BY_NAME.items()},
     "powersgd": PowerSGD,
 }
-"""What `compression=` understands: every compressor with its default settings, and reductions that compress."""
+"""Every codec with its default settings: compressors, and reductions that compress."""
+
+_UNDERSTOOD: dict[str, Callable[[], Reduction]] = {**COMPRESSIONS, "auto": Auto}
+"""By `compression=`: a codec, or what chooses one."""
 
 
 def choose_reduction(
@@ -46,7 +50,7 @@ def choose_reduction(
         )
     if isinstance(compression, Compressor):
         return Compressed(compression)
-    return _find(compression, "compression", COMPRESSIONS)
+    return _find(compression, "compression", _UNDERSTOOD)
 
 
 def _find(given: object, argument: str, table: dict[str, Callable[[], Reduction]]) -> Reduction:
