@@ -3,8 +3,8 @@
 One rank and one thread, so that nothing waits for a network. A bucket is compressed and its own payload decoded, as a
 rank does for itself; `memcpy` copies the bucket there and back. Sides take turns at each size; a compressor's time is
 set against memcpy's of the same round. A time is that of the thread (time.thread_time), which leaves out what others
-do on the machine. GB/s are bytes of gradients (float32) by time. What is gathered is decoded once a rank, so on P
-ranks add P-1 times the decoding.
+do on the machine. GB/s are bytes of gradients (float32) by time. What is gathered is decoded once a rank, so on P ranks
+add P-1 times the decoding.
 """
 
 import time

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 from sklearn.metrics.pairwise import pairwise_kernels
 
-from paceline.svm import dealing, solver, solving
+from paceline.svm import dealing, solving, working_set
 
 TIGHT = 1e-6
 
@@ -58,6 +58,6 @@ def working_sets_of(size):
         mock.patch.object(dealing, "LARGEST", 0),
         mock.patch.object(solving, "LARGEST", 0),
         mock.patch.object(solving, "_LEAST_ROW_S", 0.0),
-        mock.patch.object(solver, "working_set_size", lambda num, _=0: min(size, max(2, num))),
+        mock.patch.object(working_set, "working_set_size", lambda num, _=0: min(size, max(2, num))),
     ):
         yield

@@ -66,6 +66,17 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     assert (tmp_path / f"{record['name']}.png").exists() or not _has_matplotlib()
 
 
+@pytest.mark.slow
+def test_adasum_benchmark_reports(tmp_path: Path) -> None:
+    """Over both backends, and with two ranks no more bytes than the limit, but for dot products and headers."""
+    done = run("benchmarks.adasum", "--quick", "--json", "--results-folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert set(record) >= SHAPE
+    assert [row[0].partition(":")[0] for row in record["rows"]] == ["gloo", "paceline"]
+    assert all(1.0 <= float(row[-1]) < 1.05 for row in record["rows"])
+
+
 def test_an_unknown_name_is_one_paragraph() -> None:
     """No traceback for a typing mistake; the message lists what there is."""
     done = run("benchmarks.step_time", "--workload", "resnet5")

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import warnings
 
 import pytest
@@ -15,12 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from models import WORKLOADS, Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError, PeerAbortedError
+from paceline.optim import AdasumOptimizer
+from paceline.reductions import Message
 from paceline.reductions.adasum import Adasum, combine
 from paceline.reductions.adasum.operator import Segments
 from paceline.reductions.adasum.performance import Performance
 from paceline.schedules import Link, Links, Topology, price
 from paceline.schedules.vector_halving import vector_halving
+from paceline.transports.c10d import C10dTransport
 from paceline.transports.in_memory import InMemoryNetwork
+from paceline.transports.shared_memory import SharedMemoryTransport
 from ranks import pool
 
 FREE = Links(Link(0.0, 1e9), Link(0.0, 1e9))
@@ -168,8 +173,18 @@ def gradients(model, rank, step, workload):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def each_step(rank, num_ranks, name):
+def each_step(rank, num_ranks, name, shared_memory):
     """Three steps (the buckets are cut anew after the first) against the tree over what each rank alone has."""
+    os.environ["PACELINE_SHARED_MEMORY"] = shared_memory
+    try:
+        return check_steps(
+            rank, num_ranks, name, SharedMemoryTransport if shared_memory == "yes" else C10dTransport
+        )
+    finally:
+        del os.environ["PACELINE_SHARED_MEMORY"]
+
+
+def check_steps(rank, num_ranks, name, transport):
     workload = WORKLOADS[name]
     torch.manual_seed(0)
     plain = workload.build()
@@ -184,6 +199,8 @@ def each_step(rank, num_ranks, name):
             tolerance = {2: 2e-2, 4: 1e-5}.get(result.dtype.itemsize, 1e-6) * max(scale, 1e-30)
             assert float((result - expected).abs().double().norm()) <= tolerance, (name, step, index)
         digests.append(digest(mine))
+    if num_ranks > 1:
+        assert isinstance(model.reduction._connection._performance.transport, transport)
     if num_ranks == 1:
         assert math.isnan(model.reduction.orthogonality)  # nothing was combined
         return digests
@@ -194,13 +211,57 @@ def each_step(rank, num_ranks, name):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "name"),
-    [(1, "mlp"), (2, "mixed_dtypes"), (2, "complex"), (3, "conv_bn"), (3, "odd_shapes"), (4, "wide_mlp")],
+    ("num_ranks", "name", "shared_memory"),
+    [
+        (1, "mlp", "yes"),
+        (2, "mixed_dtypes", "yes"),
+        (2, "complex", "0"),
+        (3, "conv_bn", "0"),
+        (3, "odd_shapes", "yes"),
+        (4, "wide_mlp", "yes"),
+        (4, "mixed_dtypes", "0"),
+    ],
 )
-def test_gradients_are_the_adasum_of_what_each_rank_has(num_ranks, name):
+def test_gradients_are_the_adasum_of_what_each_rank_has(num_ranks, name, shared_memory):
     """Mixed, half-precision and complex buckets, large and small gradients, empty ones; bitwise equal on all ranks."""
-    digests = pool(num_ranks).run(each_step, name)
+    digests = pool(num_ranks).run(each_step, name, shared_memory)
     assert all(each == digests[0] for each in digests)
+
+
+def train(rank, num_ranks):
+    """Both forms on a small problem: where each begins and ends, and the parameters' bits."""
+    found = []
+    for form in ("gradients", "updates"):
+        torch.manual_seed(0)
+        model = Mlp()
+        if form == "gradients":
+            model = DistributedDataParallel(model, reduction="adasum")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        else:
+            optimizer = AdasumOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+        reduction = model.reduction if form == "gradients" else optimizer.reduction
+        losses, ratios = [], []
+        for step in range(25):
+            x = torch.randn(16, 8, generator=generator(rank, step))
+            loss = nn.functional.mse_loss(model(x), x[:, :4])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            ratios.append(reduction.orthogonality)
+        found.append((losses[0], losses[-1], min(ratios), max(ratios), digest(list(model.parameters()))))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_training(num_ranks):
+    """The loss falls, the ranks agree bit by bit, and gradients lie between agreeing (1/P) and orthogonal (1)."""
+    values = pool(num_ranks).run(train)
+    for form in range(2):
+        assert len({value[form][-1] for value in values}) == 1
+        for first, last, lowest, highest, _ in (value[form] for value in values):
+            assert last < 0.8 * first
+            assert 0.9 / num_ranks < lowest <= highest < 1.3
 
 
 def odd_uses(rank, num_ranks):
@@ -273,6 +334,29 @@ def test_odd_uses(num_ranks):
     """`no_sync`, other traffic, unfreezing, a group over some of the ranks, a second model."""
     values = [value for value in pool(num_ranks).run(odd_uses) if value is not None]
     assert values == values[:1] * 2
+
+
+def launched_alone(rank, num_ranks):
+    """Rank 1 launches only when rank 0 has come back from launching three messages."""
+    group = dist.group.WORLD
+    store = dist.distributed_c10d._get_default_store()
+    adasum = Adasum()
+    flats = [torch.full((size,), float(rank + 1)) for size in (5, 300_000, 1)]
+    if rank:
+        store.wait(["rank 0 is back"])
+    pending = [
+        adasum.launch(Message(index, index == 2, flat, len(flat), [flat], [flat], group))
+        for index, flat in enumerate(flats)
+    ]
+    store.set("rank 0 is back", "yes")
+    for each in pending:
+        assert each.wait(20.0)
+    assert all(bool((flat == 1.5).all()) for flat in flats)  # 1 and 2 times the same vector
+
+
+def test_launching_does_not_wait():
+    """Autograd's thread goes on, whatever the other ranks do; messages are performed in the order of their launch."""
+    pool(2).run(launched_alone)
 
 
 def refused(rank, num_ranks, case):

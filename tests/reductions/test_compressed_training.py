@@ -5,7 +5,9 @@ import copy
 import math
 import os
 import socket
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from models import MixedDtypes, Mlp, SparseNet, digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.compression import Bf16, Fp16, Int8, OneBit, RandomK, TopK
 from paceline.errors import ConfigurationError, PeerAbortedError
+from paceline.process_group.same_host import group_beside
 from paceline.reductions import Compressed, PowerSGD
 from paceline.reductions.choice import COMPRESSIONS
 from ranks import pool
@@ -48,14 +51,22 @@ def wrapped(module, reduction, **kwargs):
     return DistributedDataParallel(module, compression=reduction, bucket_cap_mb=0.01, **kwargs)
 
 
-def distances(rank, _num_ranks):
+def group_over(place):
+    """A new group of all ranks, which gradients really go over: not through memory by themselves, if it is Gloo's."""
+    group = dist.new_group(timeout=timedelta(seconds=20), backend=place)
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}):
+        assert group_beside(group) is group
+    return group
+
+
+def distances(rank, _num_ranks, place):
     """By name: how far each step's gradients are from the mean, and what they are."""
-    seen = {}
+    seen, group = {}, group_over(place)
     for name in COMPRESSIONS:
         torch.manual_seed(0)
         plain = Mlp(width=64)
         twin = DistributedDataParallel(copy.deepcopy(plain), bucket_cap_mb=0.01)
-        model = wrapped(plain, name)
+        model = wrapped(plain, name, process_group=group)
         seen[name] = []
         for step in range(3):
             for each in (model, twin):
@@ -68,10 +79,10 @@ def distances(rank, _num_ranks):
     return seen
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_near_the_mean_and_the_same_everywhere(num_ranks):
+@pytest.mark.parametrize(("num_ranks", "place"), [(2, "gloo"), (3, "gloo"), (3, "paceline")])
+def test_near_the_mean_and_the_same_everywhere(num_ranks, place):
     """Each step within what the wire format loses, and bitwise equal on all ranks."""
-    first, *others = pool(num_ranks).run(distances)
+    first, *others = pool(num_ranks).run(distances, place)
     assert all(seen == first for seen in others)
     for name, bound in ERRORS.items():
         assert 0 < max(error for error, _ in first[name]) < bound, name
@@ -152,22 +163,22 @@ def train(model, optimizer, rank, steps):
 
 def resumed(rank, num_ranks):
     """By name: parameters after six steps, and after three steps, a checkpoint and three more; were buckets recut?"""
-    seen = {}
+    seen, group = {}, group_over("gloo")
     for name, make in MAKE.items():
         torch.manual_seed(2)
         plain = Reversed()
-        whole = wrapped(copy.deepcopy(plain), make())
+        whole = wrapped(copy.deepcopy(plain), make(), process_group=group)
         optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
         before = [bucket.members for bucket in whole.reducer.buckets]
         train(whole, optimizer, rank, range(3))
         assert [bucket.members for bucket in whole.reducer.buckets] != before
         checkpoint = copy.deepcopy((whole.state_dict(), whole.reduction.state_dict()))
         train(whole, optimizer, rank, range(3, 6))
-        again = wrapped(copy.deepcopy(plain), make())
+        again = wrapped(copy.deepcopy(plain), make(), process_group=group)
         again.load_state_dict(checkpoint[0])
         again.reduction.load_state_dict(checkpoint[1])
         train(again, torch.optim.SGD(again.parameters(), lr=0.1), rank, range(3, 6))
-        amnesiac = wrapped(copy.deepcopy(plain), make())
+        amnesiac = wrapped(copy.deepcopy(plain), make(), process_group=group)
         amnesiac.load_state_dict(checkpoint[0])
         train(amnesiac, torch.optim.SGD(amnesiac.parameters(), lr=0.1), rank, range(3, 6))
         seen[name] = [digest(list(each.parameters())) for each in (whole, again, amnesiac)]
@@ -221,12 +232,12 @@ def test_a_state_of_another_rank_or_model_is_refused():
 
 def skipped(rank, _num_ranks):
     """By name: training with a step in which rank 1 alone overflows, and training that never saw it."""
-    seen = {}
+    seen, group = {}, group_over("gloo")
     for name, make in MAKE.items():
         digests, skips = [], []
         for overflows in (True, False):
             torch.manual_seed(3)
-            model = wrapped(Reversed(), make())
+            model = wrapped(Reversed(), make(), process_group=group)
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=10_000)
             model.reduction.loss_scale = scaler.get_scale
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -329,11 +340,11 @@ def wire_bytes():
 
 def counted(rank, _num_ranks):
     """By name: bytes that the reduction says it sent in a step, and those that the kernel counted."""
-    seen = {}
+    seen, group = {}, group_over("gloo")
     for name, make in COMPRESSIONS.items():
-        model = DistributedDataParallel(nn.Linear(500, 600), compression=make())
+        model = DistributedDataParallel(nn.Linear(500, 600), compression=make(), process_group=group)
         for step in range(2):
-            dist.barrier()
+            dist.barrier(group)
             before = wire_bytes()
             squares(model(torch.randn(4, 500, generator=generator(step, rank)))).backward()
             sent = wire_bytes() - before
@@ -359,16 +370,16 @@ def test_bytes_are_those_that_the_kernel_counts(num_ranks):
 
 def odd_company(rank, _num_ranks):
     """Sparse gradients, several dtypes, unused parameters, a rank without data, one rank's group: all ranks agree."""
-    digests = []
+    digests, group = [], group_over("gloo")
     for name in COMPRESSIONS:
         torch.manual_seed(6)
-        sparse = wrapped(SparseNet(), name)
+        sparse = wrapped(SparseNet(), name, process_group=group)
         tokens = torch.randint(0, 20, (4, 5), generator=generator(rank))
         for _ in range(2):
             squares(sparse(tokens)).backward()
         digests.append(digest([p.grad for p in sparse.parameters()]))
         if name not in {"fp16", "bf16"}:
-            mixed = wrapped(MixedDtypes(), name)
+            mixed = wrapped(MixedDtypes(), name, process_group=group)
             for step in range(2):
                 squares(mixed(batch(rank, step))).backward()
             digests.append(digest([p.grad for p in mixed.parameters()]))
@@ -390,16 +401,15 @@ def test_odd_company():
 
 def on_our_backend(rank, _num_ranks):
     """By name: the same gradients over Gloo and over shared memory?"""
-    group, seen = dist.new_group(backend="paceline"), {}
+    groups, seen = [group_over("gloo"), group_over("paceline")], {}
     for name, make in MAKE.items():
         digests = []
-        for process_group in (None, group):
+        for process_group in groups:
             torch.manual_seed(7)
             model = wrapped(Mlp(width=64), make(), process_group=process_group)
             train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(3))
             digests.append(digest(list(model.parameters())))
         seen[name] = digests
-    dist.destroy_process_group(group)
     return seen
 
 
@@ -442,6 +452,19 @@ def test_power_sgd_is_as_accurate_as_torchs():
 
 
 # ---- refusals
+
+
+def two_models(_rank, _num_ranks):
+    """One object for two models."""
+    reduction = Compressed(TopK())
+    DistributedDataParallel(Mlp(), compression=reduction)
+    with pytest.raises(ConfigurationError, match="reduces another model's gradients already"):
+        DistributedDataParallel(Mlp(), compression=reduction)
+
+
+def test_an_object_belongs_to_one_model():
+    """What it keeps is one model's."""
+    pool(1).run(two_models)
 
 
 def refused(rank, _num_ranks, case):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from models import Mlp, digest, generator, squares
+from models import Mlp, SparseNet, digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch
 from paceline.errors import ConfigurationError, PeerAbortedError
@@ -173,6 +173,22 @@ def test_only_steps_that_ended_well_count():
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def seldom(rank, _num_ranks):
+    """One step in three; and none whose last bucket bypasses reductions, as sparse gradients do."""
+    noise = GradientNoiseScale(every=3)
+    model = DistributedDataParallel(Flat(), reduction=noise)
+    for step in range(7):
+        model(noisy(4, step, rank)).backward()
+    sparse = DistributedDataParallel(SparseNet(), bucket_cap_mb=0, reduction=GradientNoiseScale())
+    squares(sparse(torch.randint(0, 20, (4, 5), generator=generator(rank)))).backward()
+    return noise.num_steps, sparse.reduction.num_steps
+
+
+def test_steps_that_are_not_measured():
+    """Are not counted, and do not fail."""
+    assert pool(2).run(seldom) == [(3, 0)] * 2
+
+
 def test_in_words():
     """A batch above, below and far below the useful size; nothing before there is an estimate."""
     noise = GradientNoiseScale(memory_steps=1)
@@ -208,6 +224,7 @@ def test_refused():
     pool(1).run(alone)
     for make, words in (
         (lambda: GradientNoiseScale(memory_steps=0), "memory_steps=0"),
+        (lambda: GradientNoiseScale(every=0), "every=0 measures no step"),
         (lambda: GradientNoiseScale(shares=(0.5, 0.6)), "are not fractions of a batch"),
         (lambda: GradientNoiseScale(shares=(1.5, -0.5)), "are not fractions of a batch"),
         (lambda: GradientNoiseScale("adasum"), "its result is not the ranks' mean"),
@@ -215,7 +232,7 @@ def test_refused():
     ):
         with pytest.raises(ConfigurationError, match=words.replace("(", r"\(")):
             make()
-    assert repr(GradientNoiseScale()) == "GradientNoiseScale(Mean, memory_steps=50)"
+    assert repr(GradientNoiseScale()) == "GradientNoiseScale(Mean, memory_steps=50, every=1)"
 
 
 def test_everything_that_a_reduction_is_asked_goes_to_the_inner_one():

@@ -198,6 +198,11 @@ def test_max_iter_counts_pair_updates_and_says_so():
         ({"elimination": "sometimes"}, "no elimination heuristic 'sometimes'"),
         ({"elimination": "multi-0"}, "no elimination heuristic 'multi-0'"),
         ({"decision_function_shape": "one"}, "The 'decision_function_shape' parameter"),
+        ({"warm_start": "yes"}, "The 'warm_start' parameter of SVC must be a bool"),
+        ({"verbose": "yes"}, "The 'verbose' parameter of SVC must be"),
+        ({"class_weight": {0: -1.0}}, "The 'class_weight' parameter of SVC must not be negative"),
+        ({"kernel": lambda a, _: a}, r"returned shape \(20, 4\) for 20 and 20 rows"),
+        ({"kernel": lambda a, b: np.full((len(a), len(b)), np.nan)}, "returned NaN or infinity"),
     ],
 )
 def test_parameters_that_cannot_be(settings, words):
@@ -218,5 +223,7 @@ def test_data_that_cannot_be():
         ours.SVC().fit(X, y, -np.ones(20))
     with pytest.raises(ValueError, match="belong to the same class"):
         ours.SVC().fit(X, y, (y == 0).astype(float))
+    with np.errstate(over="ignore"), pytest.raises(ValueError, match="so large that their squares overflow"):
+        ours.SVC(gamma=1.0).fit(X * 1e200, y)
     with pytest.raises(ValueError, match="cannot use sparse input in 'SVC' trained on dense data"):
         ours.SVC().fit(X, y).predict(sp.csr_matrix(X))

@@ -12,7 +12,7 @@ import pytest
 import scipy.sparse as sp
 import torch.distributed as dist
 
-from paceline.svm import SVC, SVR, OneClassSVM, solver, world
+from paceline.svm import SVC, SVR, OneClassSVM, away, solver, world
 from paceline.svm.away import Away, Group
 from paceline.svm.settlement import Settlement
 from ranks import Ranks, pool
@@ -194,7 +194,7 @@ def fit_sorted_rows(rank, num_ranks):
 
     with (
         mock.patch.object(solver, "balanced", watched),
-        mock.patch.object(solver, "_IMBALANCE_SAMPLES", 8),
+        mock.patch.object(away, "_IMBALANCE_SAMPLES", 8),
         working_sets_of(32),
     ):
         model = SVC(**SETTINGS, elimination="multi-2", cache_size=0.01).fit(X[mine], y[mine])

@@ -134,10 +134,10 @@ def test_the_working_set_is_taken_in_turn_and_without_repetition():
     one = Nominations(
         -3, 3, 5, 0, 3, 2, rows((-3, 4), (-1, 2)), rows((3, 2), (2, 0)), np.array([-np.inf]), None
     )
-    two = Nominations(-3, 1, 5, 1, 4, 7, rows((-3, 3)), rows(), np.array([0.25]), None)
+    two = Nominations(-3, 1, 5, 1, 4, True, rows((-3, 3)), rows(), np.array([0.25]), None)
     both = Nominations.unpack(np.stack([one.pack(2), two.pack(2)]), 2)
     assert (both.least, both.most, both.gap) == (-3, 3, 6)
-    assert (both.num_active, both.num_support, both.num_free, both.num_repeats) == (10, 1, 7, 7)
+    assert (both.num_active, both.num_support, both.num_free, both.is_short) == (10, 1, 7, True)
     assert both.kept.tolist() == [0.25]
     assert both.counts.tolist() == [5, 5]
     assert choose(both, 4)[:, 1].tolist() == [4, 2, 3, 0]

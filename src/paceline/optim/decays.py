@@ -148,8 +148,7 @@ class Step(Decay):
             raise ConfigurationError(
                 f"the milestones {', '.join(f'{time:g}' for time in times)} do not all lie between the end of the "
                 f"warm-up ({warmup:g}) and the end of training ({total:g}). They have the unit of the curve's total "
-                f"and "
-                "count from the start; give Step(milestones=...) others, or shorten the warm-up."
+                "and count from the start; give Step(milestones=...) others, or shorten the warm-up."
             )
 
     def factor(self, time: float, warmup: float, total: float) -> float:

@@ -48,7 +48,7 @@ def parameter_groups(module: Module, weight_decay: float, **settings: Any) -> li
     if not decayed and not others:
         raise ConfigurationError(
             f"this {type(module).__name__} has no parameter that requires a gradient. Unfreeze some before making "
-            f"groups."
+            "groups."
         )
     groups = [
         {"params": list(decayed.values()), "weight_decay": weight_decay, **settings},

@@ -46,7 +46,7 @@ class GhostBatchNorm(_BatchNorm):
         if num_samples < 1:
             raise ConfigurationError(
                 f"num_samples={num_samples} has no statistics. Give the samples that are normalised together, such "
-                f"as 32."
+                "as 32."
             )
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.num_samples = num_samples
@@ -62,8 +62,8 @@ class GhostBatchNorm(_BatchNorm):
         if input.size(0) % self.num_samples or input.size(0) == 0:
             raise ConfigurationError(
                 f"a batch of {input.size(0)} samples cannot be cut into groups of {self.num_samples} for "
-                f"GhostBatchNorm. "
-                "Make the local batch a multiple of num_samples, and leave out what remains at the end of an epoch "
+                "GhostBatchNorm. Make the local batch a multiple of num_samples, and leave out what remains at the "
+                "end of an epoch "
                 '(drop_last=True, or GlobalShuffle(last="drop")).'
             )
         groups = input.split(self.num_samples)
@@ -115,14 +115,12 @@ def convert_ghost_batchnorm(module: Module, num_samples: int) -> Module:
     if not found:
         raise ConfigurationError(
             f"this {type(module).__name__} has no batch normalisation to convert. Other normalisations do not depend "
-            f"on the "
-            "batch and need nothing."
+            "on the batch and need nothing."
         )
     if any(isinstance(part, torch.nn.SyncBatchNorm) for part in found):
         raise ConfigurationError(
             "a SyncBatchNorm takes its statistics over all ranks; ghost batches are for statistics that do not "
-            "depend on "
-            "the number of ranks. Convert to one or the other."
+            "depend on the number of ranks. Convert to one or the other."
         )
     return _converted(module, num_samples)
 

@@ -58,8 +58,7 @@ def zero_init_residual(module: Module) -> list[str]:
         raise ConfigurationError(
             f"zero_init_residual found no residual block in this {type(module).__name__} whose branch ends in a "
             "normalisation with a scale. It looks for convolutional blocks that take one tensor. Leave it out; or "
-            "set the "
-            "scales by hand: torch.nn.init.zeros_(block.bn3.weight)."
+            "set the scales by hand: torch.nn.init.zeros_(block.bn3.weight)."
         )
     with torch.no_grad():
         for scale in found:

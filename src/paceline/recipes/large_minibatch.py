@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.data import GlobalBatch
 from paceline.errors import ConfigurationError
 from paceline.optim import Curve, rate_factor
-from paceline.recipes.agreement import agree_on_batch, world
+from paceline.recipes.agreement import OwnPart, agree_on_batch, world
 from paceline.recipes.recipe_report import facts_of, report_text
 from paceline.reductions.noise_scale import GradientNoiseScale
 
@@ -57,8 +57,7 @@ class LargeMinibatch(LRScheduler):
         optimizer: Any torch optimizer with parameter groups.
         reference_batch: Samples of one step for which the optimizer's rates are right.
         batch: This rank's samples of one micro-step, which may differ between ranks; or the whole `GlobalBatch`, if it
-            is
-            known, for example of ranks that one process imitates: then nothing is communicated.
+            is known, for example of ranks that one process imitates: then nothing is communicated.
         accumulation: Micro-steps of a step; a `GlobalBatch` has its own.
         curve: Warm-up, decay and total; in epochs if `epoch_samples` is given, otherwise in steps of the first batch.
         epoch_samples: Size of the training set.
@@ -92,18 +91,6 @@ class LargeMinibatch(LRScheduler):
         fixed_world: bool = False,
         noise: GradientNoiseScale | None = None,
     ) -> None:
-        if isinstance(batch, GlobalBatch) and accumulation != 1:
-            raise ConfigurationError(
-                f"accumulation={accumulation} beside a GlobalBatch, which has its own ({batch.accumulation}). Leave "
-                f"it out."
-            )
-        if epoch_samples is not None and epoch_samples <= 0:
-            raise ConfigurationError(
-                f"epoch_samples={epoch_samples} is no size of a training set. Give len(dataset), or leave it out for a "
-                "curve in steps."
-            )
-        _check_rates(optimizer)
-        rate_factor(scaling, 1, reference_batch)
         self.reference_batch = reference_batch
         self.curve = curve
         self.epoch_samples = epoch_samples
@@ -113,22 +100,52 @@ class LargeMinibatch(LRScheduler):
         self.samples = 0  # trained so far, over all ranks
         self.optimizer = optimizer  # the base sets it, too, but the ranks agree before it sets any rate
         self._process_group = process_group
-        self._local = (
-            None if isinstance(batch, GlobalBatch) else batch
-        )  # this rank's, if the others are to be asked
-        self.batch = batch if isinstance(batch, GlobalBatch) else self._agree(batch, accumulation)
+        self._local: int | None = None  # this rank's, if the others are to be asked
+        problem = self._find_problem(batch, accumulation)
+        if isinstance(batch, GlobalBatch):
+            if problem is not None:
+                raise problem
+            self.batch = batch
+        else:
+            self.batch = self._agree(batch, accumulation, problem)
+            self._local = batch
         self.unit_samples = epoch_samples or self.batch.size  # samples of one unit of the curve's time
         self.changes = [BatchChange(0, str(self.batch), self.factor)]
         super().__init__(optimizer)
 
-    def _agree(self, local: int, accumulation: int) -> GlobalBatch:
+    def _find_problem(self, batch: object, accumulation: int) -> ConfigurationError | None:
+        """What this rank can tell by itself; returned, so that the others hear of it before it is raised."""
+        try:
+            rate_factor(self.scaling, 1, self.reference_batch)
+            _check_rates(self.optimizer)
+        except ConfigurationError as error:
+            return error
+        if isinstance(batch, GlobalBatch) and accumulation != 1:
+            return ConfigurationError(
+                f"accumulation={accumulation} beside a GlobalBatch, which has its own ({batch.accumulation}). Leave it "
+                "out."
+            )
+        if not isinstance(batch, int | GlobalBatch):
+            return ConfigurationError(
+                f"batch={batch!r} is not a number of samples. Give this rank's samples of a micro-step, or a "
+                f"GlobalBatch."
+            )
+        if self.epoch_samples is not None and self.epoch_samples <= 0:
+            return ConfigurationError(
+                f"epoch_samples={self.epoch_samples} is no size of a training set. Give len(dataset), or leave it out "
+                "for a curve in steps."
+            )
+        return None
+
+    def _agree(self, local: int, accumulation: int, problem: ConfigurationError | None = None) -> GlobalBatch:
         rates = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
         settings = (
             f"rates {rates}, reference batch {self.reference_batch}, {self.scaling} scaling, {self.curve}, "
             f"epoch of {self.epoch_samples}, fixed_world={self.fixed_world}"
         )
         device = self.optimizer.param_groups[0]["params"][0].device
-        return agree_on_batch(local, accumulation, settings, self._process_group, device)
+        mine = OwnPart(local, accumulation, settings, problem)
+        return agree_on_batch(mine, self._process_group, device)
 
     # ---- rates
 
@@ -189,8 +206,7 @@ class LargeMinibatch(LRScheduler):
         else:
             raise ConfigurationError(
                 f"batch={batch} is one rank's, but this recipe was made with a GlobalBatch and asks no other rank. "
-                f"Give "
-                "the whole GlobalBatch again."
+                "Give the whole GlobalBatch again."
             )
         self._check_may_become(self.batch, new)
         if isinstance(batch, int):
@@ -204,8 +220,7 @@ class LargeMinibatch(LRScheduler):
         if self.fixed_world and before != after:
             raise ConfigurationError(
                 f"this recipe has a fixed world, but it was {before} and would become {after}. Go on with the same "
-                f"ranks, "
-                "batches and accumulation, or make the recipe with fixed_world=False, which re-derives the rate."
+                "ranks, batches and accumulation, or make the recipe with fixed_world=False, which re-derives the rate."
             )
 
     def _set_rates(self) -> None:
@@ -244,14 +259,13 @@ class LargeMinibatch(LRScheduler):
         if state_dict["epoch_samples"] != self.epoch_samples:
             raise ConfigurationError(
                 f"the checkpoint's curve has epoch_samples={state_dict['epoch_samples']}, this recipe's "
-                f"{self.epoch_samples}, "
-                "so their times have different units. Go on with the training set that it was saved with."
+                f"{self.epoch_samples}, so their times have different units. Go on with the training set that it was "
+                f"saved with."
             )
         if len(state_dict["reference_rates"]) != len(self.optimizer.param_groups):
             raise ConfigurationError(
                 f"the checkpoint has the rates of {len(state_dict['reference_rates'])} parameter groups, this "
-                f"optimizer "
-                f"has {len(self.optimizer.param_groups)}. Make the same groups."
+                f"optimizer has {len(self.optimizer.param_groups)}. Make the same groups."
             )
         before = GlobalBatch.from_dict(state_dict["batch"])
         self._check_may_become(before, self.batch)

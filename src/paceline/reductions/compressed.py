@@ -80,20 +80,19 @@ class Compressed(Lossy):
     def _check(self, name: str, dtype: torch.dtype) -> None:
         self.compressor.check(name, dtype)
 
-    def _reduce(self, message: Message, names: tuple[str, ...], layout: Layout) -> None:
+    def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Callable[[], None]:
         group, seeds = message.process_group, self._seeds()
         pending = self._pending(message.body, names, layout)
         payload = self.compressor.compress(pending, layout, seeds)
         if self.compressor.additive:
             mean = launch_mean(payload.clone() if self._memories else payload, group)
-            self._keep_rest(payload, names, layout, seeds)
-            self._write(message.body, [mean()], group.size(), layout, seeds)
             self._count(layout, sent_for_mean(payload.nbytes, group.size()))
-        else:
-            rows = self._launch_gather(payload, group)
             self._keep_rest(payload, names, layout, seeds)
-            self._write(message.body, rows(), 1, layout, seeds)
-            self._count(layout, gathered(payload.nbytes, group.size()))
+            return lambda: self._write(message.body, [mean()], group.size(), layout, seeds)
+        rows = self._launch_gather(payload, group)
+        self._count(layout, gathered(payload.nbytes, group.size()))
+        self._keep_rest(payload, names, layout, seeds)
+        return lambda: self._write(message.body, rows(), 1, layout, seeds)
 
     def _seeds(self) -> Seeds:
         return Seeds(

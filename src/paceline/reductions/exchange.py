@@ -27,11 +27,10 @@ def launch_mean(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
         group: Over whom.
 
     Returns:
-        A function that waits and returns the mean, in the tensor's dtype. It may start another collective, so the
-        functions must be called in the order of the launches, with no other collective in between.
+        A function that waits and returns the mean, in the tensor's dtype; it starts no collective.
 
     Contract:
-        Collective.  Afterwards: bitwise equal on all ranks.
+        Collective.  Blocks: for the first of two exchanges, if there are two.  Afterwards: bitwise equal on all ranks.
 
     Cost:
         `all_reduced` bytes a rank, whichever way. On two ranks one all-reduce, or in 16 bits one gather; on more an
@@ -86,16 +85,10 @@ def _fold_shares(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     received = torch.empty_like(padded)
     # As bytes: Gloo exchanges few types, and nothing is computed on the way.
     byte = torch.uint8
-    work = group.all_to_all_single(received.view(byte), padded.view(byte), [], [], dist.AllToAllOptions())
-
-    def finish() -> Tensor:
-        work.wait()
-        mine = _folded(list(received.split(share))).to(tensor.dtype)
-        rows = list(padded.split(share))
-        launch_gather(rows, mine, group).wait()
-        return padded[:num_elements]
-
-    return finish
+    group.all_to_all_single(received.view(byte), padded.view(byte), [], [], dist.AllToAllOptions()).wait()
+    mine = _folded(list(received.split(share))).to(tensor.dtype)
+    gathering = launch_gather(list(padded.split(share)), mine, group)
+    return lambda: _waited(gathering, padded[:num_elements])
 
 
 def _folded(rows: list[Tensor]) -> Tensor:

@@ -1,19 +1,15 @@
-"""What reductions that lose something have in common: memory by parameter, a lane, overflow, bytes, a checkpoint.
+"""What reductions that lose something have in common: memory by parameter, overflow, bytes, a checkpoint.
 
 Rules
-1. A bucket is reduced on a thread of the reduction's own, its *lane*, one bucket after the other. So a reduction may
-   start a collective when another one is done, in the same order on every rank, and backward waits for neither.
+1. A bucket is handled by a `Pipeline`, aside from backward, in the same order on every rank.
 2. What one step leaves for the next is valid only if the step counts: `end_step` is told of it, and all ranks see the
    same reduced gradients, so they agree on whether these were finite without asking each other.
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,16 +20,16 @@ from torch.nn import Parameter
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.process_group.lane import Lane, LaneWork
 from paceline.reductions.memory import Memory
-from paceline.reductions.pending import Pending, PendingWork
+from paceline.reductions.pending import Pending
+from paceline.reductions.pipeline import Pipeline
 from paceline.reductions.reduction import Message, Reduction
 from paceline.reductions.sparse import launch_sparse_sum
 from paceline.reductions.traffic import Traffic, all_reduced
 
 
 class Lossy(Reduction):
-    """A reduction that sends less than there is. Final classes implement `_reduce`.
+    """A reduction that sends less than there is. Final classes implement `_start`.
 
     Attributes:
         loss_scale: What the loss is multiplied by, asked before each step. Give it your `GradScaler.get_scale`: what is
@@ -56,7 +52,7 @@ class Lossy(Reduction):
         self._positions: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._place = (0, 1)  # rank and number of ranks
-        self._lane: Lane | None = None
+        self._pipeline: Pipeline | None = None
         self._traffic = Traffic()  # of the step under way
         self._signs: list[Tensor] = []  # of the step under way: 0-dim, a bucket each; NaN if it is not finite
 
@@ -66,20 +62,25 @@ class Lossy(Reduction):
         sizes = {name: _real_numel(parameter) for name, parameter in named_parameters.items()}
         for name, parameter in named_parameters.items():
             self._check(name, parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype)
+        ids = {id(parameter) for parameter in named_parameters.values()}
+        if self._names and not self._names.keys() & ids:
+            raise ConfigurationError(
+                f"{self!r} reduces another model's gradients already, of which it keeps what was left out. "
+                "Make one for each model."
+            )
         self._names = {id(parameter): name for name, parameter in named_parameters.items()}
         ends = torch.tensor([0, *sizes.values()]).cumsum(0).tolist()
         self._positions = dict(zip(sizes, ends, strict=False))
         self._sizes = sizes
         self._place = (process_group.rank(), process_group.size())
-        if self._lane is None:
-            self._lane = Lane(f"paceline {type(self).__name__}")
-            weakref.finalize(self, self._lane.close, 0.0)
+        if self._pipeline is None:
+            self._pipeline = Pipeline(f"paceline {type(self).__name__}")
 
     def _check(self, name: str, dtype: torch.dtype) -> None:
         """Refuse a parameter whose gradient, of this dtype, cannot be reduced so."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lane": None}
+        return {**self.__dict__, "_pipeline": None, "_names": {}}
 
     # ---- a step
 
@@ -97,29 +98,39 @@ class Lossy(Reduction):
         return 1.0  # 16 bits lose less before the division than after it
 
     def launch(self, message: Message) -> Pending:
-        assert self._lane is not None, "prepared before the first step"
-        run = functools.partial(self._run, message, _stream_of(message.flat))
-        work = LaneWork(run, [message.flat], f"bucket {message.index}, {type(self).__name__}")
-        return PendingWork(self._lane.launch(work, at_once=False))
+        assert self._pipeline is not None, "prepared before the first step"
+        names = tuple(self._names[id(parameter)] for parameter in message.parameters)
+        layout = self._layout(message, names)
+
+        def start() -> Callable[[], None]:
+            finish = self._start(message, names, layout)
+
+            def finish_and_look() -> None:
+                finish()
+                self._look_for_overflow(message.body)
+
+            return finish_and_look
+
+        what = f"bucket {message.index}, {type(self).__name__}"
+        return self._pipeline.launch(start, message.flat, what)
 
     def launch_sparse(
         self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
     ) -> Pending:
-        """As it is, uncompressed; on the lane, so that no two ranks mix its messages with a bucket's."""
-        assert self._lane is not None, "prepared before the first step"
+        """As it is, uncompressed; in the pipeline, so that no two ranks mix its messages with a bucket's."""
+        assert self._pipeline is not None, "prepared before the first step"
 
-        def run() -> None:
-            launch_sparse_sum(gradient, process_group, keep).wait()
+        def start() -> Callable[[], None]:
+            launch_sparse_sum(gradient, process_group, keep).wait()  # on Gloo it is several collectives
+            return lambda: None
 
-        return PendingWork(self._lane.launch(LaneWork(run, [], "a sparse gradient"), at_once=False))
+        return self._pipeline.launch(start, gradient, "a sparse gradient")
 
-    def _run(self, message: Message, stream: Any) -> None:
-        with torch.no_grad(), _on(stream):
-            names = tuple(self._names[id(parameter)] for parameter in message.parameters)
-            self._reduce(message, names, self._layout(message, names))
-            if message.body.numel():
-                low, high = torch.aminmax(message.body)
-                self._signs.append((low - low) + (high - high))
+    def _look_for_overflow(self, reduced: Tensor) -> None:
+        """Without waiting for a device."""
+        if reduced.numel():
+            low, high = torch.aminmax(reduced)
+            self._signs.append((low - low) + (high - high))
 
     def _layout(self, message: Message, names: tuple[str, ...]) -> Layout:
         return Layout(
@@ -130,8 +141,15 @@ class Lossy(Reduction):
         )
 
     @abstractmethod
-    def _reduce(self, message: Message, names: tuple[str, ...], layout: Layout) -> None:
-        """Replace `message.body` by what is reduced. Collective; blocks; on the lane, in order."""
+    def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Callable[[], None]:
+        """Start replacing `message.body` by what is reduced.
+
+        Returns:
+            What is left to do: waits for the exchange and writes `message.body`; starts no collective.
+
+        Contract:
+            Collective; may block. Both run in the pipeline.
+        """
 
     def _count(self, layout: Layout, sent_bytes: int) -> None:
         plain_bytes = all_reduced(layout.num_bytes, self._place[1])
@@ -235,18 +253,3 @@ def _one() -> float:
 
 def _real_numel(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def _stream_of(flat: Tensor) -> Any:
-    """The stream on which the gradients become ready; None on the CPU."""
-    return torch.cuda.current_stream(flat.device) if flat.is_cuda else None
-
-
-@contextmanager
-def _on(stream: Any) -> Iterator[None]:
-    """Run on this stream, as the thread that launched did: so the order of device work is that of the launches."""
-    if stream is None:
-        yield
-    else:
-        with torch.cuda.stream(stream):
-            yield

@@ -66,11 +66,12 @@ class GradientNoiseScale(Reduction):
         inner: What reduces: "mean" or a `Reduction`.
         shares: Each rank's fraction of the batch, if they are not equal (`GlobalBatch.shares`); gradients must be
             weighed by them, as `model.accumulate(..., weight=...)` does.
-        memory_steps: Over about how many steps it averages; single steps are far too noisy.
+        memory_steps: Over about how many measured steps it averages; single ones are far too noisy.
+        every: Measure one step in so many; the others cost nothing.
 
     Cost:
-        Two passes over the gradients, one before and one after they are reduced, and 8 bytes a step that are summed
-        over the ranks, behind the last bucket.
+        In a measured step two passes over the gradients, one before and one after they are reduced, and 8 bytes a step
+        that are summed over the ranks, behind the last bucket.
 
     Source:
         McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1.
@@ -81,12 +82,15 @@ class GradientNoiseScale(Reduction):
         inner: Reduction | str = "mean",
         shares: tuple[float, ...] | None = None,
         memory_steps: float = 50.0,
+        every: int = 1,
     ) -> None:
         self._inner = choose_reduction(inner)
         if not memory_steps >= 1:
             raise ConfigurationError(
                 f"memory_steps={memory_steps} averages over less than a step. Give 1 or more; 50 is usual."
             )
+        if every < 1:
+            raise ConfigurationError(f"every={every} measures no step. Give 1 for each, 10 for one in ten.")
         if shares is not None and (min(shares, default=0) <= 0 or abs(sum(shares) - 1) > 1e-6):
             raise ConfigurationError(
                 f"shares={shares} are not fractions of a batch: each must be positive, and their sum 1. "
@@ -95,8 +99,7 @@ class GradientNoiseScale(Reduction):
         if not self._inner.is_linear:
             raise ConfigurationError(
                 f"GradientNoiseScale({self._inner!r}): its result is not the ranks' mean, so their difference from "
-                f"it is "
-                "not noise. Measure with the mean, or with a compression of it."
+                "it is not noise. Measure with the mean, or with a compression of it."
             )
         self._given_shares = shares
         self._memory_steps = memory_steps
@@ -105,13 +108,18 @@ class GradientNoiseScale(Reduction):
         self._parts = torch.zeros((), dtype=torch.float64)  # X of the step under way
         self._whole = torch.zeros((), dtype=torch.float64)  # Y
         self._is_agreed = False
-        self.num_steps = 0
+        self._every = every
+        self._num_begun = (
+            0  # steps; the same on every rank, as each begins those whose collectives it takes part in
+        )
+        self._measures = False  # this step
+        self.num_steps = 0  # that were measured
         self._signal = torch.zeros((), dtype=torch.float64)  # averages, not yet divided by their total weight
         self._noise = torch.zeros((), dtype=torch.float64)
 
     def __repr__(self) -> str:
         shares = "" if self._given_shares is None else f", shares={self._given_shares}"
-        return f"GradientNoiseScale({self._inner!r}{shares}, memory_steps={self._memory_steps:g})"
+        return f"GradientNoiseScale({self._inner!r}{shares}, memory_steps={self._memory_steps:g}, every={self._every})"
 
     # ---- as a reduction
 
@@ -148,6 +156,8 @@ class GradientNoiseScale(Reduction):
 
     def begin_step(self) -> None:
         self._is_agreed = False
+        self._measures = self._num_begun % self._every == 0
+        self._num_begun += 1
         self._parts, self._whole = torch.zeros(2, dtype=torch.float64).unbind()
         self._inner.begin_step()
 
@@ -157,6 +167,8 @@ class GradientNoiseScale(Reduction):
         return scale
 
     def launch(self, message: Message) -> Pending:
+        if not self._measures:
+            return self._inner.launch(message)
         self._parts = self._parts + _squared_norm(message.body) * self._to_mean**2
         bucket = self._inner.launch(message)
         # Behind a plain sum the agreement may leave at once. Others may start collectives of their own later, on any

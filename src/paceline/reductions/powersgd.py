@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,11 +124,10 @@ class PowerSGD(Lossy):
         super().begin_step()
         self._next_factors = {}
 
-    def _reduce(self, message: Message, names: tuple[str, ...], layout: Layout) -> None:
+    def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Callable[[], None]:
         matrices = self._matrices(names, layout) if self._num_steps >= self.start_step else []
         if not matrices:
-            self._take_mean(message, layout)
-            return
+            return self._start_mean(message, layout)
         group, wide = message.process_group, widened(layout.dtype)
         body = message.body
         pending = self._pending(body, names, layout)
@@ -143,18 +142,23 @@ class PowerSGD(Lossy):
         local = [m.of(pending).t() @ basis for m, basis in zip(matrices, bases, strict=True)]
         finish = launch_mean(torch.cat([q.reshape(-1) for q in local]), group)
         self._keep_rest(pending, matrices, bases, local)
-        second = finish()
-        self._write(body, matrices, bases, second, list(zip(others, means, strict=True)))
-        self._count(layout, sent_for_mean(first.nbytes + second.nbytes, group.size()))
+        second_bytes = sum(q.nbytes for q in local)
+        self._count(layout, sent_for_mean(first.nbytes + second_bytes, group.size()))
+        return lambda: self._write(body, matrices, bases, finish(), list(zip(others, means, strict=True)))
 
-    def _take_mean(self, message: Message, layout: Layout) -> None:
+    def _start_mean(self, message: Message, layout: Layout) -> Callable[[], None]:
         body, group = message.body, message.process_group
-        mean = launch_mean(body, group)()
-        if mean.data_ptr() != body.data_ptr():
-            body.copy_(mean)
-        if self._num_averaged != group.size():
-            body.mul_(group.size() / self._num_averaged)
+        mean = launch_mean(body, group)
         self._count(layout, sent_for_mean(layout.num_bytes, group.size()))
+
+        def finish() -> None:
+            result = mean()
+            if result.data_ptr() != body.data_ptr():
+                body.copy_(result)
+            if self._num_averaged != group.size():
+                body.mul_(group.size() / self._num_averaged)
+
+        return finish
 
     def _matrices(self, names: tuple[str, ...], layout: Layout) -> list[_Matrix]:
         """Those of a bucket's gradients that are worth approximating."""

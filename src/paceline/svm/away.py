@@ -1,4 +1,4 @@
-"""Samples that were eliminated, and how their gradients are made right again.
+"""Which samples are eliminated, and how their gradients are made right again.
 
 Rules
 1. An eliminated sample goes home: to the rank that brought it. Its g is that of the moment it left.
@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 
 from paceline.svm.active import Active
 from paceline.svm.expansion import expand
+from paceline.svm.nominations import Nominations
 from paceline.svm.problem import Problem
 from paceline.svm.samples import Samples
 from paceline.svm.seen import Seen
 from paceline.svm.world import World
+
+_IMBALANCE, _IMBALANCE_SAMPLES = 1.25, 64
 
 
 @dataclass(frozen=True)
@@ -106,3 +109,19 @@ class Away:
         self._g[positions] = values[:, 0]
         self._beta[:, positions] = values[:, 1:].T
         return positions
+
+
+def may_violate(active: Active, nominations: Nominations) -> NDArray[np.bool_]:
+    """Which active samples have a variable that violates with any other, or may yet, shape (N,)."""
+    f = active.g + active.linear
+    useful = (active.beta < active.upper) & (f <= nominations.most)
+    useful |= (active.beta > active.lower) & (f >= nominations.least)
+    return np.asarray(useful.any(axis=0), np.bool_)
+
+
+def is_out_of_balance(nominations: Nominations, num_samples: int) -> bool:
+    """Whether elimination has left some rank with much more to do than others."""
+    counts = nominations.counts
+    excess = counts.max() - counts.mean()
+    was_eliminated = nominations.num_active < num_samples
+    return bool(was_eliminated and excess > max((_IMBALANCE - 1) * counts.mean(), _IMBALANCE_SAMPLES))

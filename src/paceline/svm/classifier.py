@@ -7,35 +7,25 @@ import itertools
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 from numpy.typing import NDArray
-from scipy.special import expit
-from sklearn.base import ClassifierMixin
 from sklearn.utils.class_weight import compute_class_weight
-from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d
+from sklearn.utils.validation import column_or_1d
 
 from paceline.errors import ConfigurationError
 from paceline.svm import calibration
-from paceline.svm.estimator import KernelMachine
 from paceline.svm.pairs import Pairs
 from paceline.svm.samples import Samples
 from paceline.svm.training_set import TrainingSet
+from paceline.svm.votes import PairwiseVotes
 from paceline.svm.world import World
-
-
-def _has_probabilities(model: SVC) -> bool:
-    if not model.probability:
-        raise AttributeError("predict_proba is only available when SVC was made with probability=True")
-    return True
 
 
 def _seed(seed: Any) -> int:
     return int(np.random.default_rng(seed).integers(2**31))
 
 
-class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
+class SVC(PairwiseVotes):
     """A support vector classifier with scikit-learn's contract, trained by all ranks of a process group.
 
     In one process it takes the place of `sklearn.svm.SVC`. Where torch's default process group is initialised, every
@@ -175,6 +165,11 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
                 f"The number of classes has to be greater than one; got {len(self.classes_)} class"
             )
         self.class_weight_ = compute_class_weight(self.class_weight, classes=self.classes_, y=occurring)
+        if not (self.class_weight_ >= 0).all():
+            raise ConfigurationError(
+                "The 'class_weight' parameter of SVC must not be negative; "
+                f"the classes' weights are {self.class_weight_.tolist()}."
+            )
         return np.asarray(np.searchsorted(self.classes_, y), np.float64)
 
     def _solve_all(self, data: TrainingSet, matrix: Samples) -> None:
@@ -228,100 +223,9 @@ class SVC(ClassifierMixin, KernelMachine):  # type: ignore[misc]
             self.support_vectors_ = self.support_vectors_[order]
         self.n_support_ = np.bincount(labels, minlength=len(self.classes_)).astype(np.int32)
 
-    def _weights_of_features(self) -> Any:
-        """Of every pair of classes, shape (pairs, D)."""
-        ends = np.cumsum(self.n_support_)
-        members = [slice(end - num, end) for end, num in zip(ends, self.n_support_, strict=True)]
-        weights = [
-            self._signed(self.dual_coef_[other - 1 : other, members[one]])
-            @ self.support_vectors_[members[one]]
-            + self._signed(self.dual_coef_[one : one + 1, members[other]])
-            @ self.support_vectors_[members[other]]
-            for one, other in itertools.combinations(range(len(self.classes_)), 2)
-        ]
-        return sp.vstack(weights, format="csr") if self._sparse else np.vstack(weights)
-
     def _check_all(self, data: TrainingSet) -> None:
         super()._check_all(data)
         if len(np.unique(data.all_targets)) < len(self.classes_):
             raise ConfigurationError(
                 "Invalid input - all samples with positive weights belong to the same class."
             )
-
-    def decision_function(self, X: Any) -> NDArray[np.float64]:
-        """Signed distances, up to a factor.
-
-        Args:
-            X: Rows, shape (N, D), dense, or CSR if trained on CSR.
-
-        Returns:
-            Shape (N,) for two classes, positive for the second; else (N, K) for `ovr`, (N, pairs) for `ovo`.
-        """
-        check_is_fitted(self)
-        if len(self.classes_) == 2:
-            return -self._decisions(X)
-        values = self._decisions_of_pairs(X)
-        if self.decision_function_shape == "ovo":
-            return values
-        votes, confidences = self._tally(values)
-        # Confidences only break ties: they are squeezed into (-1/3, 1/3).
-        return np.asarray(votes + confidences / (3 * (np.abs(confidences) + 1)))
-
-    @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
-    def predict_proba(self, X: Any) -> NDArray[np.float64]:
-        """Probabilities of the classes, shape (N, K); needs `probability=True` before `fit`."""
-        check_is_fitted(self)
-        values = self._values_of_pairs(self._seen_rows(X))
-        return calibration.coupled(expit(-(self.probA_ * values + self.probB_)), len(self.classes_))
-
-    @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
-    def predict_log_proba(self, X: Any) -> NDArray[np.float64]:
-        """Logarithms of `predict_proba`."""
-        return np.asarray(np.log(self.predict_proba(X)))
-
-    def _values_of_pairs(self, X: Any) -> NDArray[np.float64]:
-        """Decision values of all pairs, one pair included, positive for the first class; shape (N, pairs)."""
-        if len(self.classes_) == 2:
-            return np.asarray(self._expansion(X, slice(None)) - self._offsets)
-        return self._values(X)
-
-    def _decisions_of_pairs(self, X: Any) -> NDArray[np.float64]:
-        """Values of all pairs of classes, shape (N, pairs); each class's kernel values serve all of its pairs."""
-        return self._values(self._seen_rows(X))
-
-    def _values(self, X: Any) -> NDArray[np.float64]:
-        num = len(self.classes_)
-        at = {pair: k for k, pair in enumerate(itertools.combinations(range(num), 2))}
-        values = np.tile(-self._offsets, (X.shape[0], 1))
-        ends = np.cumsum(self.n_support_)
-        for one in range(num):
-            sums = self._expansion(X, slice(ends[one] - self.n_support_[one], ends[one]))
-            for other in range(num):
-                if other != one:
-                    row = other - 1 if other > one else other
-                    values[:, at[min(one, other), max(one, other)]] += sums[:, row]
-        return values
-
-    def _tally(self, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        votes = np.zeros((len(values), len(self.classes_)))
-        confidences = np.zeros_like(votes)
-        for pair, (one, other) in enumerate(itertools.combinations(range(len(self.classes_)), 2)):
-            value = values[:, pair]
-            votes[:, one] += value >= 0
-            votes[:, other] += value < 0
-            confidences[:, one] += value
-            confidences[:, other] -= value
-        return votes, confidences
-
-    def predict(self, X: Any) -> NDArray[Any]:
-        """Labels of the rows of X, shape (N,); two classes by sign, more by votes."""
-        check_is_fitted(self)
-        if self.break_ties and self.decision_function_shape == "ovo":
-            raise ConfigurationError("break_ties must be False when decision_function_shape is 'ovo'")
-        if len(self.classes_) == 2:
-            winners = (self.decision_function(X) > 0).astype(np.intp)
-        elif self.break_ties:
-            winners = self.decision_function(X).argmax(axis=1)
-        else:
-            winners = self._tally(self._decisions_of_pairs(X))[0].argmax(axis=1)
-        return np.asarray(self.classes_[winners])

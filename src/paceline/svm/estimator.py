@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import sys
 import warnings
 from abc import abstractmethod
@@ -11,11 +10,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
-from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
-from paceline.errors import ConfigurationError
+from paceline.svm.checks import Checks, called
 from paceline.svm.elimination import Elimination
 from paceline.svm.expansion import expand
 from paceline.svm.kernels import Kernel
@@ -23,48 +21,17 @@ from paceline.svm.problem import Problem, Progress, Solution, SolverSettings
 from paceline.svm.samples import DenseSamples, GramSamples, Samples, SparseSamples
 from paceline.svm.solving import solve
 from paceline.svm.threads import crew
-from paceline.svm.training_set import ROWS, TrainingSet, agreed, world_for
+from paceline.svm.training_set import TrainingSet, agreed, world_for
 from paceline.svm.world import World
 
-_KERNELS = ("linear", "poly", "rbf", "sigmoid", "precomputed")
-_DTYPES = (np.float64, np.float32)
 _WIDE = 64  # features from which products cost more than exponentials
 
 
-class KernelMachine(BaseEstimator):  # type: ignore[misc]
+class KernelMachine(Checks):
     """An estimator whose model is a kernel expansion.
 
     Concrete classes set up problems in `_solve_all` and read `_expansion`.
     """
-
-    def _check_parameters(self) -> None:
-        """Refuse parameters that cannot be, worded as scikit-learn does."""
-        if not callable(self.kernel) and self.kernel not in _KERNELS:
-            self._refuse("kernel", f"a str among {_KERNELS} or a callable")
-        if isinstance(self.gamma, str):
-            if self.gamma not in ("scale", "auto"):
-                self._refuse("gamma", "a str among ('auto', 'scale') or a float in the range [0.0, inf)")
-        else:
-            self._check_number("gamma", 0.0)
-        self._check_number("tol", 0.0, is_open=True)
-        self._check_number("cache_size", 0.0, is_open=True)
-        self._check_number("degree", 0.0)
-        self._check_number("coef0", -np.inf)
-        self._check_number("max_iter", -1)
-        if self.rows not in ROWS:
-            self._refuse("rows", f"a str among {ROWS}")
-
-    def _check_number(self, name: str, least: float, largest: float = np.inf, is_open: bool = False) -> None:
-        value = getattr(self, name)
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number or not least <= value <= largest or (is_open and value == least):
-            self._refuse(name, f"a number in the range {'(' if is_open else '['}{least}, {largest}]")
-
-    def _refuse(self, name: str, wanted: str) -> None:
-        raise ConfigurationError(
-            f"The {name!r} parameter of {type(self).__name__} must be {wanted}. "
-            f"Got {getattr(self, name)!r} instead."
-        )
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -88,53 +55,8 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
         with crew():
             self._solve_all(data, self._what_the_kernel_sees(data))
 
-    def _checked(self, X: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-        self._check_parameters()
-        sparse = self.kernel != "precomputed" and not callable(self.kernel)
-        if sp.issparse(X) and self.kernel == "precomputed":
-            raise TypeError("Sparse precomputed kernels are not supported.")
-        settings: dict[str, Any] = {
-            "dtype": _DTYPES,
-            "order": "C",
-            "accept_sparse": "csr" if sparse else False,
-        }
-        if y is None and not self._needs_targets:
-            X = validate_data(self, X, **settings)
-            y = np.ones(X.shape[0])
-        else:
-            X, y = validate_data(self, X, y, multi_output=False, **settings)
-        targets = self._checked_targets(y)
-        if self.kernel == "precomputed" and self.rows != "own" and X.shape[0] != X.shape[1]:
-            raise ConfigurationError(
-                f"Precomputed matrix must be a square matrix. Input is a {X.shape[0]}x{X.shape[1]} matrix."
-            )
-        if sample_weight is not None:
-            sample_weight = check_array(
-                sample_weight, ensure_2d=False, dtype=np.float64, input_name="sample_weight"
-            )
-            if sample_weight.shape != (X.shape[0],):
-                raise ConfigurationError(
-                    f"sample_weight and X have incompatible shapes: {sample_weight.shape} vs {X.shape}"
-                )
-        return X, targets, sample_weight
-
-    _needs_targets = True
-
-    def _checked_targets(self, y: Any) -> Any:
-        return np.asarray(y, np.float64)
-
     def _encoded(self, world: World, y: Any) -> NDArray[np.float64]:
         return np.asarray(y, np.float64)
-
-    def _check_all(self, data: TrainingSet) -> None:
-        """Refuse training sets that cannot be, once all of it is known; alike on every rank."""
-        if len(data.all_ids) == 0:
-            raise ConfigurationError("Invalid input - all samples have zero or negative weights.")
-        if self.kernel == "precomputed" and data.num_rows != self.n_features_in_:
-            raise ConfigurationError(
-                "Precomputed matrix must be a square matrix. "
-                f"Input is a {data.num_rows}x{self.n_features_in_} matrix."
-            )
 
     def _kernel_name(self) -> str:
         return "precomputed" if callable(self.kernel) else str(self.kernel)
@@ -168,7 +90,7 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
         if callable(self.kernel):
             every = np.arange(len(samples))
             everyone = data.everywhere(samples, every)
-            values = np.asarray(self.kernel(samples.rows, everyone.rows), np.float64)  # type: ignore[attr-defined]
+            values = agreed(data.world, lambda: called(self.kernel, samples, everyone))
             gram = np.zeros((len(samples), data.num_rows))
             gram[:, everyone.ids] = values
             return GramSamples(samples.ids, gram)
@@ -201,7 +123,7 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
             max_steps=int(self.max_iter),
             cache_bytes=float(self.cache_size) * 1e6,
             elimination=Elimination.named(self.elimination if self.shrinking else "none"),
-            report=_show if self.verbose is True else (self.verbose or None),
+            report=self.verbose if callable(self.verbose) else (_show if self.verbose else None),
         )
 
     def _solve(self, data: TrainingSet, problem: Problem) -> Solution:
@@ -302,17 +224,6 @@ class KernelMachine(BaseEstimator):  # type: ignore[misc]
             0.5 * np.finfo(np.float32).eps * (exponent + 4) * np.sqrt((table**2).sum(axis=1).max(initial=0.0))
         )
         return np.float32 if error <= 0.1 * self.tol else np.float64
-
-    def _seen_rows(self, X: Any) -> Any:
-        """Rows to predict, checked."""
-        check_is_fitted(self)
-        accept = "csr" if self.kernel != "precomputed" and not callable(self.kernel) else False
-        X = validate_data(self, X, dtype=_DTYPES, order="C", accept_sparse=accept, reset=False)
-        if sp.issparse(X) and not self._sparse:
-            raise ConfigurationError(
-                f"cannot use sparse input in {type(self).__name__!r} trained on dense data"
-            )
-        return sp.csr_matrix(X) if self._sparse and not sp.issparse(X) else X
 
     def _decisions(self, X: Any) -> NDArray[np.float64]:
         """Values of the only problem, shape (N,)."""

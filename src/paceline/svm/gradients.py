@@ -38,10 +38,14 @@ class Gradients:
     def _new_cache(self, dtype: Any) -> RowCache:
         return RowCache(self._problem.num_samples, len(self._problem.samples), self._cache_bytes, dtype)
 
-    @property
-    def num_repeats(self) -> int:
-        """Rows that were computed again for want of room."""
-        return self._rows.num_repeats
+    def is_short_of_memory(self, num_support: int) -> bool:
+        """Whether eliminating samples pays.
+
+        Bringing them back will cost about a kernel row for each support vector. With room for less than half of those
+        rows, as many will be computed again in a turn or two. Otherwise it is as with renting or buying skis: wait
+        until that many were computed again, which at worst is twice the best choice.
+        """
+        return len(self._rows.rows) < num_support / 2 or self._rows.num_repeats > num_support
 
     @property
     def num_evictions(self) -> int:

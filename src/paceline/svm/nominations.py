@@ -27,7 +27,7 @@ class Nominations:
         num_active: Active samples.
         num_support: Samples with a coefficient.
         num_free: Variables between their bounds.
-        num_repeats: Kernel rows that were computed again for want of room; of all ranks the most.
+        is_short: Whether kernel rows find too little room, on any rank.
         counts: Active samples of every rank.
         growing: Best candidates to grow, in no order, shape (<= k, 5); NaN where there is none.
         shrinking: Best candidates to shrink, likewise.
@@ -39,7 +39,7 @@ class Nominations:
     num_active: int
     num_support: int
     num_free: int
-    num_repeats: int
+    is_short: bool
     growing: NDArray[np.float64]
     shrinking: NDArray[np.float64]
     kept: NDArray[np.float64]
@@ -48,7 +48,7 @@ class Nominations:
     def pack(self, num: int) -> NDArray[np.float64]:
         """One array whose shape depends on `num` candidates of a kind and the variables that stay only."""
         out = np.full((2 + 2 * num, FIELDS), np.nan)
-        out[0] = self.least, self.most, self.num_active, self.num_support, self.num_repeats
+        out[0] = self.least, self.most, self.num_active, self.num_support, self.is_short
         out[1, 0] = self.num_free
         out[2 : 2 + len(self.growing)] = self.growing
         out[2 + num : 2 + num + len(self.shrinking)] = self.shrinking
@@ -65,7 +65,7 @@ class Nominations:
             num_active=int(heads[:, 2].sum()),
             num_support=int(heads[:, 3].max()),
             num_free=int(table[:, 1, 0].sum()),
-            num_repeats=int(heads[:, 4].max()),
+            is_short=bool(heads[:, 4].max()),
             growing=table[:, 2 : 2 + num].reshape(-1, FIELDS),
             shrinking=table[:, 2 + num :].reshape(-1, FIELDS),
             kept=packed[:, (2 + 2 * num) * FIELDS :].max(axis=0),
@@ -79,7 +79,7 @@ class Nominations:
 
 
 def nominate(
-    active: Active, kept: NDArray[np.float64], num: int, num_support: int, num_repeats: int
+    active: Active, kept: NDArray[np.float64], num: int, num_support: int, is_short: bool
 ) -> Nominations:
     """This rank's nominations.
 
@@ -88,7 +88,7 @@ def nominate(
         kept: Variables that stay in the working set, shape (M, FIELDS); they are not nominated.
         num: Candidates of each kind.
         num_support: Samples with a coefficient, of all ranks.
-        num_repeats: As in `Nominations`.
+        is_short: As in `Nominations`.
     """
     S, num_samples = len(active.beta), len(active.position_of)
     side, sample = np.divmod(kept[:, 1].astype(np.int64), num_samples)
@@ -119,7 +119,7 @@ def nominate(
         num_active=len(active),
         num_support=num_support,
         num_free=num_free,
-        num_repeats=num_repeats,
+        is_short=is_short,
         growing=candidates(growing),
         shrinking=candidates(shrinking),
         kept=kept_f,

@@ -10,13 +10,13 @@ Each turn
 
 Rules
 1. The gradient of variable v of sample i is f_v = g_i + p_v, g_i = sum_j beta_j K_ij. g is kept per sample, in double
-   precision; kernel rows are in single precision where `_rows_dtype` says so.
+   precision; kernel rows are in single precision where `rows_dtype` says so.
 2. Only rows of coefficients that changed are computed: a chosen variable that stays where it was costs nothing.
 3. Optimal when max f over b > lower, less min f over b < upper, is at most tol. Only `Settlement` may find that: on all
    samples, in double precision. What it finds wrong is corrected and the turns go on.
 4. It ends. Every turn but the first after one without a pair update lowers the objective; when 50 in a row lower it
-   by less than rounding, the rows become double, and when they are double already, that is the end. So are `step_limit`
-   and `_turn_limit`: finite, whatever the problem. The result says how far it is from the optimum.
+   by less than rounding, the rows become double, and when they are double already, that is the end. So are the limits
+   of `Tally`: finite, whatever the problem. The result says how far it is from the optimum.
 
 Source:
     Narasimhan, Vishnu et al. 2014 for elimination and reconstruction; Fan, Chen & Lin 2005 for the working set's
@@ -25,34 +25,29 @@ Source:
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm.active import Active
-from paceline.svm.away import Away
+from paceline.svm.away import Away, is_out_of_balance, may_violate
 from paceline.svm.exchange import balanced, fits
 from paceline.svm.gradients import Gradients
-from paceline.svm.nominations import FIELDS, Nominations, nominate
-from paceline.svm.problem import Counters, Problem, Progress, Solution, SolverSettings
+from paceline.svm.nominations import Nominations, nominate
+from paceline.svm.precision import rows_dtype
+from paceline.svm.problem import Counters, Problem, Solution, SolverSettings
 from paceline.svm.samples import Samples
 from paceline.svm.seen import Seen
-from paceline.svm.selection import choose, working_set_size
 from paceline.svm.settlement import Settlement
 from paceline.svm.sub_problem import SubProblem
+from paceline.svm.tally import Tally
+from paceline.svm.working_set import WorkingSet
 from paceline.svm.world import World
 
 _RELATIVE = 0.1
-_SINGLE_TOL = 1e-4
-_SINGLE_EXPONENT = 1e4
 _SINGLE_SETTLES = 4
-_LEAST_DECREASE = 1e-14  # of all that the objective has fallen
-_PATIENCE = 50  # turns that decrease it by less
-_LEAST_TURNS, _TURNS_A_PASS = 10_000, 100  # at which a solver may stop: a fit takes tens
 _ROWS_RATIO = 0.25  # of the cache, for the rows of other ranks
-_IMBALANCE, _IMBALANCE_SAMPLES = 1.25, 64
 
 
 class Solver:
@@ -67,24 +62,18 @@ class Solver:
     def __init__(self, problem: Problem, settings: SolverSettings, world: World) -> None:
         self._problem, self._settings, self._world = problem, settings, world
         self._num_sides = len(problem.linear)
-        self._num_variables = num_variables = problem.num_samples * self._num_sides
-        self._limit = settings.step_limit(num_variables)
-        self._dtype: Any = self._rows_dtype()
+        num_variables = problem.num_samples * self._num_sides
+        self._dtype: Any = rows_dtype(problem, settings.tol, world)
         self._own: Samples = problem.samples.astype(self._dtype)
         self._active = Active.of(problem, self._own)
         self._seen = Seen(problem, world, self._own)
         self._away = Away(problem, world, self._seen)
         self._settlement = Settlement(problem, world, self._seen, settings.tol)
-        self._size = settings.working_set or working_set_size(num_variables)
-        self._turn_limit = max(_LEAST_TURNS, _TURNS_A_PASS * num_variables // self._size)
+        self._working_set = WorkingSet(num_variables, settings.working_set)
+        self._tally = Tally(settings, problem.num_samples, num_variables, self._working_set.size)
         self._gradients = Gradients(problem, settings.cache_bytes, self._dtype)
         self._sub_problem = SubProblem(problem.kernel)
-        self._kept = np.zeros((0, FIELDS))
-        self._num_new_now = 0
-        self._steps = self._steps_at_test = self._exchanges = self._stalled = 0
-        self._decrease = 0.0
-        self._reconstructions = self._settles = 0
-        self._least_active = problem.num_samples
+        self._steps_at_test = 0
 
     def solve(self) -> Solution:
         """Run to the optimum, or to the limit of pair updates.
@@ -96,33 +85,32 @@ class Solver:
         Raises:
             PeerLostError: A rank died, hung or cannot be reached.
         """
-        started_s = time.monotonic()
         self._start()
         stuck = False
         while True:
             nominations = self._nominate()
-            self._report(nominations, started_s)
-            exhausted = self._steps >= self._limit or self._exchanges >= self._turn_limit
+            self._tally.report(nominations, self._world.rank == 0)
+            exhausted = self._tally.is_exhausted
             if nominations.gap <= self._settings.tol or exhausted or stuck:
                 gap = self._settle(nominations)
                 if gap <= self._settings.tol or exhausted or (stuck and self._dtype == np.float64):
                     break
-                if stuck or self._settles >= _SINGLE_SETTLES:
+                if stuck or self._tally.num_settles >= _SINGLE_SETTLES:
                     self._use_double()
                 stuck = False
                 continue
-            if self._is_out_of_balance(nominations):
+            if is_out_of_balance(nominations, self._problem.num_samples):
                 self._balance(nominations)
                 continue
-            chosen = self._choose(nominations)
+            chosen = self._working_set.choose(nominations)
             if self._elimination_is_due(nominations):
                 self._eliminate(nominations, chosen)
-            num_kept = len(chosen) - self._num_new_now
+            num_kept = len(chosen) - self._working_set.num_new
             if self._improve(chosen, nominations) == 0:
                 # What stayed may leave no room for a violating pair; without it there is one, unless rounding hides it.
                 stuck = num_kept == 0
-                self._kept = np.zeros((0, FIELDS))
-            stuck |= self._stalled >= _PATIENCE
+                self._working_set.clear()
+            stuck |= self._tally.is_stalled
         self._gradients.release()
         return self._solution(gap)
 
@@ -142,24 +130,11 @@ class Solver:
     # -- 1, 2: who is worst
 
     def _nominate(self) -> Nominations:
-        num = self._num_new()
+        num, kept = self._working_set.room, self._working_set.kept
         num_support = int(np.count_nonzero(self._seen.weights))
-        mine = nominate(self._active, self._kept, num, num_support, self._gradients.num_repeats)
+        is_short = self._gradients.is_short_of_memory(num_support)
+        mine = nominate(self._active, kept, num, num_support, is_short)
         return Nominations.unpack(self._world.gather(mine.pack(num), "exchanging candidates"), num)
-
-    def _num_new(self) -> int:
-        return self._size - len(self._kept)
-
-    def _choose(self, nominations: Nominations) -> NDArray[np.float64]:
-        """The working set: (gradient, variable, coefficient, least, largest) a row, the newest last."""
-        new = choose(nominations, self._num_new())
-        kept = self._kept.copy()
-        kept[:, 0] = nominations.kept
-        self._num_new_now = len(new)
-        if self._settings.working_set is None:
-            self._size = working_set_size(self._num_variables, nominations.num_free)
-        self._kept = new[: self._size // 2]
-        return np.concatenate([kept, new])
 
     def _local(self, chosen: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Sides and active positions of variables; position -1 where another rank has the sample."""
@@ -170,12 +145,10 @@ class Solver:
 
     def _elimination_is_due(self, nominations: Nominations) -> bool:
         return self._settings.elimination.is_due(
-            self._steps - self._steps_at_test,
+            self._tally.num_steps - self._steps_at_test,
             self._problem.num_samples,
-            self._reconstructions,
-            # As with renting or buying skis: reconstruction will cost about a kernel row for each support vector, so
-            # elimination begins when as many rows have been computed in vain; at worst that is twice the best choice.
-            short_of_memory=nominations.num_repeats > nominations.num_support,
+            self._tally.num_reconstructions,
+            short_of_memory=nominations.is_short,
         )
 
     def _eliminate(self, nominations: Nominations, chosen: NDArray[np.float64]) -> None:
@@ -183,13 +156,10 @@ class Solver:
 
         Collective only where samples have moved: otherwise each rank decides about its own, and nobody needs to know.
         """
-        self._steps_at_test = self._steps
+        self._steps_at_test = self._tally.num_steps
         active = self._active
-        f = active.g + active.linear
-        useful = (active.beta < active.upper) & (f <= nominations.most)
-        useful |= (active.beta > active.lower) & (f >= nominations.least)
-        keep: NDArray[np.bool_] = np.asarray(useful.any(axis=0), np.bool_)
         _, position = self._local(chosen)
+        keep = may_violate(active, nominations)
         keep[position[position >= 0]] = True
         if keep.sum() > (1 - self._settings.elimination.least_gain_ratio) * len(keep):
             keep[:] = True
@@ -198,12 +168,6 @@ class Solver:
             kept = np.flatnonzero(keep)
             self._gradients.compact(kept)
             self._active = active.take(kept)
-
-    def _is_out_of_balance(self, nominations: Nominations) -> bool:
-        counts = nominations.counts
-        excess = counts.max() - counts.mean()
-        was_eliminated = nominations.num_active < self._problem.num_samples
-        return bool(was_eliminated and excess > max((_IMBALANCE - 1) * counts.mean(), _IMBALANCE_SAMPLES))
 
     def _balance(self, nominations: Nominations) -> None:
         """Deal the active samples out evenly; what a rank gets, it keeps until they come back. Collective."""
@@ -217,7 +181,7 @@ class Solver:
         """Optimise the working set and apply what changed; returns the number of pair updates."""
         samples = chosen[:, 1].astype(np.int64) % self._problem.num_samples
         sides = chosen[:, 1].astype(np.int64) // self._problem.num_samples
-        ids, which, num_known = samples, np.arange(len(samples)), len(chosen) - self._num_new_now
+        ids, which, num_known = samples, np.arange(len(samples)), len(chosen) - self._working_set.num_new
         if self._num_sides > 1:  # both variables of a sample may be here
             ids, which = np.unique(samples, return_inverse=True)
             num_known = 0
@@ -241,12 +205,8 @@ class Solver:
         _, position = self._local(chosen)
         mine = position >= 0
         self._active.beta[sides[mine], position[mine]] = beta[mine]
-        if len(self._kept):
-            self._kept[:, 2] = beta[len(chosen) - self._num_new_now :][: len(self._kept)]
-        self._steps += steps
-        self._exchanges += 1
-        self._decrease += decrease
-        self._stalled = 0 if decrease > _LEAST_DECREASE * self._decrease else self._stalled + 1
+        self._working_set.change(beta)
+        self._tally.turn(steps, decrease)
         return steps
 
     def _targets(self, size: int, nominations: Nominations) -> tuple[float, int]:
@@ -254,31 +214,21 @@ class Solver:
         tol = self._settings.tol
         is_all = size >= nominations.num_active * self._num_sides
         target = 0.9 * tol if is_all else max(tol / 2, _RELATIVE * nominations.gap)
-        return target, min(self._limit - self._steps, np.iinfo(np.int64).max if is_all else 100 * size)
+        return target, min(self._tally.steps_left, np.iinfo(np.int64).max if is_all else 100 * size)
 
     # -- is it the optimum?
 
     def _settle(self, nominations: Nominations) -> float:
         """Bring back what was eliminated, check all samples in double precision; the true gap."""
-        self._settles += 1
-        self._stalled = 0
+        self._tally.settle()
         if nominations.num_active < self._problem.num_samples:
-            self._reconstructions += 1
+            self._tally.num_reconstructions += 1
             self._active = self._away.come_back(self._active, self._own)
             self._gradients.clear(len(self._active))
-            self._kept = np.zeros((0, FIELDS))
+            self._working_set.clear()
         return self._settlement.check(self._active)
 
     # -- precision, report, result
-
-    def _rows_dtype(self) -> Any:
-        """Single precision where a Gaussian kernel is well scaled; the check in double precision decides."""
-        kernel = self._problem.kernel
-        squares = self._problem.samples.squares
-        exponent = kernel.gamma * float(squares.max(initial=0.0))
-        wants = kernel.name != "rbf" or self._settings.tol < _SINGLE_TOL or exponent > _SINGLE_EXPONENT
-        wanted = self._world.total(np.array([int(wants)]), "agreeing on the precision")[0]
-        return np.dtype(np.float64 if wanted else np.float32)
 
     def _use_double(self) -> None:
         if self._dtype != np.float64:
@@ -289,40 +239,20 @@ class Solver:
             self._gradients.use(self._dtype)
             self._sub_problem.forget()
 
-    def _report(self, nominations: Nominations, started_s: float) -> None:
-        self._least_active = min(self._least_active, nominations.num_active)
-        if self._settings.report is not None and self._world.rank == 0:
-            self._settings.report(
-                Progress(
-                    self._exchanges,
-                    self._steps,
-                    nominations.gap,
-                    nominations.num_active,
-                    nominations.num_support,
-                    time.monotonic() - started_s,
-                )
-            )
-
     def _solution(self, gap: float) -> Solution:
-        all_, linear = self._active, self._problem.linear
-        f = all_.g + linear
-        free = (all_.beta > all_.lower) & (all_.beta < all_.upper)
-        objective = 0.5 * float((all_.beta * (f + linear)).sum())
-        sums = self._world.total(np.array([f[free].sum(), free.sum(), objective]), "summing up")
-        least, most, _ = self._settlement.extremes(all_, 0.0)
-        offset = sums[0] / sums[1] if sums[1] else (least + most) / 2
+        offset, objective = self._settlement.conclusion(self._active)
         counters = Counters(
-            self._exchanges,
-            self._steps,
+            self._tally.num_turns,
+            self._tally.num_steps,
             self._gradients.num_kernel_values
             + self._sub_problem.num_kernel_values
             + self._away.num_kernel_values
             + self._settlement.num_kernel_values,
-            self._reconstructions,
-            self._least_active,
+            self._tally.num_reconstructions,
+            self._tally.least_active,
             self._gradients.num_evictions,
             self._world.num_collectives,
             self._world.num_bytes,
         )
         converged = gap <= self._settings.tol
-        return Solution(all_.beta.sum(axis=0), float(offset), float(sums[2]), gap, converged, counters)
+        return Solution(self._active.beta.sum(axis=0), offset, objective, gap, converged, counters)

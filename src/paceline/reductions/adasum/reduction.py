@@ -30,8 +30,8 @@ class Adasum(Reduction):
     """Adasum of the ranks' gradients, tensor by tensor: where they agree their mean, where they do not their sum.
 
     Limits first: not linear, so gradients accumulate right under `no_sync` only, and a model with sparse gradients is
-    refused. The result depends on which rank has which number. Tensors of 16 bits are rounded once a level
-    of the tree. On an accelerator, messages go through host memory (written for it, tested on CPUs only).
+    refused. The result depends on which rank has which number. Tensors of 16 bits are rounded once a level of the
+    tree. Tensors of an accelerator are staged in host memory (written for it, tested on CPUs only).
 
     Args:
         hosts: None: every rank counts by itself. "auto": the mean within each host, Adasum across hosts. Or the hosts
@@ -57,6 +57,7 @@ class Adasum(Reduction):
         self.hosts: Hosts = hosts if hosts is None or isinstance(hosts, str) else tuple(map(tuple, hosts))
         self.orthogonality = math.nan
         self._connection: Connection | None = None
+        self._prepared_for: ProcessGroup | None = None
         self._lock = threading.Lock()  # norms come from the lane
         self._norms: list[Norms] = []
 
@@ -82,6 +83,9 @@ class Adasum(Reduction):
                     f"Adasum cannot combine gradients of {name}, which is {parameter.dtype}; it takes floating and "
                     "complex tensors of 16 bits or more."
                 )
+        if process_group is not self._prepared_for:
+            self._connection = None  # that of a group which may have been destroyed
+        self._prepared_for = process_group
 
     def begin_step(self) -> None:
         with self._lock:

@@ -1,0 +1,119 @@
+"""What pairs of classes say about a row, and what follows from it: decisions, probabilities, a label."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+from scipy.special import expit
+from sklearn.base import ClassifierMixin
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.validation import check_is_fitted
+
+from paceline.errors import ConfigurationError
+from paceline.svm import calibration
+from paceline.svm.estimator import KernelMachine
+
+
+def _has_probabilities(model: PairwiseVotes) -> bool:
+    if not model.probability:
+        raise AttributeError("predict_proba is only available when SVC was made with probability=True")
+    return True
+
+
+class PairwiseVotes(ClassifierMixin, KernelMachine):  # type: ignore[misc]
+    """The predicting part of a classifier that has a kernel expansion for each pair of classes."""
+
+    def decision_function(self, X: Any) -> NDArray[np.float64]:
+        """Signed distances, up to a factor.
+
+        Args:
+            X: Rows, shape (N, D), dense, or CSR if trained on CSR.
+
+        Returns:
+            Shape (N,) for two classes, positive for the second; else (N, K) for `ovr`, (N, pairs) for `ovo`.
+        """
+        check_is_fitted(self)
+        if len(self.classes_) == 2:
+            return -self._decisions(X)
+        values = self._decisions_of_pairs(X)
+        if self.decision_function_shape == "ovo":
+            return values
+        votes, confidences = self._tally(values)
+        # Confidences only break ties: they are squeezed into (-1/3, 1/3).
+        return np.asarray(votes + confidences / (3 * (np.abs(confidences) + 1)))
+
+    @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
+    def predict_proba(self, X: Any) -> NDArray[np.float64]:
+        """Probabilities of the classes, shape (N, K); needs `probability=True` before `fit`."""
+        check_is_fitted(self)
+        values = self._values_of_pairs(self._seen_rows(X))
+        return calibration.coupled(expit(-(self.probA_ * values + self.probB_)), len(self.classes_))
+
+    @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
+    def predict_log_proba(self, X: Any) -> NDArray[np.float64]:
+        """Logarithms of `predict_proba`."""
+        return np.asarray(np.log(self.predict_proba(X)))
+
+    def _values_of_pairs(self, X: Any) -> NDArray[np.float64]:
+        """Decision values of all pairs, one pair included, positive for the first class; shape (N, pairs)."""
+        if len(self.classes_) == 2:
+            return np.asarray(self._expansion(X, slice(None)) - self._offsets)
+        return self._values(X)
+
+    def _decisions_of_pairs(self, X: Any) -> NDArray[np.float64]:
+        """Values of all pairs of classes, shape (N, pairs); each class's kernel values serve all of its pairs."""
+        return self._values(self._seen_rows(X))
+
+    def _values(self, X: Any) -> NDArray[np.float64]:
+        num = len(self.classes_)
+        at = {pair: k for k, pair in enumerate(itertools.combinations(range(num), 2))}
+        values = np.tile(-self._offsets, (X.shape[0], 1))
+        ends = np.cumsum(self.n_support_)
+        for one in range(num):
+            sums = self._expansion(X, slice(ends[one] - self.n_support_[one], ends[one]))
+            for other in range(num):
+                if other != one:
+                    row = other - 1 if other > one else other
+                    values[:, at[min(one, other), max(one, other)]] += sums[:, row]
+        return values
+
+    def _tally(self, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        votes = np.zeros((len(values), len(self.classes_)))
+        confidences = np.zeros_like(votes)
+        for pair, (one, other) in enumerate(itertools.combinations(range(len(self.classes_)), 2)):
+            value = values[:, pair]
+            votes[:, one] += value >= 0
+            votes[:, other] += value < 0
+            confidences[:, one] += value
+            confidences[:, other] -= value
+        return votes, confidences
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """Labels of the rows of X, shape (N,); two classes by sign, more by votes."""
+        check_is_fitted(self)
+        if self.break_ties and self.decision_function_shape == "ovo":
+            raise ConfigurationError("break_ties must be False when decision_function_shape is 'ovo'")
+        if len(self.classes_) == 2:
+            winners = (self.decision_function(X) > 0).astype(np.intp)
+        elif self.break_ties:
+            winners = self.decision_function(X).argmax(axis=1)
+        else:
+            winners = self._tally(self._decisions_of_pairs(X))[0].argmax(axis=1)
+        return np.asarray(self.classes_[winners])
+
+    def _weights_of_features(self) -> Any:
+        """Of every pair of classes, shape (pairs, D)."""
+        ends = np.cumsum(self.n_support_)
+        members = [slice(end - num, end) for end, num in zip(ends, self.n_support_, strict=True)]
+        weights = [
+            self._signed(self.dual_coef_[other - 1 : other, members[one]])
+            @ self.support_vectors_[members[one]]
+            + self._signed(self.dual_coef_[one : one + 1, members[other]])
+            @ self.support_vectors_[members[other]]
+            for one, other in itertools.combinations(range(len(self.classes_)), 2)
+        ]
+        return sp.vstack(weights, format="csr") if self._sparse else np.vstack(weights)
