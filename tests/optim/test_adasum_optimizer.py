@@ -76,7 +76,7 @@ def train(rank, num_ranks, optimizer_name, workload_name):
         (2, "momentum", "mixed_dtypes"),
         (2, "sgd", "sparse"),
         (3, "adam", "mlp"),
-        (4, "adamw", "wide_mlp"),
+        (4, "adamw", "mlp"),
     ],
 )
 def test_updates_are_combined(num_ranks, optimizer, workload):

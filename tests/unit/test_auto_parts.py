@@ -105,7 +105,7 @@ def test_a_step_that_failed_is_no_part_of_a_sample():
     inquiry = Inquiry(["x"], 2, Pace(num_measured=1), Rules(0.03, 0.01), Ledger(), tell=print)
 
     def end():
-        inquiry.end_step(StepTiming(1, 0.0, 0.0, 0.0, 0.0, ()))
+        inquiry.end_step(StepTiming(1, 0.0, 0.0, 0.0, 0.0, (BucketTiming(0, 8, 0.0, 0.0, 0.0, 0.0),)))
         return inquiry.course.num_steps
 
     inquiry.begin_step()

@@ -128,7 +128,7 @@ class LargeMinibatch(LRScheduler):
         if not isinstance(batch, int | GlobalBatch):
             return ConfigurationError(
                 f"batch={batch!r} is not a number of samples. Give this rank's samples of a micro-step, or a "
-                f"GlobalBatch."
+                "GlobalBatch."
             )
         if self.epoch_samples is not None and self.epoch_samples <= 0:
             return ConfigurationError(
@@ -260,7 +260,7 @@ class LargeMinibatch(LRScheduler):
             raise ConfigurationError(
                 f"the checkpoint's curve has epoch_samples={state_dict['epoch_samples']}, this recipe's "
                 f"{self.epoch_samples}, so their times have different units. Go on with the training set that it was "
-                f"saved with."
+                "saved with."
             )
         if len(state_dict["reference_rates"]) != len(self.optimizer.param_groups):
             raise ConfigurationError(
@@ -301,6 +301,5 @@ def _check_rates(optimizer: Optimizer) -> None:
         if not 0 < rate < float("inf"):
             raise ConfigurationError(
                 f"parameter group {index} has lr={rate}: a reference rate must be positive. Give the optimizer the "
-                f"rate "
-                "that is right for reference_batch samples a step."
+                "rate that is right for reference_batch samples a step."
             )

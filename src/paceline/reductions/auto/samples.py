@@ -46,10 +46,10 @@ class Stopwatch:
         self._ended_s = None
 
     def end_step(self, timing: StepTiming) -> tuple[float, StepProfile] | None:
-        """The step's period and profile; None of the first."""
+        """The step's period and profile; None of the first, and where there was no backward (local steps)."""
         before_s, self._ended_s = self._ended_s, self._now()
         cpu_before_s, self._cpu_s = self._cpu_s, self._cpu()
-        if before_s is None:
+        if before_s is None or not timing.buckets:
             return None
         computed_s = timing.started_s + timing.backward_s
         late_s, loads = 0.0, []
