@@ -320,7 +320,10 @@ def _place(hosts: int, rate: str) -> Place:
 
 def _points_of_others(folder: Path, config: Config, rates: Sequence[str]) -> list[Point]:
     """What earlier runs have left, except at these rates."""
-    record = json.loads((folder / f"{NAME}.json").read_text())
+    path = folder / f"{NAME}.json"
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text())
     samples = [dict(sample) for sample in record["samples"]["points"]]
     others = [(sample.pop("rate"), Outcome(**sample)) for sample in samples]
     return [
