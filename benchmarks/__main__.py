@@ -15,10 +15,16 @@ import typer
 from benchmarks.options import REPOSITORY, RESULTS_FOLDER, Quick, ResultsFolder, run_cli
 
 WORKLOADS = ("tiny", "wide_mlp", "resnet50", "transformer", "mlstm")  # those that two cores can compute
+WITHOUT_SIDES = ("optimizers", "svm", "svm_ranks", "adasum", "compression", "auto_compression")
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
     ("overlap", "--rate", "1Gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
+    ("optimizers",),
+    ("adasum",),
+    ("adasum", "--ranks", "4"),
+    ("compression",),
+    *([("auto_compression",)] if os.geteuid() == 0 else []),
     ("svm",),
     ("svm_ranks",),
     *[
@@ -39,7 +45,7 @@ def main(
     for command in COMMANDS:
         arguments = [*command, "--results-folder", str(results_folder.resolve())]
         arguments += ["--quick"] if quick else []
-        arguments += ["--sides", sides] if sides and not command[0].startswith("svm") else []
+        arguments += ["--sides", sides] if sides and command[0] not in WITHOUT_SIDES else []
         if _run(arguments) != 0:
             failed.append(shlex.join(command))
     if failed:

@@ -129,6 +129,11 @@ class _Order:
     group_timeout_s: float
 
 
+def as_torchrun_says(num_ranks: int) -> dict[str, str]:
+    """What every rank of one host finds in its environment under torchrun."""
+    return {"LOCAL_WORLD_SIZE": str(num_ranks), "WORLD_SIZE": str(num_ranks)}
+
+
 def _log_path(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.log"
 
@@ -244,7 +249,12 @@ class Ranks:
     ) -> None:
         self.num_ranks = num_ranks
         self.group_timeout_s = group_timeout_s
-        self.env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(env or {})}
+        self.env = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            **as_torchrun_says(num_ranks),
+            **(env or {}),
+        }
         self.store = store
         self._folder = tempfile.mkdtemp(prefix="paceline-ranks-")
         self._processes: list[Any] = []

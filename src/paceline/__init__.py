@@ -12,16 +12,23 @@ from typing import TYPE_CHECKING, Any
 from paceline.process_group.registration import register as _register_backend
 
 if TYPE_CHECKING:
-    from paceline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm
+    from paceline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm, windows
 
 __version__ = "0.1.0"
 
-__all__ = ["DistributedDataParallel", "SyncBatchNorm", "__version__", "convert_sync_batchnorm"]
+__all__ = [
+    "DistributedDataParallel",
+    "SyncBatchNorm",
+    "__version__",
+    "convert_sync_batchnorm",
+    "windows",
+]
 
 _HOME_OF = {
     "DistributedDataParallel": "paceline.ddp",
     "SyncBatchNorm": "paceline.ddp",
     "convert_sync_batchnorm": "paceline.ddp",
+    "windows": "paceline.ddp",
 }
 
 

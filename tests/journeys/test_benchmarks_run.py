@@ -41,6 +41,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ["overhead", "--sides", "torch,ours,ours-unused"],
         ["memory", "--sides", "torch,ours"],
         ["overlap"],
+        ["compression"],
+        ["auto_compression"],
     ],
     ids="-".join,
 )
@@ -56,9 +58,32 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     assert record["samples"]
     assert record["rows"]
     assert all(len(row) == len(record["columns"]) for row in record["rows"])
-    assert {"torch", "ours"} <= {cell for row in record["rows"] for cell in row}
+    baseline = {"compression": {"memcpy", "int8"}, "auto_compression": {"light", "loopback"}}.get(
+        arguments[0], {"torch", "ours"}
+    )
+    assert baseline <= {cell for row in record["rows"] for cell in row}
     assert json.loads((tmp_path / f"{record['name']}.json").read_text()) == record
     assert (tmp_path / f"{record['name']}.png").exists() or not _has_matplotlib()
+
+
+def test_the_benchmark_of_optimizers_reports(tmp_path: Path) -> None:
+    """A row for LARS and one for LAMB, each with its peer."""
+    done = run("benchmarks.optimizers", "--quick", "--json", "--results-folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert set(record) >= SHAPE
+    assert [row[1:3] for row in record["rows"]] == [["LARS", "torch SGD"], ["LAMB", "torch Adam"]]
+
+
+@pytest.mark.slow
+def test_adasum_benchmark_reports(tmp_path: Path) -> None:
+    """Over both backends, and with two ranks no more bytes than the limit, but for dot products and headers."""
+    done = run("benchmarks.adasum", "--quick", "--json", "--results-folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert set(record) >= SHAPE
+    assert [row[0].partition(":")[0] for row in record["rows"]] == ["gloo", "paceline"]
+    assert all(1.0 <= float(row[-1]) < 1.05 for row in record["rows"])
 
 
 def test_an_unknown_name_is_one_paragraph() -> None:

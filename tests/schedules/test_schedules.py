@@ -19,6 +19,7 @@ from paceline.schedules import (
     halving_doubling,
     price,
     tree,
+    vector_halving,
 )
 from paceline.schedules.compose import mirror
 from paceline.schedules.part import part_of
@@ -44,7 +45,7 @@ CASES = [(name, num_ranks) for name in SCHEDULES for num_ranks in range(1, 18)]
 def built(name, num_ranks):
     """The schedule, over every topology that makes a difference to it."""
     algorithm = SCHEDULES[name]
-    over_hosts = algorithm.needs_hosts or "host" in algorithm.operation
+    over_hosts = algorithm.needs_hosts or "host" in algorithm.operation or algorithm.operation == "adasum"
     for topology in dict.fromkeys(topologies(num_ranks)) if over_hosts else [Topology.one_host(num_ranks)]:
         yield topology, algorithm.build(topology)
 
@@ -98,6 +99,8 @@ def check_operation(operation, schedule, topology):
         case "all_reduce":
             assert all(contributions(block) == ranks for block in held[0])
             assert all(held[rank] == held[0] for rank in ranks)
+        case "adasum":
+            check_tree(topology, held)
         case "all_reduce_between_hosts":
             check_between_hosts(schedule, topology, held)
         case "reduce_scatter":
@@ -110,6 +113,51 @@ def check_operation(operation, schedule, topology):
             assert all(block == 0 for blocks in held for block in blocks)
         case "reduce":
             assert all(contributions(block) == ranks for block in held[0])
+
+
+def check_tree(topology, held):
+    """Every block is the tree over hosts, whose left side has the larger half; a leaf is a host's sum."""
+    hosts = topology.ranks_of_host
+
+    def check(expression, leaves):
+        if len(leaves) == 1:
+            assert contributions(expression) == sorted(leaves[0])
+            return
+        half = (len(leaves) + 1) // 2
+        sides = sorted([leaves[:half], leaves[half:]], key=lambda side: sorted(sum(side, ())))
+        for part in expression:
+            side = next(side for side in sides if sorted(sum(side, ())) == contributions(part))
+            check(part, side)
+
+    for blocks in held:
+        assert blocks == held[0]
+        for expression in blocks:
+            assert contributions(expression) == list(range(topology.num_ranks))
+            check(expression, hosts)
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 18))
+def test_vector_halving_completes_within_teams(num_ranks):
+    """At each level, a team's members hold every element of its two vectors once, and only they complete."""
+    for topology in dict.fromkeys(topologies(num_ranks)):
+        plan = vector_halving.vector_halving(topology)
+        for level in plan.levels:
+            for team in level.teams:
+                received = [t for t in level.halving if t.target in team.ranks]
+                assert sorted(b for t in received for b in range(t.first, t.last)) == list(
+                    range(plan.num_blocks)
+                )
+                assert {t.target for t in received} == set(team.ranks)
+                assert (team.num_left + team.num_right) <= num_ranks
+            for number, contribution in enumerate(follow(level.completion)):
+                team = level.team_of(number)
+                assert contributions(contribution[0]) == ([number] if team is None else sorted(team.ranks))
+        if plan.levels:
+            last = plan.levels[-1].teams
+            assert len(last) == 1
+            assert last[0].num_left + last[0].num_right == num_ranks
+            told = {t.target for transfers in plan.tell.rounds for t in transfers}
+            assert told | set(last[0].ranks) == set(range(num_ranks))
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 18))

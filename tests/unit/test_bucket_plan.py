@@ -6,8 +6,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.ddp.arguments import is_on_one_host
 from paceline.ddp.plan import BucketCaps, plan_buckets
+from paceline.process_group.same_host import on_one_host
 
 MEBIBYTE = 1024 * 1024
 FIRST_BUCKET_BYTES = MEBIBYTE
@@ -140,10 +140,18 @@ def test_resnet50_on_cpus_of_several_hosts_is_cut_finely():
 
 
 @pytest.mark.parametrize(
-    ("local_ranks", "ranks", "expected"), [("2", "2", True), ("2", "4", False), (None, None, True)]
+    ("local_ranks", "ranks", "master", "expected"),
+    [
+        ("2", "2", "box", True),
+        ("2", "4", "localhost", False),
+        (None, None, "localhost", True),
+        (None, "2", "127.0.0.1", True),
+        (None, None, "box", None),
+        (None, None, None, None),
+    ],
 )
-def test_the_launcher_says_how_many_hosts(monkeypatch, local_ranks, ranks, expected):
-    """By torchrun's variables; a script started otherwise is taken to run on one host."""
-    for name, value in (("LOCAL_WORLD_SIZE", local_ranks), ("WORLD_SIZE", ranks)):
+def test_the_launcher_says_how_many_hosts(monkeypatch, local_ranks, ranks, master, expected):
+    """By torchrun's variables first; else a master on the loopback interface can only have ranks here."""
+    for name, value in (("LOCAL_WORLD_SIZE", local_ranks), ("WORLD_SIZE", ranks), ("MASTER_ADDR", master)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    assert is_on_one_host() is expected
+    assert on_one_host() is expected

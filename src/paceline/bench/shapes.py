@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from paceline.bench.workloads.workload import Workload
+from paceline.bench.workloads.workload import SizedWorkload, Workload
 
 Shape = tuple[int, ...]
 _TOUCHED_OPERATIONS = 4.0  # operations counted for each element that a normalisation or an embedding touches
@@ -35,7 +35,7 @@ class Layer:
     operations: float
 
 
-def layers_of(workload: Workload) -> tuple[Layer, ...]:
+def layers_of(workload: SizedWorkload) -> tuple[Layer, ...]:
     """Return the layers in the order of their registration, which is about that of forward."""
     with torch.device("meta"):
         model = workload.make_model()

@@ -19,6 +19,8 @@ from paceline.bench import peers
 from paceline.bench.packages import require
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.errors import ConfigurationError
+from paceline.reductions import GradientNoiseScale, Reduction
+from paceline.reductions.choice import COMPRESSIONS
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Side:
     Attributes:
         family: "none", "torch", "ours", or a peer's package.
         arguments: For the wrapper, where the family has one.
+        make_reduction: What combines the gradients, made anew for each model; None: what the arguments say.
         hook: A communication hook to register, by its name in `peers.HOOKS`.
         backend: Of the process group; None for the job's own.
         tolerance: How far its mean may be from the exact one, relative; None: lossy by design, only reported.
@@ -35,10 +38,13 @@ class Side:
 
     family: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    make_reduction: Callable[[], Reduction] | None = None
     hook: str | None = None
     backend: str | None = None
     tolerance: float | None = 1e-6
 
+
+COMPRESSED_TOLERANCES = {"fp16": 2e-3, "bf16": 1.6e-2}  # the others are lossy by design
 
 SIDES: dict[str, Side] = {
     "none": Side("none"),
@@ -57,8 +63,11 @@ SIDES: dict[str, Side] = {
     "ours-2": Side("ours", {"bucket_cap_mb_list": [1, 2]}),  # fine buckets, as for several hosts
     "ours-unused": Side("ours", {"find_unused_parameters": True}),
     "ours-paceline": Side("ours", backend="paceline"),
-    "ours-fp16": Side("ours", hook="fp16", tolerance=2e-3),
-    "ours-powersgd": Side("ours", {"bucket_cap_mb": 4096}, hook="powersgd", tolerance=None),
+    "ours-noise": Side("ours", make_reduction=GradientNoiseScale),
+    **{
+        f"ours-{name}": Side("ours", {"compression": name}, tolerance=COMPRESSED_TOLERANCES.get(name))
+        for name in COMPRESSIONS
+    },
     "accelerate": Side("accelerate"),
     "deepspeed": Side("deepspeed"),
     "torchft": Side("torchft"),
@@ -77,6 +86,8 @@ def wrap(side_name: str, module: nn.Module, **arguments: Any) -> nn.Module:
     wrapper: Any = {"torch": TorchDDP, "ours": OurDDP}[side.family]
     if side.backend is not None:
         arguments["process_group"] = dist.new_group(backend=side.backend)
+    if side.make_reduction is not None:
+        arguments["reduction"] = side.make_reduction()
     model: nn.Module = wrapper(module, **{**side.arguments, **arguments})
     if side.hook is not None:
         peers.HOOKS[side.hook](model)

@@ -178,11 +178,6 @@ class TimedWorkload(Workload):
     rank: int
     scale: float = 1.0
 
-    @classmethod
-    def quick(cls) -> TimedWorkload:
-        """Not offered: a profile has the size it has."""
-        raise NotImplementedError
-
     def make_model(self) -> TimedModel:
         """Return the model."""
         return TimedModel(self.profile, self.rank, self.scale)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from paceline import reductions
+from paceline.compression import Compressor
 from paceline.ddp.layout import ManagedParameters
 from paceline.errors import ConfigurationError
 from paceline.reductions import NarrowMean, Reduction
@@ -101,12 +101,6 @@ def check_not_wrapped(module: Module) -> None:
             )
 
 
-def is_on_one_host() -> bool:
-    """Whether all ranks of the job run on this host, by what the launcher says (torchrun's LOCAL_WORLD_SIZE)."""
-    local_ranks, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
-    return local_ranks is None or ranks is None or local_ranks == ranks
-
-
 def choose_buffer_policy(
     broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> tuple[bool, bool]:
@@ -158,15 +152,30 @@ def manage(module: Module, ignored: set[str], delayed: Sequence[Parameter]) -> M
     )
 
 
-def choose_reduction(reduction: Reduction | str | None, mixed_precision: Any) -> Reduction:
+def choose_reduction(
+    reduction: Reduction | str | None, compression: Compressor | Reduction | str | None, mixed_precision: Any
+) -> Reduction:
     """What combining means: what was asked for by name or as an object, or the mean in the dtype to reduce in."""
     narrow = mixed_precision and (mixed_precision.reduce_dtype or mixed_precision.param_dtype)
-    if narrow and reduction is not None:
+    given = {"reduction": reduction, "compression": compression}
+    for name, value in given.items() if narrow else ():
+        if value is None:
+            continue
         raise ConfigurationError(
-            f"reduction={reduction!r} and mixed_precision with gradients reduced in {narrow}: each says how gradients "
-            "are combined. Leave out reduction, or give mixed_precision reduce_dtype=None and param_dtype=None."
+            f"{name}={value!r} and mixed_precision with gradients reduced in {narrow}: each says how gradients "
+            f"are combined. Leave out {name}, or give mixed_precision reduce_dtype=None and param_dtype=None."
         )
-    return NarrowMean(narrow) if narrow else reductions.choose_reduction(reduction)
+    return NarrowMean(narrow) if narrow else reductions.choose_reduction(reduction, compression)
+
+
+def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
+    """Refuse sparse gradients beside a reduction that is not linear: they are always averaged."""
+    sparse = [name for name, is_sparse in zip(managed.names, managed.sparse, strict=True) if is_sparse]
+    if sparse and not reduction.is_linear:
+        raise ConfigurationError(
+            f"{reduction!r} combines dense gradients only, and {', '.join(sparse)} would have sparse ones, which are "
+            "averaged. Build the embedding with sparse=False, or leave out reduction."
+        )
 
 
 def warn_of_ignored(check_reduction: bool, skip_unused: bool, static_graph: bool, find_unused: bool) -> None:

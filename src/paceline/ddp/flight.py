@@ -13,7 +13,6 @@ from paceline.ddp.layout import AnyBucket
 from paceline.ddp.peers import Peers
 from paceline.observe import BucketTiming
 from paceline.reductions import Message, Pending, Reduction
-from paceline.reductions.sparse import launch_sparse_sum
 
 
 class _Launched:
@@ -67,7 +66,7 @@ class Flight:
     def _start(self, bucket: AnyBucket, is_last: bool) -> Pending:
         group = self.group_of(bucket)
         if not isinstance(bucket, Bucket):
-            return launch_sparse_sum(bucket.message, group, self._keep(bucket))
+            return self._reduction.launch_sparse(bucket.message, group, self._keep(bucket))
         message = Message(
             index=bucket.index,
             is_last=is_last,

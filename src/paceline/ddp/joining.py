@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
+from paceline.ddp.accumulation import match_window
+from paceline.ddp.weights import WeightExchange
 from paceline.reductions.collectives import launch_maximum, launch_sum
 
 if TYPE_CHECKING:
@@ -25,14 +28,19 @@ class Shadow(JoinHook):
     def main_hook(self) -> None:
         """Match one forward and, if the others will synchronize, one backward, contributing zeros."""
         wrapped = self._wrapped
-        if not announce(wrapped, will_synchronize=False, is_active=False):
+        others = announce(wrapped, is_active=False)
+        if not (others.synchronizes or others.opens_window):
             return
+        exchange = exchange_weights(wrapped) if others.opens_window else None
         if wrapped.training and wrapped._has_synchronized_buffers():
             wrapped._buffer_sync.synchronize(agree_on_source(wrapped, is_candidate=False))
         wrapped.reducer.prepare()
         wrapped.reducer.synchronizes_buffers = False
         wrapped.reducer.drop_gradients()
-        wrapped.reducer.run_without_autograd()
+        if exchange is None:
+            wrapped.reducer.run_without_autograd()
+        else:
+            match_window(wrapped, exchange.finish())
         wrapped.reducer.drop_gradients()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -41,8 +49,21 @@ class Shadow(JoinHook):
         self._wrapped._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it enabled
 
 
-def notify(wrapped: DistributedDataParallel, will_synchronize: bool) -> None:
-    """Within `join`: tell the joined ranks that this one has another batch, and whether its backward will synchronize.
+@dataclass(frozen=True)
+class NextStep:
+    """What the ranks that still have inputs are about to do.
+
+    Attributes:
+        synchronizes: Whether any of them runs a backward that synchronizes, next.
+        opens_window: Whether they open a window of micro-batches, of which one backward will.
+    """
+
+    synchronizes: bool
+    opens_window: bool
+
+
+def notify(wrapped: DistributedDataParallel, next_step: NextStep) -> None:
+    """Within `join`: tell the joined ranks that this one has another batch or window, and what follows.
 
     Contract:
         Collective with the joined ranks' `main_hook`.  Blocks: yes, for one small message.
@@ -50,18 +71,28 @@ def notify(wrapped: DistributedDataParallel, will_synchronize: bool) -> None:
     wrapped.reducer.num_averaged = None
     if wrapped._join_config.enable:
         Join.notify_join_context(wrapped)
-        announce(wrapped, will_synchronize, is_active=True)
+        announce(wrapped, is_active=True, mine=next_step)
 
 
-def announce(wrapped: DistributedDataParallel, will_synchronize: bool, is_active: bool) -> bool:
-    """Whether any rank's backward will synchronize; sets by how many ranks the sum is divided. Collective."""
-    flags = torch.tensor([float(will_synchronize), float(is_active)], device=wrapped.device)
-    wrapped._peers.wait(launch_sum(flags, wrapped.process_group), "telling joined ranks about this step")
-    num_synchronizing, num_active = flags.tolist()
-    wrapped.reducer.num_averaged = (
-        None if wrapped._divide_by_initial_world_size else max(1, round(num_active))
+def announce(
+    wrapped: DistributedDataParallel, is_active: bool, mine: NextStep = NextStep(False, False)
+) -> NextStep:
+    """What any rank is about to do; sets by how many ranks the sum is divided. Collective."""
+    flags = torch.tensor(
+        [float(flag) for flag in (mine.synchronizes, mine.opens_window, is_active)], device=wrapped.device
     )
-    return bool(num_synchronizing > 0)
+    wrapped._peers.wait(launch_sum(flags, wrapped.process_group), "telling joined ranks about this step")
+    num_synchronizing, num_windows, num_active = flags.tolist()
+    divides_by_all = wrapped._divide_by_initial_world_size or num_windows > 0
+    wrapped.reducer.num_averaged = None if divides_by_all else max(1, round(num_active))
+    return NextStep(num_synchronizing > 0, num_windows > 0)
+
+
+def exchange_weights(
+    wrapped: DistributedDataParallel, weight: float = 0.0, num_micro_steps: int = 0
+) -> WeightExchange:
+    """Tell the other ranks what this rank's micro-batches of a step count; by default nothing. Collective."""
+    return WeightExchange(weight, num_micro_steps, wrapped.process_group, wrapped._peers, wrapped.device)
 
 
 def agree_on_source(wrapped: DistributedDataParallel, is_candidate: bool) -> int:

@@ -107,6 +107,7 @@ class Reducer:
         self.forward_s = 0.0
         self.num_steps = 0  # synchronized backwards that ended well
         self.num_averaged: int | None = None  # what to divide by, if not all ranks (`join` leaves some out)
+        self.weight = 1.0  # of this rank's gradients in the mean; over the ranks, weights average to 1
         self.synchronizes: Callable[[], bool] = lambda: True
         self.synchronizes_buffers = False
         self.steps_in_backward = False  # parameters have optimizers of their own, to run when reduced
@@ -264,8 +265,10 @@ class Reducer:
         num_averaged = self.num_averaged or self._num_ranks
         if backward.synchronizes:
             self.reduction.begin_step()
-        self._scale = self.reduction.input_scale(num_averaged)
-        self._mean_scale = 1.0 / num_averaged  # of what bypasses the reduction: sparse and late gradients
+        self._scale = self.weight * self.reduction.input_scale(num_averaged)
+        self._mean_scale = (
+            self.weight / num_averaged
+        )  # of what bypasses the reduction: sparse and late gradients
         expected = self.expectations.touches if backward.synchronizes else lambda _: NEVER
         self.expectations.begin()
         for bucket, listener in zip(self.buckets, self._listeners, strict=True):
@@ -376,7 +379,8 @@ class Reducer:
         self._control.read()
         self._raise_if_aborted()
         self._raise_if_out_of_step()
-        if self._control.ranks_with(Status.LATE_GRADIENTS):
+        if late := self._control.ranks_with(Status.LATE_GRADIENTS):
+            self._raise_if_not_linear(late[0])
             self._reduce_late()
         self._attach(unused)
         if backward.by_autograd:
@@ -460,6 +464,17 @@ class Reducer:
             f"gradients of step {self.num_steps + 1} were dropped on every rank; parameters are untouched."
         )
 
+    def _raise_if_not_linear(self, late: int) -> None:
+        if self.reduction.is_linear:
+            return
+        self.drop_gradients()
+        raise PeerAbortedError(
+            f"rank {self._rank}: gradients of rank {late} arrived after their bucket had left, which "
+            f"{self.reduction!r} cannot add afterwards. This step's gradients were dropped on every rank; parameters "
+            "are untouched. Pass static_graph=True if every step uses the same graph. Otherwise go on with the next "
+            "batch: from now on that rank's buckets wait for the end of backward."
+        )
+
     def _reduce_late(self) -> None:
         """Sum what arrived after its bucket had left, on all ranks (rule 5)."""
         for bucket in self.buckets:
@@ -504,6 +519,28 @@ class Reducer:
                 raise
             self.drop_gradients()
         self._rest()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a backward began and, once autograd has returned, was not completed."""
+        return self._backward is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether communication has failed for good."""
+        return self._failure is not None
+
+    def abort(self) -> None:
+        """Give up this step: complete its collectives, tell the other ranks, drop this rank's gradients.
+
+        Contract:
+            Collective: matches the other ranks' synchronized backward, whether this rank's has begun or not.
+        """
+        if not (self.is_interrupted and self._was_synchronizing):
+            self._rest()
+            self._arm(Backward(True, self._end, by_autograd=False))
+        self._recover()
+        self._num_open_forwards = 0
 
     def run_without_autograd(self) -> None:
         """A synchronized backward that touches nothing here: `sync_gradients`, or the shadow of a joined rank.

@@ -39,6 +39,7 @@ class TorchSurface:
         reducer: Reducer
         process_group: Any
         _process_groups: list[Any]
+        _reduce_groups: list[Any]
         _peers: Peers
         _buffer_sync: Buffers
         _caps: BucketCaps
@@ -219,7 +220,8 @@ class TorchSurface:
         """
         old = self.reducer
         old.remove_hooks()
-        self.process_group, self._process_groups = new_process_group, [new_process_group]
+        self.process_group = new_process_group
+        self._process_groups = self._reduce_groups = [new_process_group]
         self._peers = Peers(
             new_process_group, f"group {new_process_group.group_name}", self.device.type == "cpu"
         )

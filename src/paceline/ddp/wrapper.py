@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,11 +20,13 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.compression import Compressor
 from paceline.ddp import arguments, in_backward, state_names, sync_batch_norm
 from paceline.ddp import mixed_precision as mixed
+from paceline.ddp.accumulation import Batch, Window
 from paceline.ddp.buffers import Broadcast, Buffers
 from paceline.ddp.dynamo import may_compile
-from paceline.ddp.joining import Shadow, agree_on_source, notify
+from paceline.ddp.joining import NextStep, Shadow, agree_on_source, exchange_weights, notify
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.outputs import find_tensors
 from paceline.ddp.peers import Peers
@@ -32,8 +34,10 @@ from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer, ReducerOptions
 from paceline.ddp.replicas import Description, verify
 from paceline.ddp.torch_surface import TorchSurface
+from paceline.ddp.weights import WeightExchange
 from paceline.errors import ReplicaMismatchError
 from paceline.observe import StepTimings
+from paceline.process_group.same_host import group_beside, on_one_host
 from paceline.reductions import Mean, Reduction
 from paceline.reductions.collectives import device_for_words
 from paceline.reductions.roll_call import next_name
@@ -76,6 +80,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         batched_grad_copy: Always so; the argument is accepted.
         forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
+        compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", "onebit", "topk", "randomk", "powersgd", a
+            `paceline.compression.Compressor`, or a reduction that compresses; "auto": only where that shortens a step.
+            Not torch's.
 
     Contract:
         Collective: the constructor (unless `init_sync=False`), a forward that will be synchronized (buffers), and the
@@ -113,6 +120,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         forward_sync_buffers: bool | None = None,
         *,
         reduction: Reduction | str | None = None,
+        compression: Compressor | Reduction | str | None = None,
     ) -> None:
         Module.__init__(self)
         Joinable.__init__(self)
@@ -133,7 +141,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             given_caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
             self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
             managed = arguments.manage(module, self.parameters_to_ignore, self._delay_all_reduce_params)
-            self._reduction = arguments.choose_reduction(reduction, mixed_precision)
+            self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
+            arguments.check_linear(managed, self._reduction)
             self._reduction.prepare(managed.named(), self._process_groups[0])
         except (RuntimeError, ValueError) as error:
             self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
@@ -149,9 +158,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.device_type = self.device.type
         trainable = [p for p in self._module_parameters if p.requires_grad]
         size_bytes = sum(p.numel() * p.element_size() for p in trainable)
-        on_one_host = arguments.is_on_one_host()
-        self._caps = given_caps or BucketCaps.default(size_bytes, self.device_type == "cpu", on_one_host)
-        self._chosen_caps = given_caps or f"default on {'one host' if on_one_host else 'several hosts'}"
+        is_on_one_host = on_one_host() is not False
+        self._caps = given_caps or BucketCaps.default(size_bytes, self.device_type == "cpu", is_on_one_host)
+        self._chosen_caps = given_caps or f"default on {'one host' if is_on_one_host else 'several hosts'}"
         self.bucket_bytes_cap_default = given_caps is None
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
         self.forward_sync_buffers, init_sync_buffers = arguments.choose_buffer_policy(
@@ -174,6 +183,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Everything that depends on the process group and cannot be pickled; collective if `init_sync`."""
         self._init_torch_surface()
         self._let_go: Any = None  # called when we are gone
+        self._window: Window[Any] | None = None  # of micro-batches, while within one
         in_slices = self.device_type == "cpu"
         self._peers = Peers(
             self.process_group, name=next_name(self.process_group, init_sync), in_slices=in_slices
@@ -182,8 +192,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         if self._has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
         self._buffer_sync = Buffers(self.module, self.parameters_to_ignore, self.process_group, self._peers)
+        self._reduce_groups = self._process_groups
         if init_sync:
             self._verify(managed)
+            if self.device_type == "cpu":
+                self._reduce_groups = [group_beside(group) for group in self._process_groups]
             named = self.module.named_parameters()
             tensors: list[Tensor] = [p for name, p in named if name not in self.parameters_to_ignore]
             if init_sync_buffers:
@@ -236,10 +249,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _build_reducer(self, managed: Any) -> None:
         options = ReducerOptions(self._caps, self.find_unused_parameters, self.static_graph)
-        reducer = Reducer(managed, options, self._process_groups, self._peers, self._buffer_sync)
+        reducer = Reducer(managed, options, self._reduce_groups, self._peers, self._buffer_sync)
         # The parameters' hooks keep the reducer; it must not keep us, or wrapping a module again would find both.
         itself = weakref.ref(self)
-        reducer.synchronizes = lambda: (wrapper := itself()) is None or wrapper.require_backward_grad_sync
+        reducer.synchronizes = lambda: (wrapper := itself()) is None or wrapper._synchronizes()
         if self._let_go is not None:
             self._let_go.detach()
         self._let_go = weakref.finalize(self, reducer.remove_hooks)
@@ -277,11 +290,31 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _prepare_to_train(self) -> None:
         self.reducer.prepare(opens_step=self.training)
+        self._follow_changes()
+        if self._window is not None:
+            self._window.note_forward()
+            return
+        will_synchronize = self.require_backward_grad_sync
+        notify(self, NextStep(will_synchronize, opens_window=False))
+        self._bring_buffers_in_line(will_synchronize)
+
+    def _open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
+        """What a window of micro-batches communicates before its first forward. Collective."""
+        self.reducer.prepare()
+        self._follow_changes()
+        notify(self, NextStep(synchronizes=False, opens_window=True))
+        exchange = exchange_weights(self, weight, num_micro_steps)
+        self._bring_buffers_in_line(will_synchronize=True)
+        return exchange
+
+    def _follow_changes(self) -> None:
+        """Take in what was done to the parameters since the last forward. Collective if some were unfrozen."""
         if any(parameter.requires_grad for parameter in self._frozen):
             self._manage_unfrozen()
         self.reducer.steps_in_backward = in_backward.take_over(self._module_parameters)
-        will_synchronize = self.require_backward_grad_sync
-        notify(self, will_synchronize)
+
+    def _bring_buffers_in_line(self, will_synchronize: bool) -> None:
+        """Before the forwards of a step that will be synchronized: everybody takes rank 0's buffers. Collective."""
         synchronizes_buffers = will_synchronize and self.training and self._has_synchronized_buffers()
         if synchronizes_buffers and self._buffer_hook_goes("PRE_FORWARD"):
             self._run_buffer_hook()
@@ -297,6 +330,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Parameters were unfrozen after wrapping: compare again, then synchronize them too. Collective."""
         managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
         self._verify(managed)
+        arguments.check_linear(managed, self._reduction)
         self._reduction.prepare(managed.named(), self.process_group)
         self.reducer.remove_hooks()
         timings = self.reducer.timings
@@ -334,6 +368,37 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         finally:
             self.require_backward_grad_sync = before
 
+    def accumulate(
+        self, batches: Sequence[Batch], weight: Callable[[Batch], float] | None = None
+    ) -> Window[Batch]:
+        """Accumulate the micro-batches of one optimizer step, each counted by its weight, over all ranks.
+
+        Within `with model.accumulate(batches, weight=...) as micro_batches:` iterate over `micro_batches`; each turn
+        runs forward and backward of its micro-batch's *mean* loss. Afterwards `.grad` is, bitwise the same on all
+        ranks, sum(w g) / sum(w) over the micro-batches of all ranks: what one process computes as the mean over all
+        their samples or tokens. Only the last backward communicates, whichever that is.
+
+        Args:
+            batches: This rank's micro-batches. Ranks may have different numbers of them, or none.
+            weight: What a micro-batch counts: its number of samples or tokens. None: each counts the same. One of
+                weight 0 is left out. A reduction other than the mean is given gradients that are multiplied by their
+                weight relative to the average rank's.
+
+        Contract:
+            Collective: entering, and the last backward (leaving, on a rank without micro-batches).
+            If nothing counts on any rank, `.grad` stays None everywhere, and an optimizer changes nothing.
+
+        Raises:
+            ConfigurationError: A weight that is negative or not finite; gradients from before; a window in a window.
+            ProtocolError: A micro-batch without, or with more than one, backward; a loop that was left early. Whatever
+                is raised within the window, the other ranks get a PeerAbortedError and no gradients.
+        """
+        return Window(self, batches, weight)
+
+    def _synchronizes(self) -> bool:
+        """Whether the backward that begins now does."""
+        return self.require_backward_grad_sync if self._window is None else self._window.note_backward()
+
     def sync_gradients(self) -> None:
         """Reduce what backwards under `no_sync` have accumulated, without another forward and backward.
 
@@ -348,6 +413,15 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def reduction(self) -> Reduction:
         """What combines the ranks' gradients; its `state_dict()` is this rank's own, to be saved by every rank."""
         return self._reduction
+
+    def gradients_are_finite(self) -> bool:
+        """Whether no `.grad` holds an infinity or a NaN: if one does, skip the optimizer's step, on all ranks alike.
+
+        Contract:
+            Local. After a synchronized backward the same on every rank, because gradients are.
+        """
+        gradients = [p.grad for p in self._module_parameters if p.grad is not None]
+        return all(bool((g._values() if g.is_sparse else g).isfinite().all()) for g in gradients)
 
     @property
     def timings(self) -> StepTimings:
@@ -403,6 +477,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         left_out = {
             "process_group",
             "_process_groups",
+            "_reduce_groups",
             "reducer",
             "logger",
             "_peers",

@@ -70,11 +70,13 @@ class Images:
             )
 
 
-def load_images(choice: str) -> Images:
+def load_images(choice: str, max_train: int = MAX_TRAIN, max_test: int = MAX_TEST) -> Images:
     """Load a data set by name, or from a folder of IDX files.
 
     Args:
         choice: `digits`, `fashion-mnist`, or the path of a folder with MNIST's four files.
+        max_train: Of a folder's training images, the first so many.
+        max_test: Of a folder's test images, the first so many.
 
     Raises:
         ConfigurationError: It is not there, or is not what it should be; says how to get it.
@@ -88,14 +90,14 @@ def load_images(choice: str) -> Images:
                 "apt-get install dataset-fashion-mnist (31 MB). Elsewhere pass the folder that holds its four "
                 "files: --data FOLDER. Or use the embedded data: --data digits."
             )
-        return _from_idx_folder(FASHION_MNIST_FOLDER, "Fashion-MNIST")
+        return _from_idx_folder(FASHION_MNIST_FOLDER, "Fashion-MNIST", max_train, max_test)
     folder = Path(choice)
     if not folder.is_dir():
         raise ConfigurationError(
             f"--data {choice} is neither digits, fashion-mnist nor a folder. Pass one of the two names, or a folder "
             "with MNIST's four files (train-images-idx3-ubyte and so on, gzipped or not)."
         )
-    return _from_idx_folder(folder, folder.name)
+    return _from_idx_folder(folder, folder.name, max_train, max_test)
 
 
 def _digits() -> Images:
@@ -116,7 +118,7 @@ def _digits() -> Images:
     return _images("digits", images[num_test:], labels[num_test:], images[:num_test], labels[:num_test])
 
 
-def _from_idx_folder(folder: Path, name: str) -> Images:
+def _from_idx_folder(folder: Path, name: str, max_train: int, max_test: int) -> Images:
     parts = {}
     for split in ("train", "t10k"):
         images = _read_idx(_find(folder, f"{split}-images-idx3-ubyte"), num_dimensions=3)
@@ -128,9 +130,9 @@ def _from_idx_folder(folder: Path, name: str) -> Images:
             )
         parts[split] = images, labels
     (images, labels), (test_images, test_labels) = parts["train"], parts["t10k"]
-    shown = name if len(labels) <= MAX_TRAIN else f"{name} (the first {MAX_TRAIN:,} of {len(labels):,})"
+    shown = name if len(labels) <= max_train else f"{name} (the first {max_train:,} of {len(labels):,})"
     return _images(
-        shown, images[:MAX_TRAIN], labels[:MAX_TRAIN], test_images[:MAX_TEST], test_labels[:MAX_TEST]
+        shown, images[:max_train], labels[:max_train], test_images[:max_test], test_labels[:max_test]
     )
 
 

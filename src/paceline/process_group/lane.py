@@ -12,7 +12,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -39,15 +38,19 @@ class LaneWork(dist.Work):
         self._ended: Future[None] | None = None
         self._future: Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
+        self._recorded = _record(f"{NAME}:{what}") if _is_profiled() else None
 
     def perform(self) -> None:
         """Do it, on this thread; an error is kept for whoever waits."""
         try:
-            with record_function(f"{NAME}:{self._what}") if _is_profiled() else nullcontext():
-                self._perform()
+            self._perform()
         except BaseException as error:  # noqa: BLE001  whatever it is, the waiters must hear of it
             self._error = error
         del self._perform  # and with it the references to inputs
+        if self._recorded is not None:
+            self._recorded.set_result(
+                None
+            )  # before anyone knows of the end: the profiler may be stopped then
         with self._lock:
             self._is_done = True
             self._ending.release()
@@ -99,6 +102,14 @@ class LaneWork(dist.Work):
 
     def synchronize(self) -> None:
         self.wait()
+
+
+def _record(label: str) -> Future[None]:
+    """Begin a range in the profiler of this thread, which ends, on any thread, with the future's result."""
+    ended: Future[None] = Future()
+    with record_function(label) as record:
+        record._call_end_callbacks_on_future(ended)
+    return ended
 
 
 class Lane:

@@ -2,27 +2,65 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
+from paceline import compression as compressors
+from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
+from paceline.reductions.adasum import Adasum
+from paceline.reductions.auto import Auto
+from paceline.reductions.compressed import Compressed
 from paceline.reductions.mean import Mean
+from paceline.reductions.powersgd import PowerSGD
 from paceline.reductions.reduction import Reduction
 
-BY_NAME: dict[str, Callable[[], Reduction]] = {"mean": Mean}
+BY_NAME: dict[str, Callable[[], Reduction]] = {"mean": Mean, "adasum": Adasum}
 
 
-def choose_reduction(reduction: Reduction | str | None) -> Reduction:
-    """Return the reduction of that name, or the one given; the mean for None.
+def _compress_by(kind: type[Compressor]) -> Reduction:
+    return Compressed(kind())
+
+
+COMPRESSIONS: dict[str, Callable[[], Reduction]] = {
+    **{name: functools.partial(_compress_by, kind) for name, kind in compressors.BY_NAME.items()},
+    "powersgd": PowerSGD,
+}
+"""Every codec with its default settings: compressors, and reductions that compress."""
+
+_UNDERSTOOD: dict[str, Callable[[], Reduction]] = {**COMPRESSIONS, "auto": Auto}
+"""By `compression=`: a codec, or what chooses one."""
+
+
+def choose_reduction(
+    reduction: Reduction | str | None, compression: Compressor | Reduction | str | None = None
+) -> Reduction:
+    """Return the reduction that the two arguments mean; the mean if both are None.
 
     Raises:
-        ConfigurationError: There is none of that name, or it is something else altogether.
+        ConfigurationError: There is none of that name, it is something else altogether, or both say how gradients are
+            combined.
     """
-    if isinstance(reduction, Reduction):
-        return reduction
-    make = BY_NAME.get(reduction if isinstance(reduction, str) else "mean")
-    if make is None or not isinstance(reduction, str | None):
+    if compression is None:
+        return _find(reduction, "reduction", BY_NAME) if reduction is not None else Mean()
+    if reduction not in (None, "mean"):
         raise ConfigurationError(
-            f"reduction={reduction!r} is not a reduction. Give one of {', '.join(map(repr, BY_NAME))} or a "
-            "paceline.reductions.Reduction."
+            f"reduction={reduction!r} and compression={compression!r}: compression takes the mean of what the ranks "
+            "say shorter, so each says how gradients are combined. Leave out either."
         )
-    return make()
+    if isinstance(compression, Compressor):
+        return Compressed(compression)
+    return _find(compression, "compression", _UNDERSTOOD)
+
+
+def _find(given: object, argument: str, table: dict[str, Callable[[], Reduction]]) -> Reduction:
+    if isinstance(given, Reduction):
+        return given
+    if isinstance(given, str) and given in table:
+        return table[given]()
+    what = "a paceline.reductions.Reduction"
+    if argument == "compression":
+        what = "a paceline.compression.Compressor, or " + what
+    raise ConfigurationError(
+        f"{argument}={given!r} is not a {argument}. Give one of {', '.join(map(repr, table))} or {what}."
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.reductions.pending import Pending
+from paceline.reductions.sparse import launch_sparse_sum
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Reduction(ABC):
 
     is_ours: bool = True
     """Whether an exception at launch means that communication failed, not that a user's code raised."""
+
+    is_linear: bool = True
+    """Whether reducing two parts of a gradient one after the other is as good as reducing their sum."""
 
     def __repr__(self) -> str:
         """Its kind and settings, equal on all ranks: how ranks that were given different ones find out."""
@@ -92,6 +96,12 @@ class Reduction(ABC):
         Contract:
             Collective: every rank, same order.  Blocks: no.  Mutates: `message.flat`, until the result is done.
         """
+
+    def launch_sparse(
+        self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
+    ) -> Pending:
+        """Start taking the mean of sparse gradients, which are scaled already; as `launch_sparse_sum`."""
+        return launch_sparse_sum(gradient, process_group, keep)
 
     def end_step(self, timing: StepTiming) -> None:  # noqa: B027  most have nothing to do
         """A synchronized backward has ended well, with these timings on this rank. Local."""

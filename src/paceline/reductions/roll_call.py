@@ -65,7 +65,11 @@ class RollCall:
             )
             if self._num_ranks > 1:
                 self._store.set(f"who/{self._rank}", f"{os.getpid()} {socket.gethostname()}")
-        except (RuntimeError, TypeError):  # MPI launches without a store: then no roll can be called
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # MPI, or no default group: no store, so no roll can be called
             self._has_store, self._store = False, dist.HashStore()
 
     def wait_in_slices(self, pending: Pending) -> None:

@@ -35,7 +35,7 @@ def _groups(num_ranks: int) -> list[range]:
     return groups
 
 
-def _kept(member: int, num_halvings: int, num_blocks: int) -> tuple[int, int]:
+def kept(member: int, num_halvings: int, num_blocks: int) -> tuple[int, int]:
     """The range that a group's member holds after so many halvings: bit t of its number chose half t."""
     first, size = 0, num_blocks
     for t in range(num_halvings):
@@ -47,7 +47,7 @@ def _kept(member: int, num_halvings: int, num_blocks: int) -> tuple[int, int]:
 def _halve(group: range, t: int, num_blocks: int) -> list[Transfer]:
     """Every member sends its partner at distance 2^t what the partner keeps."""
     return [
-        Transfer(group[i], group[i ^ 1 << t], *_kept(i ^ 1 << t, t + 1, num_blocks), fold=True)
+        Transfer(group[i], group[i ^ 1 << t], *kept(i ^ 1 << t, t + 1, num_blocks), fold=True)
         for i in range(len(group))
     ]
 
@@ -55,12 +55,12 @@ def _halve(group: range, t: int, num_blocks: int) -> list[Transfer]:
 def _join(larger: range, smaller: range, num_blocks: int) -> list[Transfer]:
     """The smaller group's result goes to the owners in the larger group."""
     owner = {
-        _kept(i, _log2(smaller), num_blocks)[0] * len(smaller) // num_blocks: rank
+        kept(i, _log2(smaller), num_blocks)[0] * len(smaller) // num_blocks: rank
         for i, rank in enumerate(smaller)
     }
     transfers = []
     for i, target in enumerate(larger):
-        first, last = _kept(i, _log2(larger), num_blocks)
+        first, last = kept(i, _log2(larger), num_blocks)
         transfers.append(Transfer(owner[first * len(smaller) // num_blocks], target, first, last, fold=True))
     return transfers
 

@@ -26,7 +26,7 @@ from paceline.schedules.schedule import Round, Schedule, Transfer, cut
 from paceline.schedules.topology import Topology
 
 
-def _distribute(members: tuple[int, ...], num_shards: int, shard_blocks: int) -> Round:
+def hand_out(members: tuple[int, ...], num_shards: int, shard_blocks: int) -> Round:
     """Each owner gives its shard to all other ranks of the host."""
     return tuple(
         Transfer(
@@ -79,7 +79,7 @@ def all_reduce(topology: Topology, name: str, across: Callable[[int], Schedule])
     flat = across(topology.num_hosts)
     shards = num_shards(topology)
     distribute: Rounds = side_by_side(
-        (_distribute(host, shards, flat.num_blocks),) for host in topology.ranks_of_host if len(host) > 1
+        (hand_out(host, shards, flat.num_blocks),) for host in topology.ranks_of_host if len(host) > 1
     )
     return Schedule(
         name,

@@ -14,12 +14,13 @@ from paceline.schedules import (
     recursive_doubling,
     ring,
     tree,
+    vector_halving,
 )
 from paceline.schedules.schedule import Schedule
 from paceline.schedules.topology import Topology
 
 Operation = Literal[
-    "all_reduce", "all_reduce_between_hosts", "reduce_scatter", "all_gather", "broadcast", "reduce"
+    "all_reduce", "all_reduce_between_hosts", "adasum", "reduce_scatter", "all_gather", "broadcast", "reduce"
 ]
 
 
@@ -65,6 +66,7 @@ SCHEDULES: dict[str, Algorithm] = {
     **{name: _flat("all_reduce", build) for name, build in _FLAT.items()},
     **{(name := f"hierarchical_{flat}"): _hierarchical(name, build) for flat, build in _FLAT.items()},
     **{(name := f"between_hosts_{flat}"): _between(name, build) for flat, build in _FLAT.items()},
+    "vector_halving": Algorithm("adasum", vector_halving.all_reduce),
     "reduce_scatter_direct": _flat("reduce_scatter", direct.reduce_scatter),
     "reduce_scatter_circulant": _flat("reduce_scatter", circulant.reduce_scatter),
     "reduce_scatter_ring": _flat("reduce_scatter", ring.reduce_scatter),

@@ -34,6 +34,7 @@ class Panel:
     tick_labels: Sequence[str] = ()  # instead of the ticks' values
     linear_x: bool = False
     from_zero: bool = True
+    bottom: float | None = None  # of the picture; lines may leave it
 
 
 def draw_panels(path: Path, title: str, panels: Sequence[Panel]) -> bool:
@@ -54,6 +55,8 @@ def draw_panels(path: Path, title: str, panels: Sequence[Panel]) -> bool:
             axes.minorticks_off()
         if panel.from_zero:
             axes.set_ylim(bottom=0)
+        if panel.bottom is not None:
+            axes.set_ylim(bottom=panel.bottom)
         axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
         axes.set_title(panel.title, fontsize=10)
         axes.grid(alpha=0.3)

@@ -11,10 +11,10 @@ from paceline.bench.workloads.tiny import TinyWorkload
 from paceline.bench.workloads.transformer import TransformerWorkload
 from paceline.bench.workloads.vgg import Vgg16Workload
 from paceline.bench.workloads.wide_mlp import WideMlpWorkload
-from paceline.bench.workloads.workload import Workload
+from paceline.bench.workloads.workload import SizedWorkload, Workload
 from paceline.errors import ConfigurationError
 
-WORKLOADS: dict[str, Workload] = {
+WORKLOADS: dict[str, SizedWorkload] = {
     "tiny": TinyWorkload(),
     "wide_mlp": WideMlpWorkload(),
     "resnet50": ResNet50Workload(),
@@ -27,7 +27,7 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 
-def make_workload(name: str, quick: bool = False) -> Workload:
+def make_workload(name: str, quick: bool = False) -> SizedWorkload:
     """Return the named workload, at its default or at its smallest size.
 
     Raises:
@@ -38,4 +38,4 @@ def make_workload(name: str, quick: bool = False) -> Workload:
     return WORKLOADS[name].quick() if quick else WORKLOADS[name]
 
 
-__all__ = ["WORKLOADS", "Workload", "make_workload"]
+__all__ = ["WORKLOADS", "SizedWorkload", "Workload", "make_workload"]

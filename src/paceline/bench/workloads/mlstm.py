@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.bench.workloads.text import load_text
-from paceline.bench.workloads.workload import Workload
+from paceline.bench.workloads.workload import SizedWorkload
 
 State = tuple[Tensor, Tensor]  # h and c, each (B, hidden)
 
@@ -78,7 +78,7 @@ def _stream() -> Tensor:
 
 
 @dataclass(frozen=True)
-class MlstmWorkload(Workload):
+class MlstmWorkload(SizedWorkload):
     """The paper's 4096 cells and segments of 256 bytes, scaled to one core."""
 
     embedding_size: int = 64

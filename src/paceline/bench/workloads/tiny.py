@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.bench.workloads.workload import Workload, batch_generator
+from paceline.bench.workloads.workload import SizedWorkload, batch_generator
 
 
 class AddChain(nn.Module):
@@ -24,7 +24,7 @@ class AddChain(nn.Module):
 
 
 @dataclass(frozen=True)
-class TinyWorkload(Workload):
+class TinyWorkload(SizedWorkload):
     """1,000 parameters of 16 floats."""
 
     num_parameters: int = 1000

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.bench.workloads.workload import Workload, batch_generator
+from paceline.bench.workloads.workload import SizedWorkload, batch_generator
 
 
 class EncoderLayer(nn.Module):
@@ -58,7 +58,7 @@ class MaskedWordModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class TransformerWorkload(Workload):
+class TransformerWorkload(SizedWorkload):
     """A small BERT on random tokens."""
 
     vocabulary_size: int = 8192

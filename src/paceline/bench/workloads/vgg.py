@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.bench.workloads.workload import Workload, batch_generator
+from paceline.bench.workloads.workload import SizedWorkload, batch_generator
 
 STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # (channels, convolutions before a pooling)
 
@@ -34,7 +34,7 @@ def vgg16(num_classes: int = 1000, width: int = 4096) -> nn.Sequential:
 
 
 @dataclass(frozen=True)
-class Vgg16Workload(Workload):
+class Vgg16Workload(SizedWorkload):
     """Random images and labels: the figures are about time, not accuracy."""
 
     image_size: int = 64

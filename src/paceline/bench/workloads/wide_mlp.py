@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.bench.workloads.workload import Workload, batch_generator
+from paceline.bench.workloads.workload import SizedWorkload, batch_generator
 
 
 @dataclass(frozen=True)
-class WideMlpWorkload(Workload):
+class WideMlpWorkload(SizedWorkload):
     """`num_layers` square layers; 3 of 2048 are 50 MB of float32 gradients."""
 
     width: int = 2048

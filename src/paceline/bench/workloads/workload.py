@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 
 class Workload(ABC):
-    """A model, endless batches for it, and a loss. Implementations are frozen dataclasses of their sizes."""
-
-    @classmethod
-    @abstractmethod
-    def quick(cls) -> Workload:
-        """Return the smallest size that still takes every path."""
+    """A model, endless batches for it, and a loss. Implementations are frozen dataclasses."""
 
     @abstractmethod
     def make_model(self) -> nn.Module:
@@ -38,17 +33,26 @@ class Workload(ABC):
         """Return what must be the same on all ranks after a step: the trained parameters."""
         return [parameter.detach() for parameter in model.parameters()]
 
-    def published(self) -> Workload:
+    def notes(self) -> tuple[str, ...]:
+        """Return what a reader of the figures must know about the data."""
+        return ()
+
+
+class SizedWorkload(Workload):
+    """A workload whose model comes in several sizes, and whose operations can be counted."""
+
+    @classmethod
+    @abstractmethod
+    def quick(cls) -> SizedWorkload:
+        """Return the smallest size that still takes every path."""
+
+    def published(self) -> SizedWorkload:
         """Return the size at which others have published timings; only its operations are counted."""
         return self
 
     def operations(self) -> Mapping[str, float] | None:
         """Return floating-point operations of one forward, by module; None: `shapes` counts them."""
         return None
-
-    def notes(self) -> tuple[str, ...]:
-        """Return what a reader of the figures must know about the data."""
-        return ()
 
 
 def batch_generator(rank: int, step: int) -> torch.Generator:

@@ -1,0 +1,341 @@
+"""Does `compression="auto"` choose well? Swept over link rates, against no compression and every fixed codec.
+
+One rank on each host of an emulated cluster. Computation sleeps (`paceline.bench.timed`), so that it does not compete
+for two cores; gradients, codecs and traffic are real. Two models with about the same bytes of gradients and different
+computing: where communication hides behind backward, no codec can pay.
+
+Each side is a model of its own, trained by the same processes in turns of several steps, there and back. Auto has
+decided before its first timed turn; what deciding took is reported apart: all its steps from the first one on.
+A step is as long as on its slowest rank. Ratios are taken within a round, then summarised.
+
+    regret      auto / the best fixed choice among none and the codecs that auto may choose
+    overhead    auto / none
+
+`auto` has its default candidates, `auto-any` chooses among all codecs of the run.
+"""
+
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch.distributed as dist
+import typer
+
+from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
+from paceline.bench.job import TellProgress
+from paceline.bench.profile import default_profile
+from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.bench.protocol.alternation import turns
+from paceline.bench.protocol.figure import save_lines
+from paceline.bench.protocol.provenance import collect, load_average
+from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
+from paceline.bench.protocol.summary import Summary, ratios, slowest_rank
+from paceline.bench.ranks import ClusterRanks, LoopbackRanks, gather
+from paceline.bench.ranks import Ranks as Place
+from paceline.bench.timed import TimedWorkload
+from paceline.bench.training import StepTimes, Trainee
+from paceline.emulation import ClusterSpec
+from paceline.errors import ConfigurationError
+from paceline.reductions.auto import Auto
+
+NAME = "auto-compression"
+AUTO, AUTO_ANY = "auto", "auto-any"
+UNLIMITED, LOOPBACK = "unlimited", "loopback"
+WARM_UP_STEPS = 3
+MOST_STEPS = 40  # in which auto has to decide
+TARGET_REGRET, TARGET_OVERHEAD = 1.05, 1.02
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model.
+
+    Attributes:
+        name: For the report.
+        workload: Whose layers.
+        scale: Divides its bytes.
+        compute_s: Forward and backward.
+    """
+
+    name: str
+    workload: str
+    scale: float
+    compute_s: float
+
+
+CASES = (Case("light", "bert", 200, 0.1), Case("heavy", "resnet50", 48, 0.4))
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is measured at one rate."""
+
+    codecs: tuple[str, ...]
+    candidates: tuple[str, ...]  # of auto; those of auto-any are all codecs
+    cases: tuple[Case, ...]
+    num_rounds: int
+    steps_per_turn: int
+
+    @property
+    def autos(self) -> dict[str, tuple[str, ...]]:
+        """Candidates, by side."""
+        return {AUTO: self.candidates, AUTO_ANY: self.codecs}
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return ("none", *self.codecs, *self.autos)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one model took.
+
+    Attributes:
+        case: Which.
+        step_s: Of every timed step, by side.
+        deciding_s: Of each auto's steps until it had decided.
+        reports: Each auto's.
+        gradient_bytes: Of the model.
+    """
+
+    case: str
+    step_s: dict[str, list[float]]
+    deciding_s: dict[str, list[float]]
+    reports: dict[str, dict[str, Any]]
+    gradient_bytes: int
+
+
+def measure(config: Config, tell: TellProgress) -> list[Outcome]:
+    """Run all models. Collective; every rank returns the same."""
+    return [_measure(config, case, place, tell) for place, case in enumerate(config.cases)]
+
+
+def _measure(config: Config, case: Case, place: int, tell: TellProgress) -> Outcome:
+    profile = default_profile(case.workload).taking(case.compute_s)
+    workload = TimedWorkload(profile, dist.get_rank(), case.scale)
+    autos = {name: Auto(candidates) for name, candidates in config.autos.items()}
+    trainees = [_trainee(name, workload, autos) for name in config.sides]
+    deciding = {name: StepTimes() for name in autos}
+    for name, trainee in zip(config.sides, trainees, strict=True):
+        if name in autos:
+            _decide(trainee, autos[name], deciding[name])
+        else:
+            for _ in range(WARM_UP_STEPS):
+                trainee.step()
+    gc.collect()
+    times = [StepTimes() for _ in trainees]
+    schedule = list(turns(len(trainees), config.num_rounds))
+    for num_done, turn in enumerate(schedule):
+        for _ in range(config.steps_per_turn):
+            trainees[turn.side_index].step(times[turn.side_index])
+        tell((place + num_done / len(schedule)) / len(config.cases))
+    everyone = gather([[each.totals_s() for each in many] for many in (times, deciding.values())])
+    return Outcome(
+        case.name,
+        {name: slowest_rank([mine[0][i] for mine in everyone]) for i, name in enumerate(config.sides)},
+        {name: slowest_rank([mine[1][i] for mine in everyone]) for i, name in enumerate(autos)},
+        {name: auto.report() for name, auto in autos.items()},
+        sum(4 * p.numel() for p in trainees[0].module.parameters()),
+    )
+
+
+def _trainee(name: str, workload: TimedWorkload, autos: dict[str, Auto]) -> Trainee:
+    compression = None if name == "none" else autos.get(name, name)
+    return Trainee("ours", workload, init_sync=False, compression=compression)
+
+
+def _decide(trainee: Trainee, auto: Auto, times: StepTimes) -> None:
+    """Train until auto has settled."""
+    for _ in range(MOST_STEPS):
+        trainee.step(times)
+        if auto.report()["phase"] == "settled":
+            return
+
+
+@dataclass(frozen=True)
+class Point:
+    """One model at one rate.
+
+    Attributes:
+        rate: Of every host's link, in words.
+        outcome: What was measured there.
+        steps_per_round: Of each side.
+    """
+
+    rate: str
+    outcome: Outcome
+    steps_per_round: int
+
+    def rounds_s(self, side: str) -> list[float]:
+        """Each round's median step."""
+        steps, size = self.outcome.step_s[side], self.steps_per_round
+        return [Summary.of(steps[at : at + size]).median for at in range(0, len(steps), size)]
+
+    def median_s(self, side: str) -> float:
+        return Summary.of(self.rounds_s(side)).median
+
+    def best(self, candidates: Sequence[str]) -> str:
+        return min(("none", *candidates), key=self.median_s)
+
+    def ratio(self, side: str, other: str) -> Summary:
+        return Summary.of(ratios(self.rounds_s(side), self.rounds_s(other)))
+
+
+def report(points: list[Point], config: Config, hosts: int, load_before: float, quick: bool) -> Report:
+    """One row for each model at each rate."""
+    rows, verdicts, summaries = [], [], []
+    for point in points:
+        where = f"{point.outcome.case}, {point.rate}"
+        said = []
+        for auto, candidates in config.autos.items():
+            best, deciding = point.best(candidates), point.outcome.deciding_s[auto]
+            regret, overhead = point.ratio(auto, best), point.ratio(auto, "none")
+            verdicts += [
+                Verdict(f"{where}: {auto} / best fixed ({best})", regret.median, TARGET_REGRET, "x"),
+                Verdict(f"{where}: {auto} / none", overhead.median, TARGET_OVERHEAD, "x"),
+            ]
+            relative = sum(deciding) / (len(deciding) * point.median_s("none"))
+            summaries.append(
+                {
+                    "case": point.outcome.case,
+                    "rate": point.rate,
+                    "auto": auto,
+                    "in_use": point.outcome.reports[auto]["in_use"],
+                    "best": best,
+                    "regret": asdict(regret),
+                    "overhead": asdict(overhead),
+                    "deciding_steps": len(deciding),
+                    "deciding_to_none": relative,
+                    "step_s": {side: asdict(Summary.of(point.rounds_s(side))) for side in config.sides},
+                }
+            )
+            said.append(
+                (point.outcome.reports[auto]["in_use"] or "none", regret, overhead, len(deciding), relative)
+            )
+        rows.append(
+            (
+                point.outcome.case,
+                point.rate,
+                *[f"{point.median_s(side) * 1e3:.0f}" for side in config.sides],
+                *[
+                    f"{chosen} {regret.median:.2f} {overhead.median:.2f} ({num_steps}: {relative:.2f})"
+                    for chosen, regret, overhead, num_steps, relative in said
+                ],
+            )
+        )
+    return Report(
+        name=NAME + ("-quick" if quick else ""),
+        question="Does compression='auto' choose well?",
+        columns=(
+            "model",
+            "rate",
+            *[f"{side} ms" for side in config.sides],
+            *[f"{auto}: choice, / best, / none (steps to decide: / none)" for auto in config.autos],
+        ),
+        rows=tuple(rows),
+        verdicts=tuple(verdicts),
+        notes=(
+            "computation sleeps; gradients, codecs and traffic are real",
+            f"auto may choose among {', '.join(config.candidates)}, auto-any among {', '.join(config.codecs)}",
+            "best: the fastest of none and what may be chosen, all the time",
+            "steps to decide: how many, and their mean as a multiple of a step without compression",
+            "rates may have been measured in several runs (--keep); the command is the last one's",
+        ),
+        config=config,
+        summaries={"points": summaries},
+        samples={"points": [{"rate": point.rate, **asdict(point.outcome)} for point in points]},
+        provenance=collect(hosts, load_before),
+    )
+
+
+def _draw(points: list[Point], config: Config, path: Path) -> None:
+    rates = list(dict.fromkeys(point.rate for point in points))
+    lines: dict[str, list[tuple[float, Summary]]] = {}
+    for point in points:
+        for side in config.sides[1:]:
+            place = float(2 ** rates.index(point.rate))
+            lines.setdefault(f"{point.outcome.case}, {side}", []).append((place, point.ratio(side, "none")))
+    label = "link rate: " + ", ".join(rates) + " (at 1, 2, 4, ...)"
+    save_lines(
+        path,
+        "Step time with compression / without",
+        (label, "ratio"),
+        lines,
+        log_x=True,
+        references={"none": 1.0},
+    )
+
+
+def main(
+    rates: Annotated[
+        str, typer.Option(help="Of each host's link, comma-separated; 'unlimited', or 'loopback': no hosts.")
+    ] = ("50mbit,200mbit,1gbit,unlimited"),
+    codecs: Annotated[str, typer.Option(help="Fixed codecs to compare with.")] = "bf16,int8",
+    candidates: Annotated[str, typer.Option(help="What auto may choose among.")] = "bf16",
+    hosts: Annotated[int, typer.Option(min=2, help="Hosts of the emulated cluster, one rank each.")] = 4,
+    rounds: Rounds = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps at a turn.")] = 3,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the points of other rates that the results folder holds.")
+    ] = False,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    results_folder: ResultsFolder = RESULTS_FOLDER,
+) -> None:
+    """Sweep link rates, and set auto against every fixed choice."""
+    names = tuple(rate.strip() for rate in rates.split(","))
+    config = Config(_words(codecs), _words(candidates), CASES, rounds, steps)
+    if not set(config.candidates) <= set(config.codecs):
+        raise ConfigurationError(
+            f"--candidates {candidates} are compared with, too: add them to --codecs {codecs}."
+        )
+    if quick:
+        names, hosts = (LOOPBACK,), 2
+        config = Config(config.candidates, config.candidates, (Case("light", "tiny", 1, 0.01),), 2, 1)
+    load_before = load_average()
+    points = _points_of_others(results_folder, config, names) if keep else []
+    for rate in names:
+        with _place(hosts, rate) as where:
+            outcomes = where.run(measure, config, f"auto at {rate}", ENVIRONMENTS[Allocator.KEEP])[0]
+        points += [Point(rate, outcome, 2 * config.steps_per_turn) for outcome in outcomes]
+        if (
+            rate == names[-1] or not as_json
+        ):  # a table after every rate: an interrupted sweep leaves what it has
+            result = report(points, config, hosts, load_before, quick)
+            publish(result, results_folder, as_json)
+            _draw(points, config, figure_path(result, results_folder))
+
+
+def _place(hosts: int, rate: str) -> Place:
+    if rate == LOOPBACK:
+        return LoopbackRanks(hosts)
+    # A queue that holds what four ranks send at once: losses would show retransmission, not compression.
+    links: dict[str, Any] = {"offload": True, "queue": "1MiB"}
+    spec = ClusterSpec.parse(hosts=hosts, **links, **({} if rate == UNLIMITED else {"rate": rate}))
+    return ClusterRanks(spec)
+
+
+def _points_of_others(folder: Path, config: Config, rates: Sequence[str]) -> list[Point]:
+    """What earlier runs have left, except at these rates."""
+    path = folder / f"{NAME}.json"
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text())
+    samples = [dict(sample) for sample in record["samples"]["points"]]
+    others = [(sample.pop("rate"), Outcome(**sample)) for sample in samples]
+    return [
+        Point(rate, outcome, 2 * config.steps_per_turn)
+        for rate, outcome in others
+        if rate not in rates and set(config.sides) <= set(outcome.step_s)
+    ]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+if __name__ == "__main__":
+    run_cli(main)

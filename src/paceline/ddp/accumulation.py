@@ -1,0 +1,282 @@
+"""Gradient accumulation in which each micro-batch counts as much as it should, and nothing can be forgotten.
+
+Rules
+1. After a window every rank's `.grad` is sum(w g) / sum(w) over all micro-batches of all ranks, where g is the gradient
+   of a micro-batch's mean loss and w its weight. Ranks may have different numbers of micro-batches, or none.
+2. A micro-batch of weight 0 is not run: the mean over its no tokens would be 0/0.
+3. Collectives: at the beginning of a window (weights, buffers) and in its last backward. Between them a rank may raise
+   without anybody waiting for it: leaving the window completes the collectives and tells the others.
+4. While accumulating, `.grad` is in units of the current micro-batch's weight, so that autograd adds to it without a
+   factor; gradients are rescaled where the weight changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+from typing_extensions import Self
+
+from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange
+from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
+
+if TYPE_CHECKING:
+    from paceline.ddp.wrapper import DistributedDataParallel
+
+Batch = TypeVar("Batch")
+
+
+def windows(batches: Iterable[Batch], steps: int) -> Iterator[list[Batch]]:
+    """Cut batches into lists of `steps`, one list an optimizer step; the last one has what is left.
+
+    Args:
+        batches: For example a `DataLoader`. A list is read before it is yielded.
+        steps: Micro-batches of one step, at least 1.
+
+    Contract:
+        Local.
+
+    Raises:
+        ConfigurationError: `steps` is not a positive integer.
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigurationError(f"steps={steps!r}: a window has at least one micro-batch. Pass 1, 2, 3, ...")
+    return _windows(iter(batches), steps)
+
+
+def _windows(batches: Iterator[Batch], steps: int) -> Iterator[list[Batch]]:
+    while window := list(itertools.islice(batches, steps)):
+        yield window
+
+
+class Window(Generic[Batch]):
+    """One optimizer step's micro-batches: a context, and within it an iterator. Made by `model.accumulate`."""
+
+    def __init__(
+        self,
+        wrapped: DistributedDataParallel,
+        batches: Sequence[Batch],
+        weight: Callable[[Batch], float] | None,
+    ) -> None:
+        self._wrapped = wrapped
+        self._batches = batches
+        self._weight_of = weight
+        self._counted: list[tuple[Batch, float]] = []
+        self._exchange: WeightExchange | None = None
+        self._place = -1  # of the micro-batch that the loop is at
+        self._num_forwards = 0  # in this micro-step
+        self._num_backwards = 0
+        self._has_synchronized = False  # the last backward began
+
+    @property
+    def total_weight(self) -> float:
+        """What the micro-batches of all ranks count together. Waits for the other ranks' word."""
+        return self._weights().total
+
+    def _weights(self) -> StepWeights:
+        if self._exchange is None:
+            raise ProtocolError(
+                "this window has not begun: write `with model.accumulate(batches) as micro_batches:`."
+            )
+        return self._exchange.finish()
+
+    # ---- the context
+
+    def __enter__(self) -> Self:
+        wrapped = self._wrapped
+        if (
+            wrapped._window is not None
+            or self._exchange is not None
+            or not wrapped.require_backward_grad_sync
+        ):
+            raise ConfigurationError(
+                "accumulate() within another accumulate() or no_sync(), or a window entered twice: a window decides by "
+                "itself which backward synchronizes. Make one window for each optimizer step, and leave out no_sync()."
+            )
+        problem = self._weigh()
+        num_micro_steps = len(self._counted) if problem is None else REFUSED
+        weight = math.fsum(weight for _, weight in self._counted)
+        self._exchange = wrapped._open_window(weight, num_micro_steps)
+        if problem is not None:
+            raise problem
+        if wrapped._has_sync_batch_norm:
+            self._check_equal_counts()
+        wrapped._window = self
+        return self
+
+    def _weigh(self) -> Exception | None:
+        """Find what counts; returns what is wrong, to be raised when the other ranks have been told."""
+        try:
+            self._check_no_gradients()
+            weights = [1.0 if self._weight_of is None else float(self._weight_of(b)) for b in self._batches]
+            for place, weight in enumerate(weights):
+                if not (math.isfinite(weight) and weight >= 0):
+                    raise ConfigurationError(  # noqa: TRY301  as one of those that the user's function raises
+                        f"micro-batch {place} of {len(weights)} has weight {weight}. A weight is a number of samples "
+                        "or tokens: finite and not negative."
+                    )
+        except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must not wait
+            return error
+        self._counted = [pair for pair in zip(self._batches, weights, strict=True) if pair[1] > 0]
+        return None
+
+    def _check_no_gradients(self) -> None:
+        for name, parameter in self._wrapped.reducer.managed.named().items():
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                gradient = gradient._values()
+            if gradient is not None and gradient.count_nonzero() > 0:
+                raise ConfigurationError(
+                    f"{name} has a gradient from before this window, whose weight is not known. Call "
+                    "optimizer.zero_grad() before each window."
+                )
+
+    def _check_equal_counts(self) -> None:
+        counts = self._weights().micro_steps
+        if len(set(counts)) > 1 and REFUSED not in counts:
+            raise ConfigurationError(
+                f"the ranks' windows have {', '.join(map(str, counts))} micro-batches, but the module has synchronized "
+                "batch normalisation, in which every forward waits for all ranks. Give all ranks equally many "
+                "micro-batches of positive weight, or use BatchNorm."
+            )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        wrapped = self._wrapped
+        try:
+            if isinstance(error, Exception):
+                self._give_up()
+            elif error is None:
+                self._complete()
+        finally:
+            wrapped._window = None
+            wrapped.require_backward_grad_sync = True
+            wrapped.reducer.weight = 1.0
+
+    def _complete(self) -> None:
+        if self._has_synchronized:
+            return
+        if not self._counted:
+            match_window(self._wrapped, self._weights())
+            return
+        done = self._place + (self._num_backwards > 0)
+        self._give_up()
+        raise ProtocolError(
+            f"the window was left after {max(done, 0)} of {len(self._counted)} micro-batches. The other ranks were "
+            "told and this step's gradients dropped everywhere; parameters are untouched. Iterate over all of them, "
+            "without break; give a micro-batch that shall not count the weight 0."
+        )
+
+    def _give_up(self) -> None:
+        """Complete the step's collectives, if the other ranks will be in them."""
+        reducer = self._wrapped.reducer
+        if self._has_synchronized and not reducer.is_interrupted:
+            return
+        try:
+            others_wait = not (reducer.has_failed or self._weights().refusing_ranks)
+        except PeerLostError:  # as the user has been told, or will be by whatever communicates next
+            others_wait = False
+        if others_wait:
+            reducer.abort()
+        else:
+            reducer.drop_gradients()
+
+    # ---- the loop
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._wrapped._window is not self or self._place >= 0:
+            raise ProtocolError(
+                "iterate over a window once, within its `with`: "
+                "`with model.accumulate(batches) as micro_batches: for batch in micro_batches: ...`."
+            )
+        for place, (batch, weight) in enumerate(self._counted):
+            self._rescale(self._counted[max(place - 1, 0)][1] / weight)
+            self._place, self._num_forwards, self._num_backwards = place, 0, 0
+            self._wrapped.require_backward_grad_sync = self._is_last()
+            yield batch
+            if self._num_backwards == 0:
+                raise ProtocolError(
+                    f"micro-batch {place + 1} of {len(self._counted)} had no backward. Forward and backward of a "
+                    "micro-batch both belong into the loop's body; to leave one out give it the weight 0."
+                )
+
+    def _is_last(self) -> bool:
+        return self._place == len(self._counted) - 1
+
+    @torch.no_grad()
+    def _rescale(self, factor: float) -> None:
+        """Express the gradients accumulated so far in units of the next micro-batch's weight."""
+        if factor == 1.0:
+            return
+        parameters = self._wrapped.reducer.managed.parameters
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        dense = [gradient for gradient in gradients if not gradient.is_sparse]
+        if dense:
+            torch._foreach_mul_(dense, factor)
+        for gradient in gradients:
+            if gradient.is_sparse:
+                gradient.mul_(factor)
+
+    def note_forward(self) -> None:
+        """A forward in which gradients are enabled."""
+        self._num_forwards += 1
+
+    def note_backward(self) -> bool:
+        """A backward has reached the module: says whether it synchronizes, after the weights are known.
+
+        Raises:
+            ProtocolError: It is one too many, or its forward was elsewhere.
+            PeerAbortedError: Another rank could not begin its window.
+        """
+        where = f"micro-batch {self._place + 1} of {len(self._counted)}"
+        if self._num_backwards or self._num_forwards == 0:
+            raise ProtocolError(
+                f"{where} had {self._num_forwards} forward(s) of the wrapped model and now has backward "
+                f"{self._num_backwards + 1}. Each turn of the loop runs forward and one backward of its own "
+                "micro-batch; add up several losses before the backward."
+            )
+        self._num_backwards += 1
+        if not self._is_last():
+            return False
+        if not self._wrapped.require_backward_grad_sync:
+            raise ProtocolError(
+                f"{where} ran under no_sync(), but its backward has to synchronize. Leave out no_sync() in a window."
+            )
+        weights = self._weights()
+        raise_if_refused(self._wrapped, weights)
+        self._has_synchronized = True
+        self._wrapped.reducer.weight = weights.factor(self._counted[self._place][1])
+        return True
+
+
+def raise_if_refused(wrapped: DistributedDataParallel, weights: StepWeights) -> None:
+    """Raise if a rank could not begin its window: it will not reduce.
+
+    Raises:
+        PeerAbortedError: Naming the rank.
+    """
+    if weights.refusing_ranks:
+        raise PeerAbortedError(
+            f"rank {wrapped.process_group.rank()}: rank {weights.refusing_ranks[0]} could not begin its window of "
+            "micro-batches. This step's gradients were dropped on every rank; parameters are untouched. Look at that "
+            "rank's output for the cause."
+        )
+
+
+def match_window(wrapped: DistributedDataParallel, weights: StepWeights) -> None:
+    """Take part in the other ranks' last backward, contributing nothing; nobody does anything if nothing counts.
+
+    Contract:
+        Collective: matches the end of the other ranks' windows.
+    """
+    raise_if_refused(wrapped, weights)
+    if weights.total > 0:
+        wrapped.reducer.run_without_autograd()  # by any weight: there are no gradients

@@ -1,0 +1,96 @@
+"""What every rank's micro-batches of one step count, summed over the ranks while the first forward runs.
+
+Rules
+1. One message a step, of 8 (1 + P) bytes, launched before the step's first forward and awaited when its last backward
+   begins: the factor is known before the first bucket leaves, so that a bucket is scaled once, on its way in, and half
+   precision does not overflow in the sum.
+2. In float64, whatever gradients are made of: counts of tokens are exact up to 2^53.
+3. A rank that cannot take part says so here, so that the others raise instead of waiting for its gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+from paceline.ddp.peers import Peers
+from paceline.errors import PeerLostError
+from paceline.reductions import Pending
+from paceline.reductions.collectives import device_for_words, launch_sum
+from paceline.reductions.pending import Done
+
+REFUSED = -1
+
+
+@dataclass(frozen=True)
+class StepWeights:
+    """One step, over all ranks.
+
+    Attributes:
+        total: Sum of the weights of all micro-batches.
+        micro_steps: How many micro-batches of positive weight each rank has; REFUSED where it could not take part.
+    """
+
+    total: float
+    micro_steps: tuple[int, ...]
+
+    @property
+    def refusing_ranks(self) -> list[int]:
+        return [rank for rank, count in enumerate(self.micro_steps) if count == REFUSED]
+
+    def factor(self, weight: float) -> float:
+        """What a rank's gradients are multiplied by before the mean over ranks, if they are to count `weight`."""
+        return len(self.micro_steps) * weight / self.total if self.total > 0 else 0.0
+
+
+class WeightExchange:
+    """The sum under way.
+
+    Args:
+        weight: Of all micro-batches of this rank.
+        num_micro_steps: How many it has; REFUSED if it cannot take part.
+        process_group: Over whom.
+        peers: For waiting.
+        device: Of the module.
+
+    Contract:
+        Collective: every rank, once a step.  Blocks: the constructor no, `finish` yes.
+    """
+
+    def __init__(
+        self,
+        weight: float,
+        num_micro_steps: int,
+        process_group: ProcessGroup,
+        peers: Peers,
+        device: torch.device,
+    ) -> None:
+        self._peers = peers
+        words = [0.0] * (1 + process_group.size())
+        words[0], words[1 + process_group.rank()] = weight, float(num_micro_steps)
+        where = device_for_words(process_group, device)
+        self._words = torch.tensor(words, dtype=torch.float64, device=where)
+        is_alone = process_group.size() == 1
+        self._pending: Pending = Done() if is_alone else launch_sum(self._words, process_group)
+        self._found: StepWeights | None = None
+        self._lost: PeerLostError | None = None
+
+    def finish(self) -> StepWeights:
+        """Wait for the sum.
+
+        Raises:
+            PeerLostError: A rank died or hangs.
+        """
+        if self._lost is not None:
+            raise self._lost
+        if self._found is None:
+            try:
+                self._peers.wait(self._pending, "learning how much the other ranks' micro-batches count")
+            except PeerLostError as error:
+                self._lost = error
+                raise
+            total, *counts = self._words.tolist()
+            self._found = StepWeights(total, tuple(round(count) for count in counts))
+        return self._found

@@ -1,0 +1,235 @@
+"""An optimizer of each rank's own, around which the ranks exchange something: what all such optimizers share.
+
+Rules
+1. Gradients are local. The model is not wrapped (or every backward is under `no_sync`); the first step that has
+   gradients looks whether they are the same on all ranks, and refuses if so.
+2. Every parameter of every group takes part in every exchange, also frozen ones and those without a gradient. So what
+   is sent depends on the groups alone.
+3. State (momentum, second moments) is each rank's own, and saved by each rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from paceline.errors import ConfigurationError, PeerLostError, ReplicaMismatchError
+from paceline.optim.flat_parameters import FlatParameters, flatten
+from paceline.reductions import Pending, Reduction, RollCall
+from paceline.reductions.collectives import device_for_words, launch_broadcast, launch_gather
+from paceline.reductions.roll_call import next_name
+
+_DIGEST_BYTES = 32
+_NO_GRADIENT = bytes(_DIGEST_BYTES)
+
+
+class AcrossRanks(Optimizer, ABC):
+    """Wraps `optimizer`; final classes say what a step exchanges, and when.
+
+    Args:
+        optimizer: Any optimizer that needs no closure, over parameters that are laid out alike on all ranks.
+        process_group: Over whom; None for the default group.
+        reduction: How what is exchanged is combined.
+    """
+
+    _step_supports_amp_scaling = (
+        True  # so that GradScaler calls `step` on every rank, also on one that overflowed
+    )
+    _when_lost: str
+    """What the parameters are when a rank was lost, for the message."""
+    _not_local: str
+    """What to do instead with gradients that are reduced already, for the message."""
+
+    def __init__(
+        self, optimizer: Optimizer, process_group: ProcessGroup | None, reduction: Reduction
+    ) -> None:
+        _check_optimizer(type(self).__name__, optimizer)
+        self.optimizer = optimizer
+        self.reduction = reduction
+        self._group = _default_group(type(self).__name__) if process_group is None else process_group
+        self._flats: list[FlatParameters] = []
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._follow()
+        self._roll_call = RollCall(
+            self._group, next_name(self._group, is_collective=True), "making its optimizer"
+        )
+        self._num_steps = 0
+        self._saw_local_gradients = self._group.size() == 1
+        self._adopt()
+
+    @abstractmethod
+    def _settings(self) -> str:
+        """What has to be equal on all ranks besides the parameters."""
+
+    def _follow(self) -> None:
+        """Groups and state are the optimizer's own objects, which loading replaces."""
+        self.param_groups = self.optimizer.param_groups
+        self.state = self.optimizer.state
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _adopt(self) -> None:
+        """Compare the ranks' parameters and take rank 0's. Collective."""
+        parameters = self._parameters()
+        self.reduction.prepare(
+            {f"parameter {index}": parameter for index, parameter in enumerate(parameters)},  # type: ignore[misc]
+            self._group,
+        )
+        words = repr([(tuple(p.shape), p.dtype) for p in parameters]) + self._settings()
+        digests = self._gather(hashlib.sha256(words.encode()).digest())
+        if len(set(digests)) > 1:
+            other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+            raise ReplicaMismatchError(
+                f"rank {other} gave its {type(self).__name__} other parameters, or another reduction or setting, than "
+                f"rank 0. This is rank {self._group.rank()} with {len(parameters)} parameters of "
+                f"{sum(p.numel() for p in parameters):,} elements and {self._settings()}. Every rank gives the same "
+                "parameters in the same order."
+            )
+        self._flats = flatten(parameters)
+        if self._group.size() > 1:
+            for flat in self._flats:
+                flat.take()
+                self._wait(launch_broadcast(flat.kept, self._group, 0), "receiving rank 0's parameters")
+                flat.put_back()
+
+    def _step_here(self, closure: Callable[[], float] | None) -> float | None:
+        """The local step; none if a GradScaler found an overflow in this rank's gradients."""
+        scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if overflow is not None and bool(overflow):
+            return None
+        if scale is not None:
+            gradients = [p.grad for p in self._parameters() if p.grad is not None]
+            torch._foreach_div_(gradients, float(scale))
+        return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+
+    def _check_gradients_are_local(self) -> None:
+        """Rule 1, until gradients have been seen."""
+        if self._saw_local_gradients:
+            return
+        digests = self._gather(digest_of([p.grad for p in self._parameters()]))
+        if len(set(digests)) > 1:
+            self._saw_local_gradients = True
+        elif digests[0] != _NO_GRADIENT:
+            raise ConfigurationError(
+                f"all {len(digests)} ranks have bitwise the same gradients, so they have been reduced already, or "
+                f"every rank trains on the same batch. {type(self).__name__} combines what each rank makes of its own "
+                "batch: do not wrap the model in DistributedDataParallel (or run every backward under its no_sync()), "
+                f"and give each rank its part of the data. {self._not_local}"
+            )
+
+    def _gather(self, digest: bytes) -> list[bytes]:
+        """Every rank's digest. Collective; blocks."""
+        device = device_for_words(self._group, self._parameters()[0].device)
+        row = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+        rows = [torch.empty_like(row) for _ in range(self._group.size())]
+        if len(rows) == 1:
+            return [digest]
+        self._wait(launch_gather(rows, row, self._group), "comparing the ranks' parameters or gradients")
+        return [bytes(each.tolist()) for each in rows]
+
+    def _wait(self, pending: Pending, doing: str) -> None:
+        in_slices = self._parameters()[0].device.type == "cpu"
+        try:
+            if in_slices:
+                self._roll_call.wait_in_slices(pending)
+            else:
+                pending.wait()
+        except RuntimeError as error:
+            who = self._roll_call.who_is_gone(doing)
+            raise PeerLostError(
+                f"rank {self._group.rank()} was {doing} when communication failed: {who}. {self._when_lost} "
+                "Restart from the last checkpoint. "
+                f"The backend said: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            ) from error
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; collective: the new parameters become rank 0's."""
+        if not self._flats:
+            super().add_param_group(param_group)  # within the constructor
+            return
+        self.optimizer.add_param_group(param_group)
+        self._follow()
+        self._adopt()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, with its rank and the number of ranks: to be saved by every rank. Local."""
+        return {
+            "rank": self._group.rank(),
+            "num_ranks": self._group.size(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned on the same rank of as many ranks. Local.
+
+        Raises:
+            ConfigurationError: It is another rank's state, that of another number of ranks, or of another optimizer;
+                nothing was changed.
+        """
+        self._check_state(state_dict)
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self._follow()
+
+    def _check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError if this state cannot be loaded here."""
+        mine = {"rank": self._group.rank(), "num_ranks": self._group.size()}
+        if {*mine, "optimizer"} - set(state_dict):
+            raise ConfigurationError(
+                f"this is not the state of an {type(self).__name__}: it holds rank, num_ranks and optimizer. The "
+                "state of a plain optimizer, the same on all ranks, goes into `.optimizer.load_state_dict`."
+            )
+        if any(state_dict[key] != value for key, value in mine.items()):
+            raise ConfigurationError(
+                f"rank {mine['rank']} of {mine['num_ranks']} was given the optimizer state of rank "
+                f"{state_dict['rank']} of {state_dict['num_ranks']}. The state differs between ranks, so each saves "
+                "and loads a file of its own. After a change of the number of ranks, either start with fresh state, "
+                "or give all ranks the same one: `.optimizer.load_state_dict(state['optimizer'])`."
+            )
+
+
+def _check_optimizer(owner: str, optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AcrossRanks):
+        raise ConfigurationError(f"{owner} wraps a torch.optim.Optimizer, once; it was given {optimizer!r}.")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigurationError(
+            f"{owner} cannot wrap {type(optimizer).__name__}: its step needs a closure, which it evaluates as "
+            "often as it likes, so the ranks' steps would not be comparable. Use an optimizer that takes one step from "
+            "the gradients, such as SGD or Adam."
+        )
+
+
+def _default_group(owner: str) -> ProcessGroup:
+    if not dist.is_initialized():
+        raise ConfigurationError(
+            f"{owner} combines the updates of several ranks, and there is no process group: call "
+            "torch.distributed.init_process_group first, or pass process_group."
+        )
+    group: ProcessGroup = dist.distributed_c10d._get_default_group()
+    return group
+
+
+def digest_of(tensors: Sequence[Tensor | None]) -> bytes:
+    """A hash of the tensors' bits; zeros where nothing differs from zero."""
+    state = hashlib.sha256()
+    is_something = False
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        is_something = is_something or bool(dense.any())
+        state.update(dense.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return state.digest() if is_something else _NO_GRADIENT

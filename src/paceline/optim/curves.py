@@ -1,0 +1,118 @@
+"""The learning rate over time: a warm-up, a peak and a decay, as a pure function and as torch's `LRScheduler`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.errors import ConfigurationError
+from paceline.optim.decays import Decay, choose_decay
+
+WARMUPS = ("gradual", "constant", "none")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A learning rate over time. All times have one unit, the caller's: epochs, steps or samples.
+
+    Attributes:
+        total: How long training takes.
+        warmup: How long the warm-up takes, from the start of training.
+        warmup_kind: "gradual": in a straight line from the reference rate to the peak. "constant": the reference
+            rate, then the peak at once. "none": the peak from the start, whatever `warmup` says.
+        decay: What follows: "none", "linear", "sqrt", "step", "cosine", "polynomial", or a `Decay` with its settings.
+
+    Raises:
+        ConfigurationError: A length is not possible, or a name is unknown.
+
+    Source:
+        Goyal et al. 2017, section 2.2.
+    """
+
+    total: float
+    warmup: float = 0.0
+    warmup_kind: str = "gradual"
+    decay: Decay | str = "none"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.total) and self.total > 0):
+            raise ConfigurationError(
+                f"total={self.total} is not a length of training. Give a positive number of epochs or steps."
+            )
+        if not self.warmup >= 0:
+            raise ConfigurationError(f"warmup={self.warmup} is not a length. Give 0 for no warm-up.")
+        if self.warmup > self.total:
+            raise ConfigurationError(
+                f"the warm-up ({self.warmup:g}) is longer than training ({self.total:g}), so the rate would never "
+                "arrive. Both have the same unit; the paper warms up for 5 of 90 epochs."
+            )
+        if self.warmup_kind not in WARMUPS:
+            raise ConfigurationError(
+                f"warmup_kind={self.warmup_kind!r} is not a warm-up. Give one of {', '.join(map(repr, WARMUPS))}."
+            )
+        object.__setattr__(self, "decay", choose_decay(self.decay))
+        self._decay.check(self.warmup, self.total)
+
+    @property
+    def _decay(self) -> Decay:
+        return choose_decay(self.decay)
+
+    def rate(self, time: float, reference: float, peak: float) -> float:
+        """The rate at `time` since the start of training; after the end, the last one.
+
+        Args:
+            time: In the curve's unit.
+            reference: Where the warm-up starts. No warm-up leads downwards: it starts at `peak`, if that is less.
+            peak: Where the warm-up leads, and what the decay is a factor of.
+        """
+        start = min(reference, peak)
+        if time < self.warmup and self.warmup_kind == "gradual":
+            return start + (peak - start) * (time / self.warmup)
+        if time < self.warmup:
+            return start if self.warmup_kind == "constant" else peak
+        return peak * self._decay.factor(min(time, self.total), self.warmup, self.total)
+
+
+class CurveLR(LRScheduler):
+    """Sets the rate of every step by a curve whose unit is the step.
+
+    Each group's reference rate is the `lr` that it has when the scheduler is made. Before the first step the rate is
+    that of time 0; call `step()` after each `optimizer.step()`. For a rate that follows ranks and accumulation by
+    itself, see `paceline.recipes.LargeMinibatch`.
+
+    Args:
+        optimizer: Any optimizer.
+        curve: Lengths in steps.
+        factor: How much more than the reference rate the peak is (`rate_factor`).
+        last_epoch: Of torch: the number of steps done, if `optimizer` has been restored already.
+
+    Contract:
+        Local: the same on every rank, as long as all ranks take the same steps. Mutates the groups' `lr`.
+    """
+
+    def __init__(self, optimizer: Optimizer, curve: Curve, factor: float = 1.0, last_epoch: int = -1) -> None:
+        if not (math.isfinite(factor) and factor > 0):
+            raise ConfigurationError(
+                f"factor={factor} makes no rate. Give the peak rate over the reference rate, such as "
+                "rate_factor('linear', batch=1024, reference_batch=256)."
+            )
+        self.curve = curve
+        self.factor = factor
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rate of the next step for each group; torch's name."""
+        references = [float(base) for base in self.base_lrs]
+        return [
+            self.curve.rate(self.last_epoch, reference, reference * self.factor) for reference in references
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs: plain numbers, no curve; the curve is the constructor's."""
+        kept = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "factor")
+        return {name: self.__dict__[name] for name in kept}

@@ -1,0 +1,261 @@
+"""Several optimizer steps on each rank by itself between two synchronizations, which exchange how parameters changed.
+
+Rules
+1. Those of `across_ranks`.
+2. Between synchronizations nothing is communicated (but for the first step, see there). A synchronization replaces
+   every rank's parameters by what follows from where all ranks were after the last one, which is bitwise the same on
+   all of them, and from the mean of their changes since. So afterwards the parameters are bitwise the same again.
+3. Before parameters are exchanged the ranks compare how many steps they took. If these differ nothing is changed.
+4. Parameters are written when everything has arrived: if a rank is lost, each keeps its own.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from paceline.compression import Compressor
+from paceline.errors import ConfigurationError, ProtocolError
+from paceline.observe import StepTiming
+from paceline.optim.across_ranks import AcrossRanks, digest_of
+from paceline.optim.averaged_buffers import AveragedBuffers
+from paceline.optim.flat_parameters import FlatParameters
+from paceline.reductions import Lossy, Reduction, Traffic, choose_reduction
+from paceline.reductions.collectives import device_for_words, launch_sum
+from paceline.reductions.traffic import all_reduced
+
+
+class LocalSteps(AcrossRanks):
+    """What LocalSGD and DiLoCo share; they say how parameters follow from the mean change.
+
+    Attributes:
+        optimizer: The one that was given.
+        every: Steps between two synchronizations; may be changed, on all ranks alike.
+        reduction: What takes the mean of the changes.
+    """
+
+    _when_lost = "The parameters are this rank's own, those of its last step."
+    _not_local = (
+        "To reduce gradients, wrap the model and use the optimizer as it is. See docs/guide/local-steps.md."
+    )
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        every: int,
+        process_group: ProcessGroup | None = None,
+        buffers: Iterable[Tensor] = (),
+        compression: Compressor | Reduction | str | None = None,
+    ) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ConfigurationError(
+                f"{type(self).__name__}: every={every!r} has to be a number of steps, 1 or more, from one "
+                "synchronization to the next."
+            )
+        self.every = every
+        self._given_buffers = list(buffers)
+        self._buffers: AveragedBuffers | None = None
+        self._steps_since = 0
+        self._num_synchronizations = 0
+        self._traffic = Traffic()
+        super().__init__(optimizer, process_group, choose_reduction(None, compression))
+
+    def _settings(self) -> str:
+        self._buffers = self._buffers or AveragedBuffers(self._given_buffers, self._group)
+        return f"every={self.every}, {self.reduction!r}, buffers {self._buffers.layout()}"
+
+    def _adopt(self) -> None:
+        super()._adopt()
+        for flat in self._flats:
+            flat.take()
+
+    @abstractmethod
+    def _move(self, index: int, flat: FlatParameters) -> None:
+        """Turn the mean change, `flat.update`, into the change to be applied, in place; `index` says which flat."""
+
+    # ---- steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step the optimizer here; after every `every` steps, synchronize.
+
+        Args:
+            closure: Handed to the optimizer.
+
+        Contract:
+            Local, but for the first step with gradients (which compares them) and those that synchronize.
+
+        Raises:
+            ConfigurationError: The gradients are the same on all ranks. Nothing was changed.
+            ProtocolError, PeerLostError: As `synchronize`.
+        """
+        self._check_gradients_are_local()
+        loss = self._step_here(closure)
+        self._num_steps += 1
+        self._steps_since += 1
+        if self._steps_since >= self.every:
+            self.synchronize()
+        return loss
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Exchange the changes since the last time. By itself only needed at the end of training, or before saving.
+
+        Contract:
+            Collective: every rank, after equally many steps.  Blocks: yes.  Mutates: parameters, buffers.
+            Afterwards: parameters and buffers are bitwise equal on all ranks.
+
+        Raises:
+            ProtocolError: The ranks took different numbers of steps; on every rank; nothing was changed.
+            PeerLostError: A rank died or hangs; each rank keeps its own parameters.
+        """
+        self._compare_steps()
+        if self._steps_since == 0:
+            return
+        sent_before = self._sent_bytes()
+        self._exchange()
+        for index, flat in enumerate(self._flats):
+            self._move(index, flat)
+            flat.apply_update()
+            flat.take()
+        self._num_synchronizations += 1
+        self.reduction.end_step(StepTiming(self._num_synchronizations, 0.0, 0.0, 0.0, 0.0, ()))
+        self._count(self._sent_bytes() - sent_before)
+        self._steps_since = 0
+
+    def _compare_steps(self) -> None:
+        """Rule 3. Collective; blocks."""
+        rank, num_ranks = self._group.rank(), self._group.size()
+        if num_ranks == 1:
+            return
+        where = device_for_words(self._group, self._parameters()[0].device)
+        words = torch.zeros(num_ranks, dtype=torch.float64, device=where)
+        words[rank] = self._steps_since
+        self._wait(launch_sum(words, self._group), f"synchronizing after step {self._num_steps}")
+        steps = [round(word) for word in words.tolist()]
+        if len(set(steps)) > 1:
+            told = ", ".join(f"rank {other} {count}" for other, count in enumerate(steps))
+            raise ProtocolError(
+                f"rank {rank}: the ranks took different numbers of steps since they were last synchronized: {told}. "
+                "No parameter was changed by this. Give every rank equally many batches, and call synchronize() on "
+                "all ranks after the same step."
+            )
+
+    def _exchange(self) -> None:
+        """Make every flat's update the mean of the ranks' changes, and buffers their means. Collective; blocks."""
+        assert self._buffers is not None, "made by the constructor"
+        self.reduction.begin_step()
+        scale = self.reduction.input_scale(self._group.size())
+        for flat in self._flats:
+            flat.take_update()
+            flat.update.mul_(scale)
+        launched = [
+            self.reduction.launch(flat.message(index, len(self._flats), self._group))
+            for index, flat in enumerate(self._flats)
+        ]
+        launched += self._buffers.launch()
+        for pending in launched:
+            self._wait(
+                pending, f"exchanging what {self._steps_since} steps changed, up to step {self._num_steps}"
+            )
+        self._buffers.finish()
+
+    # ---- traffic
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank sent for synchronizations, and what reducing its gradients in every step would have sent.
+
+        Up to the last synchronization; without the few words that ranks exchange besides.
+        """
+        return self._traffic
+
+    def _sent_bytes(self) -> int:
+        """By a reduction that counts itself, until now."""
+        return self.reduction.bytes_sent if isinstance(self.reduction, Lossy) else 0
+
+    def _count(self, compressed_bytes: int) -> None:
+        """Add a synchronization to the traffic; its changes by their size, unless compressed."""
+        assert self._buffers is not None, "made by the constructor"
+        num_ranks = self._group.size()
+        change_bytes = all_reduced(sum(flat.update.nbytes for flat in self._flats), num_ranks)
+        gradient_bytes = sum(p.numel() * p.element_size() for p in self._parameters() if p.requires_grad)
+        self._traffic += Traffic(
+            sent_bytes=(compressed_bytes or change_bytes) + all_reduced(self._buffers.num_bytes, num_ranks),
+            plain_bytes=self._steps_since * all_reduced(gradient_bytes, num_ranks),
+        )
+
+    # ---- groups and checkpoints
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; collective: the new parameters become rank 0's. What DiLoCo remembers starts anew.
+
+        Raises:
+            ConfigurationError: Steps have been taken since the last synchronization.
+        """
+        if self._flats and self._steps_since:
+            raise ConfigurationError(
+                f"{type(self).__name__}: {self._steps_since} steps since the last synchronization would be lost. Call "
+                "synchronize() on all ranks before adding parameters."
+            )
+        super().add_param_group(param_group)
+
+    def _memories(self) -> list[Tensor]:
+        """What is remembered besides where the parameters were; the same on all ranks."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, to be saved by every rank, beside the rank's model. Local."""
+        return {
+            **super().state_dict(),
+            "kind": type(self).__name__,
+            "num_steps": self._num_steps,
+            "steps_since": self._steps_since,
+            "num_synchronizations": self._num_synchronizations,
+            "traffic": [self._traffic.sent_bytes, self._traffic.plain_bytes],
+            "last_synchronized": [flat.kept.clone() for flat in self._flats],
+            "memories": [memory.clone() for memory in self._memories()],
+            "reduction": self.reduction.state_dict(),
+            "parameters": digest_of(self._parameters()).hex(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned on the same rank of as many ranks. Local.
+
+        The model's parameters come first, after this object was made: it gives every rank rank 0's.
+
+        Raises:
+            ConfigurationError: It is another rank's state or that of another kind of optimizer, or the parameters are
+                not those that it was saved with; nothing was changed.
+        """
+        super().load_state_dict(state_dict)
+        self.reduction.load_state_dict(state_dict["reduction"])
+        self._num_steps = state_dict["num_steps"]
+        self._steps_since = state_dict["steps_since"]
+        self._num_synchronizations = state_dict["num_synchronizations"]
+        self._traffic = Traffic(*state_dict["traffic"])
+        mine = [flat.kept for flat in self._flats] + self._memories()
+        theirs = [*state_dict["last_synchronized"], *state_dict["memories"]]
+        for tensor, saved in zip(mine, theirs, strict=True):
+            tensor.copy_(saved)
+
+    def _check_state(self, state_dict: Mapping[str, Any]) -> None:
+        super()._check_state(state_dict)
+        mine, kind = type(self).__name__, state_dict.get("kind", "another optimizer")
+        if kind != mine:
+            raise ConfigurationError(f"this is the state of {kind}, not of {mine}. Nothing was loaded.")
+        if state_dict["parameters"] != digest_of(self._parameters()).hex():
+            raise ConfigurationError(
+                f"the parameters are not those that this {mine} was saved with, so training would not go on where it "
+                f"stopped. Each rank saves its own model beside this state, and loads it after making the {mine} (which"
+                " gives every rank rank 0's parameters) and before this state."
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r}, {self._settings()})"

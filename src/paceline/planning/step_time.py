@@ -1,0 +1,237 @@
+"""How long would a step be if its buckets were reduced in another way?
+
+    computing   |--bucket 0--(launch 0)--bucket 1--(launch 1)----bucket 2--(launch 2)|(finish 0)(finish 1)   (finish 2)
+    wire                                |------ 0 ------|        |------ 1 ------|---- 2 ----|
+
+Rules
+1. Launching takes the time of whoever computes gradients: all later ones are late by as much. Finishing happens after
+   backward, bucket by bucket, while later ones may still be on the wire.
+2. The wire carries one reduction at a time, in launch order. Each takes a fixed time and a time a byte of gradients,
+   in which it is coded, carried and decoded.
+3. What coding takes from cores that are busy computing delays the gradients as launching does.
+4. Times are those of the slowest rank and count from the end of the step before, so a step's time is when the last
+   bucket is finished.
+
+Source: the picture is that of Li et al., VLDB 2020, section 3.2.3; the fixed time and the time a byte are the
+alpha-beta model of a message, applied to a whole collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.errors import ConfigurationError
+
+_EXTREME = 2.0**20  # how much faster or slower a link is looked at
+_HALVINGS = 60
+_CALIBRATION = 4.0  # how far a step's own time corrects a link's measured rate
+_AGREEMENT = 0.1  # between a predicted and a measured step
+
+
+@dataclass(frozen=True)
+class BucketLoad:
+    """One bucket of a step: when computing alone would have it ready, and its size."""
+
+    ready_s: float
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """A step without its communication.
+
+    Attributes:
+        backward_end_s: When backward would end if launching cost nothing.
+        buckets: In launch order.
+        busy_ratio: The share of the host's processors that its ranks kept busy.
+    """
+
+    backward_end_s: float
+    buckets: tuple[BucketLoad, ...]
+    busy_ratio: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(bucket.size_bytes for bucket in self.buckets)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds for a number of bytes: a fixed time, and a time a byte; neither is negative."""
+
+    fixed_s: float
+    s_per_byte: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.fixed_s < math.inf and 0 <= self.s_per_byte < math.inf):
+            raise ConfigurationError(f"{self}: both times are finite and at least 0")
+
+    def of(self, size_bytes: float) -> float:
+        return self.fixed_s + self.s_per_byte * size_bytes
+
+    def at_least(self, other: Line) -> Line:
+        """Neither time shorter than another's."""
+        return Line(max(self.fixed_s, other.fixed_s), max(self.s_per_byte, other.s_per_byte))
+
+    @classmethod
+    def through(cls, small: tuple[float, float], large: tuple[float, float]) -> Line:
+        """The line through two measurements (bytes, seconds); through one and 0 where they contradict a line.
+
+        Args:
+            small: Of few bytes.
+            large: Of more; if of no more, the time is taken as proportional.
+        """
+        (few, few_s), (many, many_s) = small, large
+        slope = (many_s - few_s) / (many - few) if many > few else math.inf
+        fixed_s = few_s - slope * few
+        if many <= few or fixed_s < 0:  # proportional
+            return cls(0.0, max(many_s, 0.0) / many)
+        if slope < 0:  # noise: all of it fixed
+            return cls(max((few_s + many_s) / 2, 0.0), 0.0)
+        return cls(fixed_s, slope)
+
+
+@dataclass(frozen=True)
+class ReductionCost:
+    """What reducing one bucket in one way takes, by its size in bytes of gradients.
+
+    Attributes:
+        name: Of the way.
+        launch: On the thread that computes gradients.
+        wire: From there until the result has arrived.
+        finish: Afterwards, on the thread that waits.
+        cpu: Processor time, of all threads.
+        link_s_per_byte: What of the wire's time a byte is the link's; the rest is coding.
+        closing_s: Once a step, behind the last bucket: a message that this way cannot carry along.
+    """
+
+    name: str
+    launch: Line
+    wire: Line
+    finish: Line
+    cpu: Line
+    link_s_per_byte: float
+    closing_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.link_s_per_byte <= self.wire.s_per_byte:
+            raise ConfigurationError(f"{self}: the link's time is a part of the wire's")
+
+    @classmethod
+    def of_codec(
+        cls,
+        name: str,
+        plain: ReductionCost,
+        measured: Sequence[Line],
+        payload_ratio: float,
+        busy_ratio: float,
+    ) -> ReductionCost:
+        """What a codec costs beside computing, from measurements while nothing was computed.
+
+        Args:
+            name: Of the codec.
+            plain: The way that was used when computing was measured.
+            measured: Launch, wire, finish and processor time. A codec makes nothing shorter but the wire's time a byte:
+                what seems so is noise.
+            payload_ratio: Of the bytes that `plain` sends, what the codec sends.
+            busy_ratio: The share of the processors that computing keeps busy: the share of the processor time that is
+                taken from it.
+        """
+        launch, wire, finish, cpu = measured
+        extra, launch = cpu.at_least(plain.cpu), launch.at_least(plain.launch)
+        delayed = Line(
+            launch.fixed_s + busy_ratio * (extra.fixed_s - plain.cpu.fixed_s),
+            launch.s_per_byte + busy_ratio * (extra.s_per_byte - plain.cpu.s_per_byte),
+        )
+        wire = Line(max(wire.fixed_s, plain.wire.fixed_s), wire.s_per_byte)
+        link_s_per_byte = min(payload_ratio * plain.link_s_per_byte, wire.s_per_byte)
+        return cls(name, delayed, wire, finish.at_least(plain.finish), cpu, link_s_per_byte)
+
+    def on_link(self, slowdown: float) -> ReductionCost:
+        """The same where the link's rate is divided by `slowdown`."""
+        link_s = self.link_s_per_byte
+        wire = Line(self.wire.fixed_s, self.wire.s_per_byte - link_s + link_s * slowdown)
+        return replace(self, wire=wire, link_s_per_byte=link_s * slowdown)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step's predicted time, and how much of it is exposed communication."""
+
+    step_s: float
+    exposed_s: float
+
+
+def predict(profile: StepProfile, cost: ReductionCost) -> Prediction:
+    """Follow a step's buckets over computing, wire and finishing."""
+    late_s = wire_free_s = 0.0
+    arrivals_s = []
+    for bucket in profile.buckets:
+        start_s = bucket.ready_s + late_s
+        launch_s = cost.launch.of(bucket.size_bytes)
+        late_s += launch_s
+        wire_free_s = max(wire_free_s, start_s + launch_s) + cost.wire.of(bucket.size_bytes)
+        arrivals_s.append(wire_free_s)
+    now_s = computed_s = profile.backward_end_s + late_s
+    for bucket, arrival_s in zip(profile.buckets, arrivals_s, strict=True):
+        now_s = max(now_s, arrival_s) + cost.finish.of(bucket.size_bytes)
+    now_s += cost.closing_s
+    return Prediction(now_s, now_s - computed_s)
+
+
+def crossover_slowdown(profile: StepProfile, plain: ReductionCost, other: ReductionCost) -> float:
+    """By what the link's rate has to be divided for `other` to be as fast as `plain`: it pays on slower links.
+
+    Returns:
+        0 if it pays on any link, infinity if on none; at the crossover both predicted times are equal.
+    """
+
+    def gain_s(slowdown: float) -> float:
+        slow_plain, slow_other = plain.on_link(slowdown), other.on_link(slowdown)
+        return predict(profile, slow_plain).step_s - predict(profile, slow_other).step_s
+
+    pays, costs = _EXTREME, 1 / _EXTREME
+    if gain_s(pays) <= 0:
+        return math.inf
+    if gain_s(costs) > 0:
+        return 0.0
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(pays * costs)
+        if gain_s(middle) > 0:
+            pays = middle
+        else:
+            costs = middle
+    return pays
+
+
+def calibration_slowdown(profile: StepProfile, cost: ReductionCost, step_s: float) -> float:
+    """By what the link's measured rate has to be divided for a step's predicted time to be the one that it took.
+
+    A few timed reductions may meet another network than those of a step do: other traffic, several at once. Where
+    communication is hidden a step's time bounds the rate from one side only; then the answer nearest to 1 is taken. It
+    is 1 where the times agree within a tenth.
+
+    Args:
+        profile: Of the step.
+        cost: Of the way in which it was reduced.
+        step_s: What it took.
+
+    Returns:
+        From a quarter to 4.
+    """
+
+    def is_too_long(slowdown: float) -> bool:
+        return predict(profile, cost.on_link(slowdown)).step_s > step_s
+
+    if abs(predict(profile, cost).step_s / step_s - 1) <= _AGREEMENT:
+        return 1.0
+    at_first = is_too_long(1.0)
+    near, far = 1.0, 1 / _CALIBRATION if at_first else _CALIBRATION
+    if is_too_long(far) == at_first:
+        return far
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(near * far)
+        near, far = (middle, far) if is_too_long(middle) == at_first else (near, middle)
+    return far

@@ -1,0 +1,86 @@
+"""What the ranks must agree on before a recipe sets any rate: one small exchange, with an error on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from paceline.data import GlobalBatch
+from paceline.errors import ConfigurationError
+from paceline.reductions.collectives import device_for_words, launch_gather
+
+
+def world(process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group given, or the default one; None where there is none, so that this process is alone."""
+    if process_group is not None:
+        return process_group
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """What one rank brings.
+
+    Attributes:
+        local: Its samples of a micro-step.
+        accumulation: Its micro-steps of a step.
+        settings: Its recipe in words; must be equal on all ranks.
+        problem: Why it cannot train by it.
+    """
+
+    local: int
+    accumulation: int
+    settings: str
+    problem: ConfigurationError | None = None
+
+    def in_words(self) -> list[int]:
+        """As numbers to be gathered; a rank with a problem has no batch worth saying."""
+        if self.problem is not None:
+            return [0, 0, 0, 1]
+        digest = hashlib.sha256(self.settings.encode()).digest()
+        return [self.local, self.accumulation, int.from_bytes(digest[:8], "big", signed=True), 0]
+
+
+def agree_on_batch(mine: OwnPart, process_group: ProcessGroup | None, device: torch.device) -> GlobalBatch:
+    """Learn how many samples every rank trains, and make sure that all follow one recipe.
+
+    Args:
+        mine: This rank's part.
+        process_group: Over whom.
+        device: Of the model.
+
+    Contract:
+        Collective: every rank.  Blocks: yes.
+
+    Raises:
+        ConfigurationError: On every rank, naming the rank that differs or asks for the impossible.
+    """
+    group = world(process_group)
+    ranks = [mine.in_words()]
+    if group is not None and group.size() > 1:
+        row = torch.tensor(mine.in_words(), dtype=torch.int64, device=device_for_words(group, device))
+        rows = [torch.empty_like(row) for _ in range(group.size())]
+        launch_gather(rows, row, group).wait()
+        ranks = [other.tolist() for other in rows]
+    if mine.problem is not None:
+        raise mine.problem
+    for rank, (_, micro_steps, settings, has_problem) in enumerate(ranks):
+        if has_problem:
+            raise ConfigurationError(
+                f"rank {rank} could not make its recipe, so none can: its own error says why. No rate was set."
+            )
+        if micro_steps != ranks[0][1]:
+            raise ConfigurationError(
+                f"rank {rank} accumulates {micro_steps} micro-steps a step, rank 0 {ranks[0][1]}. Give every rank "
+                "the same accumulation; ranks of different speed get different local batches."
+            )
+        if settings != ranks[0][2]:
+            raise ConfigurationError(
+                f"rank {rank} follows another recipe than rank 0 (this rank's: {mine.settings}). Build the recipe "
+                "with the same rates, batches and curve on every rank; only the local batch may differ."
+            )
+    return GlobalBatch(tuple(row[0] for row in ranks), mine.accumulation)

@@ -1,0 +1,305 @@
+"""The large-minibatch recipe: a learning rate that follows the batch that is really trained.
+
+Rules
+1. Each group's reference rate is what is right for `reference_batch` samples a step. The peak rate is that times the
+   scaling rule of (global batch / reference batch); the curve leads from one to the other and down again.
+2. Time is counted in samples. So a change of the batch moves neither the warm-up's end nor a milestone of the decay: it
+   changes the peak rate, from the next step on, and how many steps are left.
+3. The global batch is learnt from the ranks, never assumed: local batch of each rank x micro-steps.
+4. Whatever changes the batch is recorded, with the sample at which it happened, and can be forbidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.data import GlobalBatch
+from paceline.errors import ConfigurationError
+from paceline.optim import Curve, rate_factor
+from paceline.recipes.agreement import OwnPart, agree_on_batch, world
+from paceline.recipes.recipe_report import facts_of, report_text
+from paceline.reductions.noise_scale import GradientNoiseScale
+
+
+@dataclass(frozen=True)
+class BatchChange:
+    """When the batch became what it is.
+
+    Attributes:
+        samples: Trained before.
+        batch: From then on, in words.
+        factor: Of the reference rate, from then on.
+    """
+
+    samples: int
+    batch: str
+    factor: float
+
+
+class LargeMinibatch(LRScheduler):
+    """Sets the learning rate of every step from the global batch, by Goyal et al.'s recipe.
+
+    One of torch's `LRScheduler`s: make it after the optimizer, whose groups' `lr` are the reference rates, and call
+    `step()` after each `optimizer.step()`. It follows the world: a job that goes on with other ranks, or `update(...)`,
+    re-derives the rate.
+
+    For Adam and its kin `scaling="sqrt"` is the better guess (the linear rule is derived for SGD; `print(recipe)` says
+    so, too). Do not hand it to a library that steps schedulers once a rank.
+
+    Args:
+        optimizer: Any torch optimizer with parameter groups.
+        reference_batch: Samples of one step for which the optimizer's rates are right.
+        batch: This rank's samples of one micro-step, which may differ between ranks; or the whole `GlobalBatch`, if it
+            is known, for example of ranks that one process imitates: then nothing is communicated.
+        accumulation: Micro-steps of a step; a `GlobalBatch` has its own.
+        curve: Warm-up, decay and total; in epochs if `epoch_samples` is given, otherwise in steps of the first batch.
+        epoch_samples: Size of the training set.
+        scaling: "linear", "sqrt" or "none".
+        process_group: Over whom; None is the default group, or this process alone if there is none.
+        fixed_world: Refuse any change of the batch instead of following it.
+        noise: The model's `GradientNoiseScale`, to be reported along.
+
+    Contract:
+        Collective, unless `batch` is a `GlobalBatch`: the constructor, `update`, and `step` after the number of ranks
+        has changed. Otherwise local. Mutates: the groups' `lr`.
+
+    Raises:
+        ConfigurationError: Anything that cannot be trained so, before training starts; on every rank.
+
+    Source:
+        Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", sections 2 and 5.1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        reference_batch: int,
+        batch: int | GlobalBatch,
+        curve: Curve,
+        *,
+        accumulation: int = 1,
+        epoch_samples: int | None = None,
+        scaling: str = "linear",
+        process_group: ProcessGroup | None = None,
+        fixed_world: bool = False,
+        noise: GradientNoiseScale | None = None,
+    ) -> None:
+        self.reference_batch = reference_batch
+        self.curve = curve
+        self.epoch_samples = epoch_samples
+        self.scaling = scaling
+        self.fixed_world = fixed_world
+        self.noise = noise
+        self.samples = 0  # trained so far, over all ranks
+        self.optimizer = optimizer  # the base sets it, too, but the ranks agree before it sets any rate
+        self._process_group = process_group
+        self._local: int | None = None  # this rank's, if the others are to be asked
+        problem = self._find_problem(batch, accumulation)
+        if isinstance(batch, GlobalBatch):
+            if problem is not None:
+                raise problem
+            self.batch = batch
+        else:
+            self.batch = self._agree(batch, accumulation, problem)
+            self._local = batch
+        self.unit_samples = epoch_samples or self.batch.size  # samples of one unit of the curve's time
+        self.changes = [BatchChange(0, str(self.batch), self.factor)]
+        super().__init__(optimizer)
+
+    def _find_problem(self, batch: object, accumulation: int) -> ConfigurationError | None:
+        """What this rank can tell by itself; returned, so that the others hear of it before it is raised."""
+        try:
+            rate_factor(self.scaling, 1, self.reference_batch)
+            _check_rates(self.optimizer)
+        except ConfigurationError as error:
+            return error
+        if isinstance(batch, GlobalBatch) and accumulation != 1:
+            return ConfigurationError(
+                f"accumulation={accumulation} beside a GlobalBatch, which has its own ({batch.accumulation}). Leave it "
+                "out."
+            )
+        if not isinstance(batch, int | GlobalBatch):
+            return ConfigurationError(
+                f"batch={batch!r} is not a number of samples. Give this rank's samples of a micro-step, or a "
+                "GlobalBatch."
+            )
+        if self.epoch_samples is not None and self.epoch_samples <= 0:
+            return ConfigurationError(
+                f"epoch_samples={self.epoch_samples} is no size of a training set. Give len(dataset), or leave it out "
+                "for a curve in steps."
+            )
+        return None
+
+    def _agree(self, local: int, accumulation: int, problem: ConfigurationError | None = None) -> GlobalBatch:
+        rates = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
+        settings = (
+            f"rates {rates}, reference batch {self.reference_batch}, {self.scaling} scaling, {self.curve}, "
+            f"epoch of {self.epoch_samples}, fixed_world={self.fixed_world}"
+        )
+        device = self.optimizer.param_groups[0]["params"][0].device
+        mine = OwnPart(local, accumulation, settings, problem)
+        return agree_on_batch(mine, self._process_group, device)
+
+    # ---- rates
+
+    @property
+    def factor(self) -> float:
+        """The peak rate over the reference rate, for the present batch."""
+        return rate_factor(self.scaling, self.batch.size, self.reference_batch)
+
+    @property
+    def time(self) -> float:
+        """How far training is, in the curve's unit."""
+        return self.samples / self.unit_samples
+
+    @property
+    def reference_rates(self) -> list[float]:
+        """Each group's."""
+        return [float(base) for base in self.base_lrs]
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rate of the next step for each group; torch's name."""
+        return [self.curve.rate(self.time, rate, rate * self.factor) for rate in self.reference_rates]
+
+    def step(self, samples: int | None = None) -> None:
+        """A step was done: set the rate of the next one.
+
+        Args:
+            samples: Over all ranks, if they were not a whole batch, as at the end of an epoch.
+        """
+        if self._step_count > 0:  # not the base's call from its constructor
+            self.samples += self.batch.size if samples is None else samples
+            group = world(self._process_group)
+            if self._local is not None and group is not None and group.size() != self.batch.num_ranks:
+                self.update()
+        super().step()
+
+    # ---- another batch
+
+    def update(self, batch: int | GlobalBatch | None = None, accumulation: int | None = None) -> None:
+        """The ranks, their local batches or the accumulation have changed: derive the rate anew, from now on.
+
+        Args:
+            batch: As the constructor's; None: this rank's as before.
+            accumulation: Micro-steps of a step; None: as before.
+
+        Contract:
+            Collective, unless the batch is a `GlobalBatch`.  Mutates: the groups' `lr`.
+
+        Raises:
+            ConfigurationError: `fixed_world` forbids it; nothing was changed.
+        """
+        micro_steps = self.batch.accumulation if accumulation is None else accumulation
+        if isinstance(batch, GlobalBatch):
+            new = batch
+        elif self._local is not None:
+            new = self._agree(self._local if batch is None else batch, micro_steps)
+        elif batch is None:
+            new = GlobalBatch(self.batch.local, micro_steps)
+        else:
+            raise ConfigurationError(
+                f"batch={batch} is one rank's, but this recipe was made with a GlobalBatch and asks no other rank. "
+                "Give the whole GlobalBatch again."
+            )
+        self._check_may_become(self.batch, new)
+        if isinstance(batch, int):
+            self._local = batch
+        if new != self.batch:
+            self.batch = new
+            self.changes.append(BatchChange(self.samples, str(new), self.factor))
+        self._set_rates()
+
+    def _check_may_become(self, before: GlobalBatch, after: GlobalBatch) -> None:
+        if self.fixed_world and before != after:
+            raise ConfigurationError(
+                f"this recipe has a fixed world, but it was {before} and would become {after}. Go on with the same "
+                "ranks, batches and accumulation, or make the recipe with fixed_world=False, which re-derives the rate."
+            )
+
+    def _set_rates(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers: the same on every rank, so that one rank may save for all."""
+        return {
+            "samples": self.samples,
+            "steps": self.last_epoch,
+            "reference_rates": self.reference_rates,
+            "reference_batch": self.reference_batch,
+            "epoch_samples": self.epoch_samples,
+            "unit_samples": self.unit_samples,
+            "batch": self.batch.as_dict(),
+            "changes": [asdict(change) for change in self.changes],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there, with the batch of *this* world: the rate is derived anew if that is another one.
+
+        Contract:
+            Local.  Mutates: the groups' `lr`. Load the optimizer's state before.
+
+        Raises:
+            ConfigurationError: `fixed_world` and the batch was another one; or the curve counted other epochs. Nothing
+                was changed.
+        """
+        if state_dict["epoch_samples"] != self.epoch_samples:
+            raise ConfigurationError(
+                f"the checkpoint's curve has epoch_samples={state_dict['epoch_samples']}, this recipe's "
+                f"{self.epoch_samples}, so their times have different units. Go on with the training set that it was "
+                "saved with."
+            )
+        if len(state_dict["reference_rates"]) != len(self.optimizer.param_groups):
+            raise ConfigurationError(
+                f"the checkpoint has the rates of {len(state_dict['reference_rates'])} parameter groups, this "
+                f"optimizer has {len(self.optimizer.param_groups)}. Make the same groups."
+            )
+        before = GlobalBatch.from_dict(state_dict["batch"])
+        self._check_may_become(before, self.batch)
+        self.samples = int(state_dict["samples"])
+        self.unit_samples = int(state_dict["unit_samples"])
+        self.reference_batch = int(state_dict["reference_batch"])
+        self.base_lrs = list(state_dict["reference_rates"])
+        self.changes = [BatchChange(**change) for change in state_dict["changes"]]
+        if before != self.batch:
+            self.changes.append(BatchChange(self.samples, str(self.batch), self.factor))
+        for group, rate in zip(self.optimizer.param_groups, self.reference_rates, strict=True):
+            group["initial_lr"] = rate
+        self.last_epoch = int(state_dict["steps"])
+        self._step_count = self.last_epoch + 1
+        self._set_rates()
+
+    # ---- what it did
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what it derived from what, as plain numbers, for JSON. Local, the same on every rank."""
+        return facts_of(self)
+
+    def report(self) -> str:
+        """Return the same in words, one fact a line; also `print(recipe)`."""
+        return report_text(facts_of(self))
+
+    __str__ = report
+
+
+def _check_rates(optimizer: Optimizer) -> None:
+    for index, group in enumerate(optimizer.param_groups):
+        rate = float(group["lr"])
+        if not 0 < rate < float("inf"):
+            raise ConfigurationError(
+                f"parameter group {index} has lr={rate}: a reference rate must be positive. Give the optimizer the "
+                "rate that is right for reference_batch samples a step."
+            )

@@ -1,0 +1,234 @@
+"""The operator: two vectors, tensor by tensor, become one; their dot products are taken in float64.
+
+With a, b two tensors that stand for p and q ranks (legend: d = a.b, A = |a|^2, B = |b|^2):
+
+    Adasum(a, b) = (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b
+
+It is the mean, weighted p : q, of two sequential steps, "first a, then b" and "first b, then a", where the second
+step leaves out what the first has done already. p = q is the paper's operator.
+
+* Orthogonal tensors: a + b, for any weights.
+* Parallel tensors b = c a, c != 0: (p a + q b) / (p + q), the mean over the ranks behind them.
+* A tensor whose norm is below 2^-100 of the other's, and so a zero one, leaves the other as it is: both coefficients
+  are 1. (The limit is relative, so that scaling all inputs scales the output, however small or large they are.)
+* Swapping (a, p) and (b, q) changes no bit.
+
+Rules
+1. Vectors are flat slices; `Segments` says which elements belong to which tensor.
+2. Whatever the dtype, products are summed in float64. float64 inputs are scaled per tensor before they are squared
+   (`scales`), so norms from 1e-300 to 1e300 neither overflow nor vanish.
+3. Results are computed in float32 for 16-bit tensors and rounded once.
+
+Source: Maleki et al. 2021, "Scaling distributed training with adaptive summation", section 3; the weights are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 15
+"""Worked on at a time: what fits a core's cache in float64."""
+
+NEGLIGIBLE = 2.0**-200
+"""Ratio of squared norms below which the smaller tensor counts as zero."""
+
+NUM_DOTS = 3
+DOT, LEFT, RIGHT = range(NUM_DOTS)
+"""Rows of a tensor of dot products, shape (3, number of tensors): a.b, |a|^2, |b|^2."""
+
+_LARGEST_EXPONENT = 1000  # 2 to its negative is a normal float64
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements `first` to `last` of a flat vector: a part of one tensor, or whole small ones and their neighbours."""
+
+    first: int
+    last: int
+    tensors: range
+    """Whose elements they are, in order."""
+    lengths: Tensor | None
+    """How many elements of each, shape (number of tensors,); None for a single tensor."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which elements of a flat vector belong to which tensor.
+
+    Attributes:
+        sizes: Elements of each tensor, in the order in which they lie in the vector; 0 is allowed.
+    """
+
+    sizes: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(self.sizes)
+
+    def chunks(self, first: int, last: int) -> list[Chunk]:
+        """Elements `first` to `last` (excluded), cut so that each chunk has one tensor or is short."""
+        chunks: list[Chunk] = []
+        waiting: list[tuple[int, int, int]] = []  # small pieces: tensor, first, last
+
+        def close() -> None:
+            if waiting:
+                lengths = torch.tensor([stop - start for _, start, stop in waiting])
+                whose = range(waiting[0][0], waiting[-1][0] + 1)
+                chunks.append(
+                    Chunk(waiting[0][1], waiting[-1][2], whose, lengths if len(waiting) > 1 else None)
+                )
+                waiting.clear()
+
+        end = 0
+        for tensor, size in enumerate(self.sizes):
+            start, end = end, end + size
+            piece = max(start, first), min(end, last)
+            length = piece[1] - piece[0]
+            if length <= 0:
+                if waiting and start < last:
+                    waiting.append((tensor, start, start))  # an empty tensor between small ones
+                continue
+            if waiting and piece[1] - waiting[0][1] > CHUNK_ELEMENTS:
+                close()
+            if length < CHUNK_ELEMENTS:
+                waiting.append((tensor, *piece))
+                continue
+            close()
+            for begin in range(piece[0], piece[1], CHUNK_ELEMENTS):
+                stop = min(begin + CHUNK_ELEMENTS, piece[1])
+                chunks.append(Chunk(begin, stop, range(tensor, tensor + 1), None))
+        close()
+        return chunks
+
+
+def new_dots(num_tensors: int, device: torch.device) -> Tensor:
+    """Dot products of nothing yet: zeros, shape (3, num_tensors), float64."""
+    return torch.zeros(NUM_DOTS, num_tensors, dtype=torch.float64, device=device)
+
+
+def add_dots(
+    dots: Tensor, a: Tensor, b: Tensor, chunks: Sequence[Chunk], scales: Tensor | None = None
+) -> None:
+    """Add the dot products of these chunks of `a` and `b` to `dots`.
+
+    Args:
+        dots: Shape (3, number of tensors), float64; mutated.
+        a: Flat, shape (N,).
+        b: Likewise.
+        chunks: Of them.
+        scales: What both are multiplied by before, shape (number of tensors,); for float64 vectors.
+    """
+    scratch = _scratch(3, chunks, torch.float64, a.device)
+    for chunk in chunks:
+        x, y, product = scratch[:, : chunk.last - chunk.first]
+        x.copy_(a[chunk.first : chunk.last])
+        y.copy_(b[chunk.first : chunk.last])
+        if scales is not None:
+            scale = _spread(scales, chunk)
+            x.mul_(scale)
+            y.mul_(scale)
+        if chunk.lengths is None:
+            dots[:, chunk.tensors.start] += torch.stack([torch.dot(x, y), torch.dot(x, x), torch.dot(y, y)])
+            continue
+        torch.mul(x, y, out=product)
+        for row, products in ((DOT, product), (LEFT, x.square_()), (RIGHT, y.square_())):
+            dots[row, chunk.tensors.start : chunk.tensors.stop] += _sums(products, chunk.lengths)
+
+
+def add_peaks(peaks: Tensor, a: Tensor, b: Tensor, chunks: Sequence[Chunk]) -> None:
+    """Raise `peaks`, shape (number of tensors,), to the largest magnitudes in these chunks of `a` and `b`."""
+    for chunk in chunks:
+        largest = torch.maximum(a[chunk.first : chunk.last].abs(), b[chunk.first : chunk.last].abs())
+        mine = peaks[chunk.tensors.start : chunk.tensors.stop]
+        if chunk.lengths is None:
+            torch.maximum(mine, largest.max(), out=mine)
+        else:
+            lengths = chunk.lengths.to(largest.device)
+            torch.maximum(mine, torch.segment_reduce(largest, "max", lengths=lengths, initial=0.0), out=mine)
+
+
+def scales_of(peaks: Tensor) -> Tensor:
+    """Powers of two that bring these magnitudes near 1, shape as `peaks`."""
+    exponents = torch.frexp(peaks).exponent.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    return torch.ldexp(torch.ones_like(peaks), -exponents)
+
+
+def coefficients(dots: Tensor, num_left: int, num_right: int) -> Tensor:
+    """What to multiply a and b by, for each tensor; shape (2, number of tensors), float64.
+
+    Args:
+        dots: Complete dot products, shape (3, number of tensors).
+        num_left: Ranks behind a.
+        num_right: Ranks behind b.
+    """
+    dot, left, right = dots
+    share = num_left / (num_left + num_right)
+    of_left = 1.0 - torch.where(left <= NEGLIGIBLE * right, 0.0, share * dot / left)
+    of_right = 1.0 - torch.where(right <= NEGLIGIBLE * left, 0.0, (1.0 - share) * dot / right)
+    return torch.stack([of_left, of_right])
+
+
+def combine_into(
+    own: Tensor, other: Tensor, own_coefficients: Tensor, other_coefficients: Tensor, chunks: Sequence[Chunk]
+) -> None:
+    """Replace these chunks of `own` by own_coefficients * own + other_coefficients * other.
+
+    Args:
+        own: Flat, shape (N,); mutated.
+        other: Likewise; undefined afterwards.
+        own_coefficients: One a tensor.
+        other_coefficients: Likewise.
+        chunks: Of them.
+    """
+    wide = torch.float64 if own.dtype == torch.float64 else torch.float32
+    of_own, of_other = own_coefficients.to(wide), other_coefficients.to(wide)
+    scratch = _scratch(2, chunks, wide, own.device) if own.dtype != wide else None
+    for chunk in chunks:
+        target = own[chunk.first : chunk.last]
+        x, y = target, other[chunk.first : chunk.last]
+        if scratch is not None:
+            x, y = (row.copy_(values) for row, values in zip(scratch[:, : len(x)], (x, y), strict=True))
+        # Two rounded products and a sum: a fused multiply-add would tell a from b.
+        x.mul_(_spread(of_own, chunk)).add_(y.mul_(_spread(of_other, chunk)))
+        if scratch is not None:
+            target.copy_(x)
+
+
+def squared_norms(dots: Tensor, coefficients: Tensor) -> Tensor:
+    """|combination|^2 of each tensor, shape (number of tensors,), from what is known of its two parts."""
+    of_left, of_right = coefficients
+    dot, left, right = dots
+    norms: Tensor = of_left * of_left * left + of_right * of_right * right + 2.0 * of_left * of_right * dot
+    return norms
+
+
+def _sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """The sum over each of consecutive segments of these lengths."""
+    if values.device.type != "cpu":
+        return torch.segment_reduce(values, "sum", lengths=lengths.to(values.device))
+    # A quarter of the time of segment_reduce; but it has no notion of empty segments.
+    is_full = lengths > 0
+    full = lengths[is_full]
+    sums = torch.zeros(len(lengths), dtype=values.dtype)
+    sums[is_full] = torch.from_numpy(np.add.reduceat(values.numpy(), (full.cumsum(0) - full).numpy()))
+    return sums
+
+
+def _scratch(num_rows: int, chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Rows as long as the longest chunk; made once, for memory that is given back is slow to get again."""
+    longest = max((chunk.last - chunk.first for chunk in chunks), default=0)
+    return torch.empty(num_rows, longest, dtype=dtype, device=device)
+
+
+def _spread(values: Tensor, chunk: Chunk) -> Tensor:
+    """Each tensor's value, for each element of the chunk; one value if there is one tensor."""
+    mine = values[chunk.tensors.start : chunk.tensors.stop]
+    if chunk.lengths is None:
+        return mine
+    size = chunk.last - chunk.first
+    return torch.repeat_interleave(mine, chunk.lengths.to(mine.device), output_size=size)

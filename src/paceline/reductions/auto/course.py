@@ -1,0 +1,216 @@
+"""What is done in which step: measure, try, settle, check. The same on every rank, because only agreed numbers go in.
+
+    resuming --resumed--> settled, or measuring    (a state was loaded; not everywhere the same one)
+    measuring --decided--> settled                 (nothing new: stay as it is)
+        |                   ^   |
+        +--decided--> trying    +--checked--> measuring    (steps take another time than they did)
+                        |  ^    +--checked--> trying       (a codec is on and was not compared for long)
+                        +--+--tried--> settled
+
+Rules
+1. A step's plan depends on the number of synchronized steps that ended well and on answers that all ranks share.
+2. A question is asked behind a step's last bucket, so what its answer rests on are the steps before it, and the step
+   that asks is no sample: it takes longer.
+3. The first step of each phase is no sample either: buckets are cut anew after the first of all, and a codec that was
+   just turned on takes its memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from paceline.errors import ConfigurationError
+from paceline.planning import Rules
+
+_PATTERN = (False, True, True, False)  # without, with, with, without: a drift cancels
+
+
+class Phase(Enum):
+    """What the steps of the moment are for."""
+
+    RESUMING = "resuming"
+    MEASURING = "measuring"
+    TRYING = "trying"
+    SETTLED = "settled"
+
+
+class Question(Enum):
+    """What the ranks agree on behind a step's last bucket."""
+
+    NOTHING = "nothing"
+    COSTS = "costs"  # of reductions, by timing some; and the profile of the steps before
+    PERIODS = "periods"  # of the steps before
+    RESUMED = "resumed"  # which codec was on when the state was saved that was loaded here
+
+
+_QUESTIONS = {
+    Phase.RESUMING: Question.RESUMED,
+    Phase.MEASURING: Question.COSTS,
+    Phase.TRYING: Question.PERIODS,
+    Phase.SETTLED: Question.PERIODS,
+}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many steps for what.
+
+    Attributes:
+        num_measured: Samples before a decision.
+        num_tried: Samples of a trial, half of them with the codec; a multiple of 4.
+        check_every: Settled steps between two checks, at first; doubled, up to 8 times, by each that found nothing.
+        try_every: Steps after which a codec that is on is compared again.
+        drift_ratio: By how much a settled step's time may change before all is measured again.
+    """
+
+    num_measured: int = 4
+    num_tried: int = 8
+    check_every: int = 25
+    try_every: int = 500
+    drift_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.num_measured < 1 or self.num_tried < 4 or self.num_tried % 4 or self.check_every < 3:
+            raise ConfigurationError(
+                f"{self}: a decision takes 1 measured step or more, a trial 4, 8, ... steps, and a check comes every 3 "
+                "steps at most."
+            )
+        if self.try_every < self.num_tried or not self.drift_ratio > 0:
+            raise ConfigurationError(
+                f"{self}: trials come less often than they are long, and the drift that is noticed is above 0."
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step.
+
+    Attributes:
+        codec: That reduces it; None: as it is.
+        is_sample: Whether its time counts.
+        question: Asked behind its last bucket.
+    """
+
+    codec: str | None
+    is_sample: bool
+    question: Question
+
+
+class Course:
+    """Where we are.
+
+    Args:
+        pace: How many steps for what.
+        rules: What a codec has to save.
+    """
+
+    def __init__(self, pace: Pace, rules: Rules) -> None:
+        self._pace, self._rules = pace, rules
+        self.in_use: str | None = None
+        self.tried: str | None = None  # the codec of the trial
+        self.num_steps = 0
+        self._barred_until: dict[str, float] = {}
+        self._num_refuted: dict[str, int] = {}
+        self._period_s: float | None = None  # of a settled step, when it was first checked
+        self._check_every = pace.check_every
+        self._compared_at = 0
+        self._enter(Phase.MEASURING)
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase, self._place = phase, 0
+
+    def plan(self) -> Plan:
+        """What the next step does."""
+        place, last = self._place, self._num_samples() + 1
+        question = _QUESTIONS[self.phase] if place >= last else Question.NOTHING
+        codec = self.in_use
+        if self.phase is Phase.TRYING:
+            has_codec = place == 0 or (place < last and _PATTERN[(place - 1) % 4])
+            codec = self.tried if has_codec else None if self.tried == codec else codec
+        return Plan(codec, 0 < place < last, question)
+
+    def _num_samples(self) -> int:
+        return {
+            Phase.RESUMING: -1,
+            Phase.MEASURING: self._pace.num_measured,
+            Phase.TRYING: self._pace.num_tried,
+            Phase.SETTLED: self._check_every - 2,
+        }[self.phase]
+
+    def step(self) -> None:
+        """A step went as planned; if it asked, its answer comes next."""
+        self.num_steps += 1
+        self._place += 1
+
+    def barred(self) -> frozenset[str]:
+        """Codecs whose trial has refuted their prediction, for the time being."""
+        return frozenset(name for name, until in self._barred_until.items() if self.num_steps < until)
+
+    def resume(self) -> None:
+        """A state was loaded: ask before anything else whether all ranks have loaded the same."""
+        self.in_use = self.tried = None
+        self._enter(Phase.RESUMING)
+
+    def resumed(self, codec: str | None, agrees: bool) -> None:
+        """The answer to RESUMED: go on with that decision, or start afresh."""
+        self.in_use = codec if agrees else None
+        self._compared_at = self.num_steps
+        if agrees:
+            self._settle()
+        else:
+            self._enter(Phase.MEASURING)
+
+    def decided(self, chosen: str | None) -> None:
+        """The answer to COSTS: prediction's choice."""
+        if chosen is not None and chosen != self.in_use:
+            self._check_every = self._pace.check_every
+            self._try(chosen)
+            return
+        is_news = chosen != self.in_use
+        self._check_every = min(self._check_every * (1 if is_news else 2), 8 * self._pace.check_every)
+        self.in_use = chosen
+        self._settle()
+
+    def tried_out(self, with_s: float, without_s: float) -> bool:
+        """The answer to PERIODS after a trial; says whether its codec is on now.
+
+        Without it, steps were as before the trial, perhaps with another codec; plain if it was on already.
+        """
+        assert self.tried is not None
+        self._compared_at = self.num_steps
+        saves = 1 - with_s / without_s > self._rules.off_ratio
+        if saves:
+            self.in_use = self.tried
+            self._num_refuted.pop(self.tried, None)
+        else:
+            self.in_use = None if self.in_use == self.tried else self.in_use
+            refuted = self._num_refuted[self.tried] = self._num_refuted.get(self.tried, 0) + 1
+            self._barred_until[self.tried] = self.num_steps + self._pace.try_every * 2 ** (refuted - 1)
+        self._settle()
+        return saves
+
+    def checked(self, period_s: float) -> None:
+        """The answer to PERIODS of settled steps."""
+        before_s, self._period_s = self._period_s, self._period_s or period_s
+        has_drifted = before_s is not None and abs(math.log(period_s / before_s)) > math.log1p(
+            self._pace.drift_ratio
+        )
+        expired = [name for name, until in self._barred_until.items() if self.num_steps >= until]
+        if has_drifted or expired:
+            for name in expired:
+                del self._barred_until[name]
+            self._enter(Phase.MEASURING)
+        elif self.in_use is not None and self.num_steps - self._compared_at >= self._pace.try_every:
+            self._try(self.in_use)
+        else:
+            self._enter(Phase.SETTLED)
+
+    def _settle(self) -> None:
+        self.tried = self._period_s = None
+        self._enter(Phase.SETTLED)
+
+    def _try(self, codec: str) -> None:
+        self.tried = codec
+        self._enter(Phase.TRYING)

@@ -1,0 +1,276 @@
+"""How noisy is the gradient? Measured from what the reduction sees anyway: each rank's part, and the mean.
+
+A gradient over B samples is the true gradient G plus noise of variance S / B (S is the trace of one sample's
+covariance). Rank r trains the fraction w_r of the samples, and puts c_r into the bucket, so that the sum of all c_r is
+the mean gradient g. With X = sum |c_r|² and Y = |g|² and q = sum w_r²:
+
+    E X = q |G|² + S / B        E Y = |G|² + S / B
+
+    |G|² = E (Y - X) / (1 - q)        S / B = E (X - q Y) / (1 - q)
+
+With P equal ranks, q = 1 / P, this is equation A.2 of the source. The noise scale S / |G|² is the batch at which the
+noise
+is as large as the gradient: far below it twice the batch saves half of the steps, far above it saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from paceline.errors import ConfigurationError
+from paceline.observe import StepTiming
+from paceline.reductions.choice import choose_reduction
+from paceline.reductions.collectives import launch_sum
+from paceline.reductions.pending import Done, Pending
+from paceline.reductions.reduction import Message, Reduction
+
+_FEW_STEPS = 10
+_ROW = 16_384  # elements whose squares are summed in single precision
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class _Measured:
+    """A bucket under way; when it is there, `then` measures it and says what else to wait for."""
+
+    def __init__(self, bucket: Pending, then: Callable[[], Pending]) -> None:
+        self._bucket = bucket
+        self._then = then
+        self._rest: Pending | None = None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if self._rest is None:
+            if not self._bucket.wait(timeout_s):
+                return False
+            self._rest = self._then()
+        return self._rest.wait(timeout_s)
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        self._bucket.on_done(callback)
+
+
+class GradientNoiseScale(Reduction):
+    """Measures the gradient noise scale while another reduction reduces.
+
+    It needs at least two ranks, and a reduction whose result is the ranks' mean up to rounding: not Adasum; with
+    compression the noise of shortening counts as well. What bypasses reductions (sparse and late gradients) is left
+    out; if the last bucket does so, steps are not measured. It looks at one step's gradients, so clear them before
+    each.
+
+    Args:
+        inner: What reduces: "mean" or a `Reduction`.
+        shares: Each rank's fraction of the batch, if they are not equal (`GlobalBatch.shares`); gradients must be
+            weighed by them, as `model.accumulate(..., weight=...)` does.
+        memory_steps: Over about how many measured steps it averages; single ones are far too noisy.
+        every: Measure one step in so many; the others cost nothing.
+
+    Cost:
+        In a measured step two passes over the gradients, one before and one after they are reduced, and 8 bytes a step
+        that are summed over the ranks, behind the last bucket.
+
+    Source:
+        McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1.
+    """
+
+    def __init__(
+        self,
+        inner: Reduction | str = "mean",
+        shares: tuple[float, ...] | None = None,
+        memory_steps: float = 50.0,
+        every: int = 1,
+    ) -> None:
+        self._inner = choose_reduction(inner)
+        if not memory_steps >= 1:
+            raise ConfigurationError(
+                f"memory_steps={memory_steps} averages over less than a step. Give 1 or more; 50 is usual."
+            )
+        if every < 1:
+            raise ConfigurationError(f"every={every} measures no step. Give 1 for each, 10 for one in ten.")
+        if shares is not None and (min(shares, default=0) <= 0 or abs(sum(shares) - 1) > 1e-6):
+            raise ConfigurationError(
+                f"shares={shares} are not fractions of a batch: each must be positive, and their sum 1. "
+                "GlobalBatch((32, 16)).shares makes them."
+            )
+        if not self._inner.is_linear:
+            raise ConfigurationError(
+                f"GradientNoiseScale({self._inner!r}): its result is not the ranks' mean, so their difference from "
+                "it is not noise. Measure with the mean, or with a compression of it."
+            )
+        self._given_shares = shares
+        self._memory_steps = memory_steps
+        self._concentration = 0.0  # q
+        self._to_mean = 1.0
+        self._parts = torch.zeros((), dtype=torch.float64)  # X of the step under way
+        self._whole = torch.zeros((), dtype=torch.float64)  # Y
+        self._is_agreed = False
+        self._every = every
+        self._num_begun = (
+            0  # steps; the same on every rank, as each begins those whose collectives it takes part in
+        )
+        self._measures = False  # this step
+        self.num_steps = 0  # that were measured
+        self._signal = torch.zeros((), dtype=torch.float64)  # averages, not yet divided by their total weight
+        self._noise = torch.zeros((), dtype=torch.float64)
+
+    def __repr__(self) -> str:
+        shares = "" if self._given_shares is None else f", shares={self._given_shares}"
+        return f"GradientNoiseScale({self._inner!r}{shares}, memory_steps={self._memory_steps:g}, every={self._every})"
+
+    # ---- as a reduction
+
+    @property
+    def is_ours(self) -> bool:  # type: ignore[override]
+        """As the inner one's."""
+        return self._inner.is_ours
+
+    @property
+    def inner(self) -> Reduction:
+        """What reduces."""
+        return self._inner
+
+    def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
+        num_ranks = process_group.size()
+        if num_ranks < 2:
+            raise ConfigurationError(
+                "GradientNoiseScale compares the ranks' gradients with their mean, but there is one rank. Train on two "
+                "or more, or leave it out."
+            )
+        shares = self._given_shares or (1.0 / num_ranks,) * num_ranks
+        if len(shares) != num_ranks:
+            raise ConfigurationError(
+                f"GradientNoiseScale has the shares of {len(shares)} ranks, but the group has {num_ranks}. Give one "
+                f"a rank."
+            )
+        self._concentration = sum(share * share for share in shares)
+        self._num_ranks = num_ranks
+        self._inner.prepare(named_parameters, process_group)
+
+    @property
+    def carries_words(self) -> bool:
+        return self._inner.carries_words
+
+    def begin_step(self) -> None:
+        self._is_agreed = False
+        self._measures = self._num_begun % self._every == 0
+        self._num_begun += 1
+        self._parts, self._whole = torch.zeros(2, dtype=torch.float64).unbind()
+        self._inner.begin_step()
+
+    def input_scale(self, num_ranks: int) -> float:
+        scale = self._inner.input_scale(num_ranks)
+        self._to_mean = 1.0 / (scale * num_ranks)
+        return scale
+
+    def launch(self, message: Message) -> Pending:
+        if not self._measures:
+            return self._inner.launch(message)
+        self._parts = self._parts + _squared_norm(message.body) * self._to_mean**2
+        bucket = self._inner.launch(message)
+        # Behind a plain sum the agreement may leave at once. Others may start collectives of their own later, on any
+        # thread, so that only after the last bucket is there the order is the same on every rank.
+        agreement = self._agree(message) if message.is_last and self.carries_words else None
+
+        def then() -> Pending:
+            self._whole = self._whole + _squared_norm(message.body)
+            if message.is_last and agreement is None:
+                return self._agree(message)
+            return agreement or Done()
+
+        return _Measured(bucket, then)
+
+    def _agree(self, message: Message) -> Pending:
+        self._is_agreed = True
+        return launch_sum(self._parts, message.process_group)
+
+    def launch_sparse(
+        self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
+    ) -> Pending:
+        return self._inner.launch_sparse(gradient, process_group, keep)
+
+    def end_step(self, timing: StepTiming) -> None:
+        if self._is_agreed:
+            self.add(self._parts, self._whole)
+        self._inner.end_step(timing)
+
+    # ---- the estimate
+
+    def add(self, parts: Tensor, whole: Tensor) -> None:
+        """Take in one step.
+
+        Args:
+            parts: X, the sum over the ranks of the squared norms of what they contribute to the mean; a scalar.
+            whole: Y, the squared norm of the mean; a scalar.
+        """
+        q = self._concentration
+        fresh = 1.0 / self._memory_steps
+        self._signal = self._signal.to(whole.device) * (1.0 - fresh) + (whole - parts) / (1.0 - q) * fresh
+        self._noise = self._noise.to(whole.device) * (1.0 - fresh) + (parts - q * whole) / (1.0 - q) * fresh
+        self.num_steps += 1
+
+    @property
+    def noise_over_signal(self) -> float:
+        """S / (B |G|²): the noise scale as a multiple of the batch. Infinite while noise drowns the gradient.
+
+        NaN before the first step. On an accelerator this waits for the device.
+        """
+        if self.num_steps == 0:
+            return float("nan")
+        signal, noise = float(self._signal), max(float(self._noise), 0.0)
+        return noise / signal if signal > 0 else float("inf")
+
+    def in_words(self, batch: int) -> str:
+        """The estimate, for a batch of so many samples a step, as a sentence."""
+        ratio = self.noise_over_signal
+        if self.num_steps < _FEW_STEPS:
+            return f"after {self.num_steps} steps there is no estimate yet; it takes {_FEW_STEPS}"
+        if ratio == float("inf"):
+            return f"the noise drowns the gradient: a batch of {batch:,} is far below the useful size"
+        useful = ratio * batch
+        if ratio >= 1:
+            return (
+                f"noise scale {useful:,.0f} samples: a batch {ratio:.1f} times larger would still be useful"
+            )
+        multiple = f"{1 / ratio:.1f} times" if ratio > 0 else "many times"
+        return f"noise scale {useful:,.0f} samples: your batch of {batch:,} is {multiple} the useful size"
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages, and the inner reduction's state."""
+        return {
+            "num_steps": self.num_steps,
+            "signal": float(self._signal),
+            "noise": float(self._noise),
+            "inner": self._inner.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        missing = {"num_steps", "signal", "noise", "inner"} - set(state)
+        if missing:
+            raise ConfigurationError(
+                f"this is not the state of a GradientNoiseScale: it lacks {', '.join(sorted(missing))}. Load it into "
+                f"the "
+                "reduction that saved it."
+            )
+        self._inner.load_state_dict(state["inner"])
+        self.num_steps = int(state["num_steps"])
+        self._signal = torch.tensor(state["signal"], dtype=torch.float64)
+        self._noise = torch.tensor(state["noise"], dtype=torch.float64)
+
+
+def _squared_norm(flat: Tensor) -> Tensor:
+    """The squared length of a vector as a float64 scalar, on its device.
+
+    Row by row: one float32 sum over a million elements is wrong in the fourth digit, and differences of such are
+    wanted.
+    """
+    wide = torch.float32 if flat.dtype in _HALVES else None
+    whole = flat.numel() // _ROW * _ROW
+    lengths: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=wide).double()
+    rest: Tensor = torch.linalg.vector_norm(flat[whole:], dtype=wide).double()
+    return lengths.dot(lengths) + rest.square()

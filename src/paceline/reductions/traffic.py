@@ -1,0 +1,36 @@
+"""How many bytes a rank sent for its gradients, and how many it would have sent without compression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sent.
+
+    Attributes:
+        sent_bytes: For gradients, as payloads.
+        plain_bytes: What an all-reduce of the same gradients sends that is optimal in bytes, 2 (P-1)/P of their size.
+    """
+
+    sent_bytes: int = 0
+    plain_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent_bytes + other.sent_bytes, self.plain_bytes + other.plain_bytes)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Negative where compression makes messages longer: gathering on many ranks may."""
+        return self.plain_bytes - self.sent_bytes
+
+
+def all_reduced(num_bytes: int, num_ranks: int) -> int:
+    """What each rank sends when so many bytes are all-reduced."""
+    return 2 * (num_ranks - 1) * num_bytes // num_ranks
+
+
+def gathered(num_bytes: int, num_ranks: int) -> int:
+    """What each rank sends when everybody receives so many bytes from everybody."""
+    return (num_ranks - 1) * num_bytes

@@ -1,0 +1,94 @@
+"""Ranks in one process, one after another: as many as the study asks for, on however many cores there are.
+
+Rules
+1. Rank r computes on its slice of the global batch, by itself, exactly what a process would: the same kernels on the
+   same shapes, so batch normalisation takes each rank's own statistics and two such ranks are bitwise two processes.
+2. What combines the ranks' gradients is the library's code, not a copy of it.
+3. Running statistics are rank 0's, as DistributedDataParallel hands rank 0's buffers to everybody.
+
+Nothing is gained by computing all ranks' slices at once (`torch.func.vmap`, or normalisation by groups): an epoch costs
+as much in slices of 64 as in whole batches on the recorded machine, since a slice stays in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.reductions import Mean
+
+
+def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of a batch."""
+    return functional.cross_entropy(model(inputs), labels)
+
+
+def backward_of_the_mean(model: nn.Module, inputs: Tensor, labels: Tensor, num_ranks: int) -> float:
+    """Leave the mean of all ranks' gradients in `.grad`; returns the global batch's loss.
+
+    Args:
+        model: In training mode; its gradients are replaced.
+        inputs: The global batch, shape (num_ranks * n, ...); rank r has the r-th n of them.
+        labels: Shape (num_ranks * n,).
+        num_ranks: Divides the batch.
+    """
+    model.zero_grad(set_to_none=True)
+    if not has_batch_statistics(model):
+        # Equal slices: the mean of the slices' means is the batch's, up to rounding; it spares P - 1 passes.
+        loss = loss_of(model, inputs, labels)
+        loss.backward()
+        return loss.item()
+    weight = Mean().input_scale(num_ranks)
+    total = 0.0
+    for rank, (x, y) in enumerate(slices(inputs, labels, num_ranks)):
+        with statistics_of(model, rank):
+            loss = loss_of(model, x, y)
+        (weight * loss).backward()
+        total += weight * loss.item()
+    return total
+
+
+def gradients_of_each(
+    model: nn.Module, inputs: Tensor, labels: Tensor, num_ranks: int
+) -> tuple[float, list[list[Tensor]]]:
+    """Return the global batch's loss and every rank's gradients: [rank][parameter]. Arguments as above."""
+    parameters = list(model.parameters())
+    total, gradients = 0.0, []
+    for rank, (x, y) in enumerate(slices(inputs, labels, num_ranks)):
+        with statistics_of(model, rank):
+            loss = loss_of(model, x, y)
+        gradients.append(list(torch.autograd.grad(loss, parameters)))
+        total += loss.item() / num_ranks
+    return total, gradients
+
+
+def slices(inputs: Tensor, labels: Tensor, num_ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each rank's part of a global batch."""
+    n = len(labels) // num_ranks
+    assert n * num_ranks == len(labels)
+    yield from zip(inputs.split(n), labels.split(n), strict=True)
+
+
+def has_batch_statistics(model: nn.Module) -> bool:
+    """Whether what a sample's output is depends on the others of its batch."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+@contextmanager
+def statistics_of(model: nn.Module, rank: int) -> Iterator[None]:
+    """Let only rank 0 move the running statistics."""
+    frozen: Sequence[_BatchNorm] = (
+        [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats] if rank else ()
+    )
+    for module in frozen:
+        module.track_running_stats = False
+    try:
+        yield
+    finally:
+        for module in frozen:
+            module.track_running_stats = True

@@ -1,0 +1,104 @@
+"""Finished trials, a line of JSON each: what is there is not computed again."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Everything that one training run depends on.
+
+    Attributes:
+        task: Name of the task.
+        row: Name of the row.
+        factor: Global batch over reference batch; also the number of ranks.
+        rate: The reference rate; the row makes more of it.
+        seed: Of the initial parameters, the order of the samples and what a codec draws.
+        epochs: How often the training set is seen.
+        num_train: Its size.
+    """
+
+    task: str
+    row: str
+    factor: int
+    rate: float
+    seed: int
+    epochs: int
+    num_train: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training run came to.
+
+    Attributes:
+        validation: Accuracy, 0 to 1; rates are chosen by it.
+        test: Accuracy, 0 to 1; only reported.
+        loss: Of training, mean over the last tenth of the steps; None where it is not finite.
+        sent_bytes: What a rank hands over for the others, mean a step.
+        wall_s: How long it took.
+    """
+
+    validation: float
+    test: float
+    loss: float | None
+    sent_bytes: float
+    wall_s: float
+
+
+class Store:
+    """A file of finished trials.
+
+    Args:
+        path: Made when the first trial is added. A last line that a stop cut off is dropped.
+
+    Raises:
+        ConfigurationError: The file is something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._outcomes: dict[Trial, Outcome] = {}
+        if path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        lines = self.path.read_text().splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):
+            with self.path.open("r+") as stream:
+                stream.truncate(sum(len(line.encode()) for line in lines[:-1]))
+            lines.pop()
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                self._outcomes[Trial(**record["trial"])] = Outcome(**record["outcome"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConfigurationError(
+                    f"line {number} of {self.path} is not a trial of this version of the study ({error!r}). Pass "
+                    "another file with --store."
+                ) from error
+
+    def get(self, trial: Trial) -> Outcome | None:
+        return self._outcomes.get(trial)
+
+    def items(self) -> list[tuple[Trial, Outcome]]:
+        """All of them, in the order in which they were finished."""
+        return list(self._outcomes.items())
+
+    def add(self, trial: Trial, outcome: Outcome) -> None:
+        """Keep an outcome; it is on the disk when this returns."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as stream:
+            stream.write(json.dumps({"trial": asdict(trial), "outcome": asdict(outcome)}) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._outcomes[trial] = outcome
+
+    def __len__(self) -> int:
+        return len(self._outcomes)

@@ -1,0 +1,66 @@
+"""A process group behind a slow link: it hands everything to Gloo, when the link would have carried the bytes."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from paceline.process_group.lane import Lane, LaneWork
+
+
+class SlowGroup(dist.ProcessGroup):
+    """All ranks of the default group, each behind a link of its own.
+
+    Attributes:
+        bytes_per_s: Of the link; may be changed between steps. Waiting takes no processor.
+    """
+
+    def __init__(self, bytes_per_s):
+        inner = dist.distributed_c10d._get_default_group()
+        super().__init__(inner.rank(), inner.size())
+        self.inner, self.bytes_per_s = inner, bytes_per_s
+        self._lane = Lane("slow link")
+
+    def getBackendName(self):  # noqa: N802
+        return "slow"
+
+    def _later(self, name, sent_bytes, tensors, *args):
+        def perform():
+            time.sleep(sent_bytes / self.bytes_per_s)
+            getattr(self.inner, name)(*args).wait()
+
+        return self._lane.launch(LaneWork(perform, tensors, name), at_once=False)
+
+    def _to_others(self, num_bytes):
+        return (self.size() - 1) * num_bytes
+
+    def allreduce(self, tensors, options):
+        sent = 2 * self._to_others(tensors[0].nbytes) // self.size()
+        return self._later("allreduce", sent, tensors, tensors, options)
+
+    def allgather(self, rows, tensors, options):
+        return self._later("allgather", self._to_others(tensors[0].nbytes), rows[0], rows, tensors, options)
+
+    def alltoall_base(self, output, sent, *rest):
+        num_bytes = self._to_others(sent.nbytes) // self.size()
+        return self._later("alltoall_base", num_bytes, [output], output, sent, *rest)
+
+    def broadcast(self, tensors, options):
+        return self._later("broadcast", 0, tensors, tensors, options)
+
+
+def behind_a_slow_link(bytes_per_s):
+    """A group that torch knows, and its link. Collective."""
+    made = []
+
+    def create(*_):
+        made.append(SlowGroup(bytes_per_s))
+        return made[-1]
+
+    if "slow" in dist.Backend.backend_list:
+        plugins = dist.Backend._plugins
+        plugins["SLOW"] = plugins["SLOW"]._replace(creator_fn=create)
+    else:
+        dist.Backend.register_backend("slow", create, devices=["cpu"])
+    return dist.new_group(backend="slow"), made[-1]

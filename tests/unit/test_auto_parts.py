@@ -1,0 +1,159 @@
+"""Auto's small parts: the profile of a step, waiting in slices, pieces of a bucket, numbers agreed on."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from paceline.observe import BucketTiming, StepTiming
+from paceline.planning import BucketLoad, Rules
+from paceline.reductions import Mean, Message
+from paceline.reductions.auto.chain import Chain
+from paceline.reductions.auto.course import Pace
+from paceline.reductions.auto.inquiry import Inquiry
+from paceline.reductions.auto.ledger import Ledger
+from paceline.reductions.auto.probe import LARGE_SHARE, LEAST_BYTES, Probe, _Times
+from paceline.reductions.auto.samples import Periods, Stopwatch, median_profile, profile_of
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_a_profile_leaves_out_what_launching_took():
+    """By hand: two launches of 0.1 s within backward, one of 0.2 s after it; the middle bucket is sparse."""
+    clock, cpu = Clock(), Clock()
+    stopwatch = Stopwatch(clock, cpu, num_processors=2.0)
+
+    def bucket(index, launched_s):
+        return BucketTiming(index, 8, launched_s, launched_s, launched_s + 1, 0.0)
+
+    clock.now_s, cpu.now_s = 10.0, 3.0
+    stopwatch.begin_step()
+    assert stopwatch.end_step(StepTiming(1, 0.0, 9.0, 0.5, 0.0, ())) is None
+    stopwatch.begin_step()
+    for index, launched_s, took_s in ((0, 11.0, 0.1), (2, 11.5, 0.1), (3, 12.0, 0.2)):
+        clock.now_s = launched_s + took_s
+        stopwatch.launched(index, launched_s, 100 + index)
+    clock.now_s, cpu.now_s = 14.0, 7.0
+    buckets = (bucket(0, 11.0), bucket(1, 11.2), bucket(2, 11.5), bucket(3, 12.0))
+    period_s, profile = stopwatch.end_step(StepTiming(2, 0.0, 10.5, 1.5, 2.0, buckets))
+    assert period_s == 4.0
+    assert profile.backward_end_s == pytest.approx(2.0 - 0.2)
+    assert profile.busy_ratio == pytest.approx(0.5)
+    assert [load.size_bytes for load in profile.buckets] == [100, 102, 103]
+    assert [load.ready_s for load in profile.buckets] == pytest.approx([1.0, 1.4, 1.8])
+    stopwatch.begin_step()
+    stopwatch.abandon()
+    stopwatch.begin_step()
+    assert stopwatch.end_step(StepTiming(3, 0.0, 15.0, 1.0, 0.0, ())) is None
+    assert profile_of(median_profile([profile] * 3), [100, 102, 103]) == profile
+    assert profile.buckets[0] == BucketLoad(1.0, 100)
+
+
+def test_periods_are_medians():
+    periods = Periods()
+    for seconds in (1.0, 9.0, 2.0):
+        periods.add("x", seconds)
+    periods.add(None, 5.0)
+    assert periods.medians(["x", None, "y"]) == [2.0, 5.0, 0.0]
+    periods.clear()
+    assert periods.medians(["x"]) == [0.0]
+
+
+def test_of_several_timings_the_shortest_counts():
+    """What disturbs a timing only adds to it."""
+    assert _Times([3.0, 1.0, 2.0], [5.0, 4.0], [6.0], [8.0, 7.0]).shortest() == [1.0, 4.0, 6.0, 7.0]
+
+
+class Slowly:
+    """Done after so many slices."""
+
+    def __init__(self, num_slices):
+        self.num_slices, self.told = num_slices, []
+
+    def wait(self, timeout_s=None):
+        self.told.append(timeout_s)
+        self.num_slices = 0 if timeout_s is None else self.num_slices - 1
+        return self.num_slices <= 0
+
+    def on_done(self, callback):
+        callback()
+
+
+def test_a_chain_is_waited_for_in_slices():
+    """Each link in turn, never longer than the slice; what comes after a link is done when that is."""
+    seen, first, second = [], Slowly(2), Slowly(3)
+
+    def stages():
+        yield first
+        seen.append("between")
+        yield second
+        seen.append("after")
+
+    chain = Chain(stages(), first)
+    assert [chain.wait(0.5) for _ in range(4)] == [False, False, False, True]
+    assert seen == ["between", "after"]
+    assert all(0 < timeout_s <= 0.5 for timeout_s in first.told + second.told)
+    assert chain.wait(0.5)
+    assert Chain(iter([Slowly(5)]), first).wait()
+    done = []
+    chain.on_done(lambda: done.append(1))
+    assert done == [1]
+
+
+def test_a_step_that_failed_is_no_part_of_a_sample():
+    """Of which step the next one's time would tell is not known, so it does not count."""
+    inquiry = Inquiry(["x"], 2, Pace(num_measured=1), Rules(0.03, 0.01), Ledger(), tell=print)
+
+    def end():
+        inquiry.end_step(StepTiming(1, 0.0, 0.0, 0.0, 0.0, (BucketTiming(0, 8, 0.0, 0.0, 0.0, 0.0),)))
+        return inquiry.course.num_steps
+
+    inquiry.begin_step()
+    assert end() == 1
+    inquiry.begin_step()  # and fails
+    inquiry.begin_step()
+    assert (inquiry.plan.is_sample, end()) == (True, 1)
+    inquiry.begin_step()
+    assert (inquiry.plan.is_sample, end()) == (True, 2)
+
+
+def message(*shapes):
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    flat = torch.arange(sum(sizes) + 3, dtype=torch.float32)
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    views = [
+        flat[start : start + size].view(shape)
+        for start, size, shape in zip(starts, sizes, shapes, strict=True)
+    ]
+    parameters = [Parameter(view.clone()) for view in views]
+    return Message(0, True, flat, sum(sizes), views, parameters, None)
+
+
+def test_a_probe_takes_copies_of_some_gradients():
+    """As many of the first as fit, at least one, and the smallest of these; the bucket's own stay as they are."""
+    bucket = message((LEAST_BYTES // 8,), (4, 3), (LEAST_BYTES // 8,), (2,))
+    total = 4 * bucket.num_gradient_elements
+    for total_bytes, num_kept in ((total, 2), (LARGE_SHARE * total, 4)):
+        large, small = Probe.of(bucket, total_bytes, {"none": Mean()}, 2, 0.5)._messages
+        assert [view.shape for view in large.gradients] == [
+            view.shape for view in bucket.gradients[:num_kept]
+        ]
+        assert all(
+            torch.equal(copied, own) for copied, own in zip(large.gradients, bucket.gradients, strict=False)
+        )
+        assert large.flat.numel() == large.num_gradient_elements
+        place = 1 if num_kept == 2 else 3
+        assert torch.equal(small.gradients[0], bucket.gradients[place])
+        assert small.parameters == [bucket.parameters[place]]
+        large.gradients[1].zero_()
+        assert large.flat[LEAST_BYTES // 8 : LEAST_BYTES // 8 + 12].abs().sum() == 0
+        assert bucket.gradients[1].min() > 0
+    only = message((5, 7))
+    large, small = Probe.of(only, 1, {"none": Mean()}, 2, 0.5)._messages
+    assert torch.equal(large.flat, only.flat[:35])
+    assert torch.equal(small.flat, large.flat)
