@@ -13,6 +13,8 @@ from sklearn.metrics.pairwise import pairwise_kernels
 
 from paceline.svm import SVC, gradients
 from paceline.svm.accelerator import RowsOnDevice
+from paceline.svm.active import Active
+from paceline.svm.away import may_violate
 from paceline.svm.elimination import Elimination
 from paceline.svm.expansion import expand
 from paceline.svm.kernels import Kernel
@@ -170,6 +172,18 @@ def test_ties_at_the_start_are_broken_alike_however_the_samples_are_dealt_out():
 )
 def test_sizes_of_working_sets(num, free, size):
     assert working_set_size(num, free) == size
+
+
+def test_only_what_no_violation_can_contain_is_eliminated():
+    """F against the extremes -1 (least that may grow) and 1 (largest that may shrink): too eager costs turns."""
+    f = np.array([-1.0, 0.99, 1.0, 1.01, -1.01, -1.0, 5.0, -5.0])
+    beta = np.array([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5, 0.5])  # at the lower bound, the upper one, or free
+    row = np.zeros((1, 8))
+    samples = DenseSamples.of(np.zeros((8, 1)), np.arange(8))
+    active = Active(samples, f, beta[None], row, row, row + 1, np.arange(8))
+    none = np.zeros((0, 5))
+    nominations = Nominations(-1.0, 1.0, 8, 0, 0, False, none, none, np.zeros(0), np.array([8]))
+    assert may_violate(active, nominations).tolist() == [True, True, True, False, False, True, True, True]
 
 
 def test_when_elimination_is_due():
