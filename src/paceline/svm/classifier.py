@@ -162,13 +162,15 @@ class SVC(PairwiseVotes):
                 (np.array(found, dtype), np.array(times, np.int64))
                 for found, times in world.gather_objects(mine, "exchanging labels")
             ]
-        occurring = np.concatenate([np.repeat(found, times) for found, times in everyone])
-        self.classes_ = np.unique(occurring)
+        self.classes_ = np.unique(np.concatenate([found for found, _ in everyone]))
         if len(self.classes_) < 2:
             raise ConfigurationError(
                 f"The number of classes has to be greater than one; got {len(self.classes_)} class"
             )
-        self.class_weight_ = compute_class_weight(self.class_weight, classes=self.classes_, y=occurring)
+        self.class_weight_ = np.ones(len(self.classes_))
+        if self.class_weight is not None:
+            occurring = np.concatenate([np.repeat(found, times) for found, times in everyone])
+            self.class_weight_ = compute_class_weight(self.class_weight, classes=self.classes_, y=occurring)
         if not (self.class_weight_ >= 0).all():
             raise ConfigurationError(
                 "The 'class_weight' parameter of SVC must not be negative; "
