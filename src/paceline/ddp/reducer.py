@@ -530,6 +530,10 @@ class Reducer:
         """Whether communication has failed for good."""
         return self._failure is not None
 
+    def fail(self, error: Exception) -> None:
+        """Communication beside the buckets has failed for good: refuse to begin another step."""
+        self._failure = error
+
     def abort(self) -> None:
         """Give up this step: complete its collectives, tell the other ranks, drop this rank's gradients.
 
