@@ -16,6 +16,7 @@ A step is as long as on its slowest rank. Ratios are taken within a round, then 
 
 import gc
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -301,6 +302,7 @@ def main(
         with _place(hosts, rate) as where:
             outcomes = where.run(measure, config, f"auto at {rate}", ENVIRONMENTS[Allocator.KEEP])[0]
         points += [Point(rate, outcome, 2 * config.steps_per_turn) for outcome in outcomes]
+        points.sort(key=lambda point: _bits_per_s(point.rate))
         if (
             rate == names[-1] or not as_json
         ):  # a table after every rate: an interrupted sweep leaves what it has
@@ -316,6 +318,14 @@ def _place(hosts: int, rate: str) -> Place:
     links: dict[str, Any] = {"offload": True, "queue": "1MiB"}
     spec = ClusterSpec.parse(hosts=hosts, **links, **({} if rate == UNLIMITED else {"rate": rate}))
     return ClusterRanks(spec)
+
+
+def _bits_per_s(rate: str) -> float:
+    """For the order of rates: the unlimited last."""
+    limit = (
+        None if rate in (UNLIMITED, LOOPBACK) else ClusterSpec.parse(hosts=2, rate=rate).rate_bits_per_s[0]
+    )
+    return math.inf if limit is None else limit
 
 
 def _points_of_others(folder: Path, config: Config, rates: Sequence[str]) -> list[Point]:
