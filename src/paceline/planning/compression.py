@@ -47,8 +47,8 @@ class Option:
         name: Of the codec.
         step_s: Predicted.
         saved_ratio: Of the step's predicted time without it; negative where it would cost.
-        crossover_bytes_per_s: The link rate below which it pays; 0: on no link; infinity: on every link; None: unknown, as
-            the link's own rate could not be measured.
+        crossover_bytes_per_s: The link rate below which it pays; 0: on no link; infinity: on every link; None: not
+            known, as the link's own rate could not be measured.
     """
 
     name: str
