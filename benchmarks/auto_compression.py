@@ -273,7 +273,7 @@ def main(
     rates: Annotated[
         str, typer.Option(help="Of each host's link, comma-separated; 'unlimited', or 'loopback': no hosts.")
     ] = ("50mbit,200mbit,1gbit,unlimited"),
-    codecs: Annotated[str, typer.Option(help="Fixed codecs to compare with.")] = "bf16,int8,powersgd",
+    codecs: Annotated[str, typer.Option(help="Fixed codecs to compare with.")] = "bf16,int8",
     candidates: Annotated[str, typer.Option(help="What auto may choose among.")] = "bf16",
     hosts: Annotated[int, typer.Option(min=2, help="Hosts of the emulated cluster, one rank each.")] = 4,
     rounds: Rounds = 2,
@@ -300,10 +300,13 @@ def main(
     for rate in names:
         with _place(hosts, rate) as where:
             outcomes = where.run(measure, config, f"auto at {rate}", ENVIRONMENTS[Allocator.KEEP])[0]
-            points += [Point(rate, outcome, 2 * config.steps_per_turn) for outcome in outcomes]
-    result = report(points, config, hosts, load_before, quick)
-    publish(result, results_folder, as_json)
-    _draw(points, config, figure_path(result, results_folder))
+        points += [Point(rate, outcome, 2 * config.steps_per_turn) for outcome in outcomes]
+        if (
+            rate == names[-1] or not as_json
+        ):  # a table after every rate: an interrupted sweep leaves what it has
+            result = report(points, config, hosts, load_before, quick)
+            publish(result, results_folder, as_json)
+            _draw(points, config, figure_path(result, results_folder))
 
 
 def _place(hosts: int, rate: str) -> Place:
@@ -317,7 +320,10 @@ def _place(hosts: int, rate: str) -> Place:
 
 def _points_of_others(folder: Path, config: Config, rates: Sequence[str]) -> list[Point]:
     """What earlier runs have left, except at these rates."""
-    record = json.loads((folder / f"{NAME}.json").read_text())
+    path = folder / f"{NAME}.json"
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text())
     samples = [dict(sample) for sample in record["samples"]["points"]]
     others = [(sample.pop("rate"), Outcome(**sample)) for sample in samples]
     return [

@@ -186,6 +186,7 @@ def test_traffic_is_counted(compression, share):
 def resumed(rank, num_ranks, kind, saved_after):
     make = {
         "LocalSGD": lambda p: LocalSGD(INNER["adamw"](p), 3),
+        "LocalSGD, residuals": lambda p: LocalSGD(INNER["adamw"](p), 3, compression="topk"),
         "DiLoCo": lambda p: DiLoCo(INNER["adamw"](p), 3),
     }[kind]
 
@@ -218,9 +219,11 @@ def resumed(rank, num_ranks, kind, saved_after):
     return digest(model.parameters()) == digest(again.parameters()), digest(again.parameters())
 
 
-@pytest.mark.parametrize(("kind", "saved_after"), [("LocalSGD", 4), ("DiLoCo", 5), ("DiLoCo", 6)])
+@pytest.mark.parametrize(
+    ("kind", "saved_after"), [("LocalSGD", 4), ("LocalSGD, residuals", 4), ("DiLoCo", 5), ("DiLoCo", 6)]
+)
 def test_resuming_is_bitwise(kind, saved_after):
-    """Between synchronizations, and right after one: parameters, outer momentum, counters and traffic."""
+    """Between synchronizations, and right after one: parameters, outer momentum, residuals, counters and traffic."""
     results = pool(2).run(resumed, kind, saved_after)
     assert all(same for same, _ in results)
     assert len({bits for _, bits in results}) == 1

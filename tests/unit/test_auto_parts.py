@@ -11,7 +11,7 @@ from paceline.reductions.auto.chain import Chain
 from paceline.reductions.auto.course import Pace
 from paceline.reductions.auto.inquiry import Inquiry
 from paceline.reductions.auto.ledger import Ledger
-from paceline.reductions.auto.probe import LARGE_SHARE, LEAST_BYTES, Probe
+from paceline.reductions.auto.probe import LARGE_SHARE, LEAST_BYTES, Probe, _Times
 from paceline.reductions.auto.samples import Periods, Stopwatch, median_profile, profile_of
 
 
@@ -62,6 +62,11 @@ def test_periods_are_medians():
     assert periods.medians(["x", None, "y"]) == [2.0, 5.0, 0.0]
     periods.clear()
     assert periods.medians(["x"]) == [0.0]
+
+
+def test_of_several_timings_the_shortest_counts():
+    """What disturbs a timing only adds to it."""
+    assert _Times([3.0, 1.0, 2.0], [5.0, 4.0], [6.0], [8.0, 7.0]).shortest() == [1.0, 4.0, 6.0, 7.0]
 
 
 class Slowly:
