@@ -59,6 +59,7 @@ class AcrossRanks(Optimizer, ABC):
         self._flats: list[FlatParameters] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._follow()
+        optimizer.register_load_state_dict_post_hook(lambda _: self._follow())
         self._roll_call = RollCall(
             self._group, next_name(self._group, is_collective=True), "making its optimizer"
         )
