@@ -98,7 +98,9 @@ class LAMB(LayerwiseOptimizer):
         torch._foreach_addcmul_(v, g, g, 1 - beta2)
         scale1, scale2 = _corrections(tensors, group)
         # u = c u', where c = sqrt(scale2) / scale1 and u' = m / (sqrt(v) + eps sqrt(scale2)) + (b / c) w: a pass less
-        update = list(torch._foreach_sqrt(v))
+        # In half precision the reciprocal of a small root is infinite, and times a zero moment not a number.
+        wide = [moment.float() for moment in v] if v[0].dtype == torch.float16 else v
+        update = list(torch._foreach_sqrt(wide))
         torch._foreach_add_(update, (group["eps"] * scale2.sqrt()).tolist())
         torch._foreach_reciprocal_(update)  # in place: a fresh tensor of this size costs more than the pass
         torch._foreach_mul_(update, m)
