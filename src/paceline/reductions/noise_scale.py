@@ -200,7 +200,7 @@ class GradientNoiseScale(Reduction):
     # ---- the estimate
 
     def add(self, parts: Tensor, whole: Tensor) -> None:
-        """Take in one step.
+        """Take in one step; one that overflowed changes nothing.
 
         Args:
             parts: X, the sum over the ranks of the squared norms of what they contribute to the mean; a scalar.
@@ -208,8 +208,14 @@ class GradientNoiseScale(Reduction):
         """
         q = self._concentration
         fresh = 1.0 / self._memory_steps
-        self._signal = self._signal.to(whole.device) * (1.0 - fresh) + (whole - parts) / (1.0 - q) * fresh
-        self._noise = self._noise.to(whole.device) * (1.0 - fresh) + (parts - q * whole) / (1.0 - q) * fresh
+        counts = (parts + whole).isfinite()  # asked without waiting for the device
+        signal, noise = self._signal.to(whole.device), self._noise.to(whole.device)
+        self._signal = torch.where(
+            counts, signal * (1.0 - fresh) + (whole - parts) / (1.0 - q) * fresh, signal
+        )
+        self._noise = torch.where(
+            counts, noise * (1.0 - fresh) + (parts - q * whole) / (1.0 - q) * fresh, noise
+        )
         self.num_steps += 1
 
     @property
