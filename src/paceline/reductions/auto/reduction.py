@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import sys
 import time
@@ -115,11 +116,16 @@ class Auto(Reduction):
             raise ConfigurationError(
                 f"{self!r} knows no model yet. Pass it to DistributedDataParallel first."
             )
-        reduction = copy.deepcopy(self._candidates[name])
+        given = self._candidates[name]
+        reduction = copy.deepcopy(given)
         reduction.prepare(*self._model)
-        if isinstance(reduction, Lossy) and self.loss_scale is not None:
-            reduction.loss_scale = self.loss_scale
+        if isinstance(reduction, Lossy) and isinstance(given, Lossy):
+            reduction.loss_scale = functools.partial(self._ask_loss_scale, given)
         return reduction
+
+    def _ask_loss_scale(self, given: Lossy) -> float:
+        """Asked each time: it may be set later, and a copy of a bound method would ask a copy of the scaler."""
+        return (self.loss_scale or given.loss_scale)()
 
     @property
     def carries_words(self) -> bool:
