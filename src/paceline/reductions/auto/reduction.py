@@ -99,6 +99,11 @@ class Auto(Reduction):
     # ---- a reduction
 
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
+        before = set() if self._model is None else {id(parameter) for parameter in self._model[0].values()}
+        if before and not before & {id(parameter) for parameter in named_parameters.values()}:
+            raise ConfigurationError(
+                f"{self!r} measures and reduces another model already. Make one for each model."
+            )
         self._model = dict(named_parameters), process_group
         self._ledger.refused = {}
         for name in self._candidates:
