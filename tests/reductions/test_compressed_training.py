@@ -512,6 +512,8 @@ def test_refused(case):
         (lambda: PowerSGD(rank=0), "rank=0 must be a whole number of at least 1"),
         (lambda: PowerSGD(rank=1.5), "rank=1.5 must be a whole number"),
         (lambda: PowerSGD(min_compression_rate=0), "min_compression_rate=0 must be more than 0"),
+        (lambda: PowerSGD(rank=math.nan), "rank=nan must be a whole number"),
+        (lambda: PowerSGD(min_compression_rate=math.nan), "min_compression_rate=nan must be more than 0"),
         (lambda: PowerSGD(start_step=-1), "start_step=-1 must be at least 0"),
     ],
 )
