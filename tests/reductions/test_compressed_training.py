@@ -521,3 +521,36 @@ def test_settings_that_cannot_be(make, words):
     """Refused where they are made, with the number."""
     with pytest.raises(ConfigurationError, match=words):
         make()
+
+
+class Branch(nn.Module):
+    """A second layer that is used only if asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16, bias=False), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x, uses_second):
+        hidden = self.first(x)
+        return self.second(hidden) if uses_second else hidden
+
+
+def used_once(rank, _num_ranks, name):
+    torch.manual_seed(0)
+    model = wrapped(Branch(), MAKE[name](), find_unused_parameters=True)
+    left = []
+    for step in range(3):
+        model.zero_grad()
+        squares(model(batch(rank, step), step == 0)).backward()
+        left.append(
+            [kept["second.weight"].clone() for kept in model.reduction.state_dict()["memories"].values()]
+        )
+        assert (model.module.second.weight.grad is None) == (step > 0)
+    assert any(kept.any() for kept in left[0])
+    return all(torch.equal(*pair) for later in left[1:] for pair in zip(left[0], later, strict=True))
+
+
+@pytest.mark.parametrize("name", ["onebit", "topk", "randomk", "powersgd", "topk with momentum"])
+def test_what_is_left_over_waits_while_a_parameter_is_unused(name):
+    """Without a gradient nothing is applied, so what would be sent for it would be lost."""
+    assert all(pool(2).run(used_once, name))

@@ -9,7 +9,7 @@ Rules
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,6 +154,10 @@ class Lossy(Reduction):
     def _count(self, layout: Layout, sent_bytes: int) -> None:
         plain_bytes = all_reduced(layout.num_bytes, self._place[1])
         self._traffic += Traffic(sent_bytes, plain_bytes)
+
+    def withdraw(self, parameters: Sequence[Parameter]) -> None:
+        for memory in self._memories.values():
+            memory.withdraw(self._names[id(parameter)] for parameter in parameters)
 
     def end_step(self, timing: StepTiming) -> None:
         self.overflowed = any(bool(sign.isnan()) for sign in self._signs)

@@ -15,7 +15,7 @@ is as large as the gradient: far below it twice the batch saves half of the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -191,6 +191,9 @@ class GradientNoiseScale(Reduction):
         self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
     ) -> Pending:
         return self._inner.launch_sparse(gradient, process_group, keep)
+
+    def withdraw(self, parameters: Sequence[Parameter]) -> None:
+        self._inner.withdraw(parameters)
 
     def end_step(self, timing: StepTiming) -> None:
         if self._is_agreed:

@@ -167,6 +167,9 @@ class Auto(Reduction):
         reductions = {_PLAIN: Mean(), **{name: self._fresh(name) for name in self._codecs}}
         return Probe.of(message, total_bytes, reductions, self._num_averaged, self._scale)
 
+    def withdraw(self, parameters: Sequence[Parameter]) -> None:
+        self._active.withdraw(parameters)
+
     def end_step(self, timing: StepTiming) -> None:
         self._active.end_step(timing)
         self._sizes_before = self._sizes_bytes
