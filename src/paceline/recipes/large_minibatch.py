@@ -125,6 +125,10 @@ class LargeMinibatch(LRScheduler):
                 f"accumulation={accumulation} beside a GlobalBatch, which has its own ({batch.accumulation}). Leave it "
                 "out."
             )
+        if not isinstance(accumulation, int):
+            return ConfigurationError(
+                f"accumulation={accumulation!r} is not a number of micro-steps. Give 1, 2, 3, ..."
+            )
         if not isinstance(batch, int | GlobalBatch):
             return ConfigurationError(
                 f"batch={batch!r} is not a number of samples. Give this rank's samples of a micro-step, or a "
