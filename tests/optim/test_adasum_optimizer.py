@@ -254,3 +254,15 @@ def loaded_within(_rank, _num_ranks):
 def test_a_schedule_outlives_state_loaded_into_the_optimizer_within():
     """As a message of ours advises: torch replaces the groups then, and a scheduler writes into the wrapper's."""
     assert pool(2).run(loaded_within) == [0.1, 0.1]
+
+
+def added_within(_rank, _num_ranks):
+    optimizer = AdasumOptimizer(torch.optim.SGD(Mlp().parameters(), lr=1.0))
+    optimizer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ConfigurationError, match="Add them by this object's own"):
+        optimizer.step()
+
+
+def test_parameters_added_to_the_optimizer_within():
+    """They would be stepped on every rank and exchanged by none."""
+    pool(2).run(added_within)

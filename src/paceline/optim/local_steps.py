@@ -95,7 +95,7 @@ class LocalSteps(AcrossRanks):
             ConfigurationError: The gradients are the same on all ranks. Nothing was changed.
             ProtocolError, PeerLostError: As `synchronize`.
         """
-        self._check_gradients_are_local()
+        self._check_step()
         loss = self._step_here(closure)
         self._num_steps += 1
         self._steps_since += 1
