@@ -554,3 +554,30 @@ def used_once(rank, _num_ranks, name):
 def test_what_is_left_over_waits_while_a_parameter_is_unused(name):
     """Without a gradient nothing is applied, so what would be sent for it would be lost."""
     assert all(pool(2).run(used_once, name))
+
+
+class SparseScaled(nn.Module):
+    """An embedding, whose gradient alone can be made infinite, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)
+
+    def forward(self, factor):
+        return self.layer(torch.ones(2, 4)).sum() + self.table(torch.arange(3)).sum() * factor
+
+
+def overflows_in_the_table(rank, _num_ranks):
+    torch.manual_seed(0)
+    model = wrapped(SparseScaled(), Compressed(TopK(0.1)))
+    found = []
+    for factor in (1.0, math.inf if rank else 1.0, 1.0):
+        model.zero_grad()
+        model(factor).backward()
+        found.append((model.reduction.overflowed, model.gradients_are_finite()))
+    return found
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_an_overflow():
+    """The step is skipped then, so nothing of it may be kept for the compressed ones."""
+    assert pool(2).run(overflows_in_the_table) == [[(False, True), (True, False), (False, True)]] * 2

@@ -120,8 +120,14 @@ class Lossy(Reduction):
         """As it is, uncompressed; in the pipeline, so that no two ranks mix its messages with a bucket's."""
         assert self._pipeline is not None, "prepared before the first step"
 
+        def look_and_keep(reduced: Tensor) -> None:
+            self._look_for_overflow(reduced._values())
+            keep(reduced)
+
         def start() -> Callable[[], None]:
-            launch_sparse_sum(gradient, process_group, keep).wait()  # on Gloo it is several collectives
+            launch_sparse_sum(
+                gradient, process_group, look_and_keep
+            ).wait()  # on Gloo it is several collectives
             return lambda: None
 
         return self._pipeline.launch(start, gradient, "a sparse gradient")
