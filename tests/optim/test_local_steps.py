@@ -299,6 +299,8 @@ def refused(rank, _num_ranks):
         LocalSGD(inner, every=2 + rank)
     with pytest.raises(ReplicaMismatchError, match="other parameters, or another reduction or setting"):
         LocalSGD(inner, every=2, buffers=[torch.ones(2 + rank)])
+    with pytest.raises(ConfigurationError, match='compression="auto" decides by'):
+        LocalSGD(inner, every=2, compression="auto")
     # Gradients that are reduced already.
     model = DistributedDataParallel(Mlp(dtype=torch.float64))
     optimizer = DiLoCo(INNER["sgd"](model.parameters()), every=2)

@@ -26,7 +26,7 @@ from paceline.observe import StepTiming
 from paceline.optim.across_ranks import AcrossRanks, digest_of
 from paceline.optim.averaged_buffers import AveragedBuffers
 from paceline.optim.flat_parameters import FlatParameters
-from paceline.reductions import Lossy, Pending, Reduction, Traffic, choose_reduction
+from paceline.reductions import Auto, Lossy, Pending, Reduction, Traffic, choose_reduction
 from paceline.reductions.collectives import device_for_words, launch_sum
 from paceline.reductions.traffic import all_reduced
 
@@ -58,13 +58,19 @@ class LocalSteps(AcrossRanks):
                 f"{type(self).__name__}: every={every!r} has to be a number of steps, 1 or more, from one "
                 "synchronization to the next."
             )
+        chosen = choose_reduction(None, compression)
+        if isinstance(chosen, Auto):
+            raise ConfigurationError(
+                f'{type(self).__name__}: compression="auto" decides by when the buckets of each backward leave, and a '
+                'synchronization belongs to none. Name a codec, such as "bf16", or leave it out.'
+            )
         self.every = every
         self._given_buffers = list(buffers)
         self._buffers: AveragedBuffers | None = None
         self._steps_since = 0
         self._num_synchronizations = 0
         self._traffic = Traffic()
-        super().__init__(optimizer, process_group, choose_reduction(None, compression))
+        super().__init__(optimizer, process_group, chosen)
 
     def _settings(self) -> str:
         self._buffers = self._buffers or AveragedBuffers(self._given_buffers, self._group)
