@@ -491,6 +491,8 @@ class Reducer:
         used_somewhere = self._control.is_used() if unused else []
         for bucket in self.buckets:
             bucket.attach(used_somewhere.__getitem__)
+        if unused_everywhere := [index for index in unused if not used_somewhere[index]]:
+            self.reduction.withdraw([self.managed.parameters[index] for index in unused_everywhere])
         if self.steps_in_backward:
             for parameter in self.managed.parameters:
                 in_backward.step(parameter)
