@@ -15,11 +15,12 @@ import typer
 from benchmarks.options import REPOSITORY, RESULTS_FOLDER, Quick, ResultsFolder, run_cli
 
 WORKLOADS = ("tiny", "wide_mlp", "resnet50", "transformer", "mlstm")  # those that two cores can compute
-WITHOUT_SIDES = ("svm", "svm_ranks", "adasum", "compression", "auto_compression")
+WITHOUT_SIDES = ("optimizers", "svm", "svm_ranks", "adasum", "compression", "auto_compression")
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
     ("overlap", "--rate", "1Gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
+    ("optimizers",),
     ("adasum",),
     ("adasum", "--ranks", "4"),
     ("compression",),

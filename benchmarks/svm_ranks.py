@@ -2,12 +2,11 @@
 
 Real fits of one problem cut into P parts, few rows each: the ranks are threads of this process that hand arrays to
 each other, so turns, kernel values and bytes are those of P processes, while times would mean nothing. The prediction
-takes the time of one rank, measured here: what every rank repeats (the working set's pair updates) grows with the
-turns, what is shared shrinks with the largest number of kernel values of any rank, and a collective costs
+takes the processor time of one rank, measured here: what every rank repeats (the working set's pair updates) grows with
+the turns, what is shared shrinks with the largest number of kernel values of any rank, and a collective costs
 LATENCY_S * log2(P) and its bytes, from all ranks to each, at RATE_BYTES_PER_S. It is a prediction, never seen.
 """
 
-import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,58 +49,26 @@ class Count:
     predicted_s: float
 
 
-class Threads:
-    """A world of threads; see `paceline.svm.world.World`."""
-
-    rounds_alike = True
-
-    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.num_ranks = rank, len(slots)
-        self.num_collectives = self.num_bytes = 0
-        self._slots, self._barrier = slots, barrier
-
-    def gather_uneven(self, mine: np.ndarray, doing: str) -> list[np.ndarray]:
-        self.num_collectives += 1
-        self.num_bytes += mine.nbytes
-        self._slots[self.rank] = mine.copy()
-        self._barrier.wait()
-        everyone = list(self._slots)
-        self._barrier.wait()
-        return everyone
-
-    def gather(self, mine: np.ndarray, doing: str) -> np.ndarray:
-        return np.stack(self.gather_uneven(mine, doing))
-
-    def gather_objects(self, mine: Any, doing: str) -> list[Any]:
-        return self.gather_uneven(np.array(mine, object), doing)
-
-    def total(self, mine: np.ndarray, doing: str) -> np.ndarray:
-        return self.gather(mine, doing).sum(axis=0)
-
-    def broadcast(self, array: np.ndarray, doing: str) -> np.ndarray:
-        return self.gather_uneven(array, doing)[0]
-
-
 def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
     """Return every rank's solution, the seconds it took, and those for what every rank repeats (one rank only)."""
+    from paceline.svm import in_memory
     from paceline.svm.kernels import Kernel
     from paceline.svm.problem import Problem, SolverSettings
     from paceline.svm.samples import DenseSamples
     from paceline.svm.solver import Solver
+    from paceline.svm.sub_problem import SubProblem
 
-    slots, barrier = [None] * num_ranks, threading.Barrier(num_ranks)
-    solutions: list[Any] = [None] * num_ranks
-    repeated = [0.0] * num_ranks
+    repeated_s = [0.0]
 
-    class Timed(Solver):
-        def _solve_working_set(self, *arguments: Any) -> np.ndarray:
-            started_s = time.perf_counter()
-            answer = super()._solve_working_set(*arguments)
-            repeated[self._world.rank] += time.perf_counter() - started_s
+    class Timed(SubProblem):
+        def solve(self, *arguments: Any) -> Any:
+            started_s = time.process_time()
+            answer = super().solve(*arguments)
+            repeated_s[0] += time.process_time() - started_s
             return answer
 
-    def run(rank: int) -> None:
-        ids = np.arange(rank, len(split.y), num_ranks)
+    def task(world: Any) -> Any:
+        ids = np.arange(world.rank, len(split.y), num_ranks)
         y = np.where(split.y[ids] == 1, 1.0, -1.0)
         problem = Problem(
             kernel=Kernel("rbf", split.gamma),
@@ -112,19 +79,14 @@ def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
             upper=np.maximum(0.0, y * split.cost)[None],
             start=np.zeros((1, len(ids))),
         )
-        try:
-            solutions[rank] = Timed(problem, SolverSettings(), Threads(rank, slots, barrier)).solve()
-        except BaseException:
-            barrier.abort()
-            raise
+        solver = Solver(problem, SolverSettings(), world)
+        if num_ranks == 1:
+            solver._sub_problem = Timed(problem.kernel)
+        return solver.solve()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    started_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return solutions, time.perf_counter() - started_s, repeated[0]
+    started_s = time.process_time()
+    solutions = in_memory.run(num_ranks, task)
+    return solutions, time.process_time() - started_s, repeated_s[0]
 
 
 def count(split: Split, all_ranks: list[int], config: Config) -> list[Count]:
@@ -139,8 +101,7 @@ def count(split: Split, all_ranks: list[int], config: Config) -> list[Count]:
         calls = counters[0].num_collectives if num_ranks > 1 else 0
         network_s = calls * config.latency_s * np.log2(num_ranks)
         network_s += (num_ranks - 1) * num_bytes / config.rate_bytes_per_s
-        block = _block_values(solutions[0], first)
-        shared_s = (seconds - repeated_s) * (values - block) / (first.num_kernel_values - block)
+        shared_s = (seconds - repeated_s) * values / first.num_kernel_values
         predicted_s = repeated_s * counters[0].num_exchanges / first.num_exchanges + shared_s + network_s
         found.append(
             Count(
@@ -155,12 +116,6 @@ def count(split: Split, all_ranks: list[int], config: Config) -> list[Count]:
             )
         )
     return found
-
-
-def _block_values(solution: Any, first: Any) -> float:
-    """Return how many kernel values lie among working sets, computed by every rank; three quarters of each are new."""
-    size = 2048 if solution.counters.least_active >= 24_000 else 1024
-    return min(0.75 * size**2 * solution.counters.num_exchanges, 0.9 * first.num_kernel_values)
 
 
 def main(

@@ -44,7 +44,7 @@ def said(compressor, flat, layout, seeds):
 
 
 @every_compressor
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(bucket=buckets())
 def test_payload_and_rest_are_the_gradient(name, bucket):
     """Exactly, where a choice or a rounding to nearest can be; else to the last bit of what stands for the number."""
@@ -70,7 +70,7 @@ def test_payload_and_rest_are_the_gradient(name, bucket):
 
 
 @every_compressor
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(bucket=buckets())
 def test_neighbours_do_not_matter(name, bucket):
     """A parameter alone in a bucket is said as it is among others: buckets may be cut anew."""

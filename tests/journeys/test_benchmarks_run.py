@@ -66,6 +66,15 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     assert (tmp_path / f"{record['name']}.png").exists() or not _has_matplotlib()
 
 
+def test_the_benchmark_of_optimizers_reports(tmp_path: Path) -> None:
+    """A row for LARS and one for LAMB, each with its peer."""
+    done = run("benchmarks.optimizers", "--quick", "--json", "--results-folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert set(record) >= SHAPE
+    assert [row[1:3] for row in record["rows"]] == [["LARS", "torch SGD"], ["LAMB", "torch Adam"]]
+
+
 @pytest.mark.slow
 def test_adasum_benchmark_reports(tmp_path: Path) -> None:
     """Over both backends, and with two ranks no more bytes than the limit, but for dot products and headers."""

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import os
+import signal
 import warnings
 
 import pytest
@@ -11,7 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from models import WORKLOADS, Mlp, conv_net, digest, generator, squares
 from paceline import DistributedDataParallel, convert_sync_batchnorm, windows
-from paceline.errors import ConfigurationError, PeerAbortedError, ProtocolError
+from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
+from paceline.reductions.adasum import combine
 from ranks import pool
 
 FINE = 0.0001  # MiB: a bucket for almost every gradient
@@ -138,6 +141,65 @@ def test_the_mean_over_tokens(dtype, bound):
     assert max(error for error, _, _ in results) < bound
     assert len({bits for _, bits, _ in results}) == 1
     assert math.isclose(results[0][2], 1.0, rel_tol=bound)
+
+
+def other_reductions(rank, num_ranks):
+    """Relative distances of weighted gradients from what bf16 compression and Adasum are to make of them."""
+    torch.manual_seed(0)
+    plain = Mlp(dtype=torch.float64)
+    sizes = [[3, 1], [5], []]
+    data = [
+        [torch.randn(n, 8, generator=generator(r, n), dtype=torch.float64) for n in sizes[r]]
+        for r in range(num_ranks)
+    ]
+    factors, grads = [], []
+    for batches in data:
+        alone = copy.deepcopy(plain)
+        for x in batches:
+            (squares(alone(x)) * len(x) * num_ranks / sum(map(sum, sizes))).backward()
+        grads.append([torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()])
+    wanted = {"bf16": [sum(g) / num_ranks for g in zip(*grads, strict=True)], "adasum": combine(grads)}
+    for name, gradients in wanted.items():
+        options = {"compression": "bf16"} if name == "bf16" else {"reduction": name}
+        model = DistributedDataParallel(
+            copy.deepcopy(plain).float() if name == "bf16" else copy.deepcopy(plain), **options
+        )
+        with model.accumulate(data[rank], weight=len) as window:
+            for x in window:
+                squares(model(x.to(next(model.parameters()).dtype))).backward()
+        pairs = zip(model.parameters(), gradients, strict=True)
+        factors.append(max(((p.grad - g).norm() / g.norm()).item() for p, g in pairs))
+    return factors
+
+
+def test_weights_under_other_reductions():
+    """They are given each rank's gradients times its weight relative to the average rank's."""
+    for bf16, adasum in pool(3).run(other_reductions):
+        assert bf16 < 1e-2
+        assert adasum < 1e-12
+
+
+def dies_in_a_window(rank, _num_ranks):
+    model = DistributedDataParallel(Mlp())
+    told = "nothing"
+    try:
+        with model.accumulate([torch.ones(2, 8)] * 3) as window:
+            for place, x in enumerate(window):
+                if (rank, place) == (1, 1):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                squares(model(x)).backward()
+    except PeerLostError as error:
+        told = str(error)
+    with pytest.raises(ProtocolError, match="communication of this module failed earlier"):
+        model.accumulate([]).__enter__()
+    return told
+
+
+def test_a_rank_that_dies_in_its_window():
+    """The others say who, and do not wait for it a second time on their way out."""
+    survivor, victim = pool(2).outcomes(dies_in_a_window)
+    assert victim.exit_code == -signal.SIGKILL
+    assert "when communication failed: rank 1" in survivor.value
 
 
 def equal_weights(rank, _num_ranks):

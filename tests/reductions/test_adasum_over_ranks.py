@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from models import WORKLOADS, Mlp, digest, generator, squares
+from models import WORKLOADS, Branches, Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.optim import AdasumOptimizer
@@ -357,6 +357,33 @@ def launched_alone(rank, num_ranks):
 def test_launching_does_not_wait():
     """Autograd's thread goes on, whatever the other ranks do; messages are performed in the order of their launch."""
     pool(2).run(launched_alone)
+
+
+def one_branch(rank, num_ranks):
+    torch.manual_seed(0)
+    plain = Branches(6)
+    twin = copy.deepcopy(plain)
+    model = DistributedDataParallel(plain, reduction="adasum", find_unused_parameters=True)
+
+    def backward(of, who):
+        used = of(torch.randn(4, 4, generator=generator(who)), left=who == 0, right=who == 1)
+        squares(used[who]).backward()
+        return [
+            p.grad if p.grad is not None else torch.zeros_like(p) for p in of.parameters() if p.requires_grad
+        ]
+
+    alone = []
+    for who in range(num_ranks):
+        twin.zero_grad()
+        alone.append([gradient.clone() for gradient in backward(twin, who)])
+    backward(model, rank)
+    mine = [p.grad for p in model.parameters() if p.requires_grad]
+    torch.testing.assert_close(mine, combine(alone))
+
+
+def test_what_one_rank_used_reaches_all():
+    """A rank that did not use a parameter counts as zero, which leaves the others' gradient as it is."""
+    pool(2).run(one_branch)
 
 
 def refused(rank, num_ranks, case):

@@ -16,8 +16,9 @@ from torch import nn
 
 from models import digest, generator
 from paceline import DistributedDataParallel
+from paceline.compression import TopK
 from paceline.errors import ConfigurationError, PeerAbortedError
-from paceline.reductions import Auto, Mean, NarrowMean
+from paceline.reductions import Auto, Compressed, Mean, NarrowMean
 from paceline.reductions.auto.course import Pace
 from ranks import Ranks, pool
 from slow_link import behind_a_slow_link
@@ -344,3 +345,36 @@ def test_a_foreign_state_is_refused(state, words):
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(ConfigurationError):
         Auto(**wrong)
+
+
+def for_two_models(_rank, _num_ranks):
+    auto = Auto()
+    first = DistributedDataParallel(nn.Linear(4, 4), compression=auto)
+    with pytest.raises(ConfigurationError, match="another model already"):
+        DistributedDataParallel(nn.Linear(3, 3), compression=auto)
+    squares = first(torch.ones(1, 4)).square().sum()
+    squares.backward()
+
+
+def test_one_for_each_model():
+    """What it measures and keeps is one model's."""
+    pool(2).run(for_two_models)
+
+
+def told_late(_rank, _num_ranks):
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    given = Compressed(TopK(0.5))
+    given.loss_scale = scaler.get_scale
+    auto = Auto([given])
+    DistributedDataParallel(nn.Linear(4, 4), compression=auto)
+    codec = auto._fresh(repr(given))
+    scales = [codec.loss_scale()]
+    scaler.update(32.0)
+    scales.append(codec.loss_scale())
+    auto.loss_scale = lambda: 8.0
+    return [*scales, codec.loss_scale()]
+
+
+def test_the_loss_scale_is_the_scalers_and_not_a_copys():
+    """What is kept is rescaled by it, from the first change on, and also if it was told late."""
+    assert pool(2).run(told_late) == [[64.0, 32.0, 8.0]] * 2

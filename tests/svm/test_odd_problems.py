@@ -31,7 +31,7 @@ def problems(draw):
     return X, y
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     problems(),
     st.sampled_from([1e-3, 1.0, 100.0, 1e6]),

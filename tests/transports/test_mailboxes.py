@@ -1,5 +1,6 @@
 """Messages through shared memory: whole, in order, longer than all slots, both ways at once; and who is missing."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -74,6 +75,27 @@ def test_messages_longer_than_all_slots_cross():
         return transport.bytes_sent
 
     assert together(2, main) == [6 * length] * 2
+
+
+def test_a_full_box_is_waited_for():
+    """A receiver that is late finds every part; the sender has posted as many as there are slots, and no more."""
+    length = (NUM_SLOTS + 3) * SLOT_BYTES // 2
+
+    def main(transport):
+        if transport.rank == 0:
+            transport.exchange([(1, message(0, 1, 0, length))], [], 20.0)
+            return None
+        deadline_s = time.monotonic() + 10.0
+        box = transport._incoming[0]
+        while box.num_waiting() < NUM_SLOTS and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        time.sleep(0.1)  # a sender that did not wait would go on
+        assert box.num_waiting() == NUM_SLOTS
+        received = torch.empty(length, dtype=torch.int16)
+        transport.exchange([], [(0, received)], 20.0)
+        return torch.equal(received, message(0, 1, 0, length))
+
+    assert together(2, main) == [None, True]
 
 
 def test_another_size_is_an_error():

@@ -10,7 +10,16 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.errors import ConfigurationError
-from paceline.optim.layerwise import LayerwiseOptimizer, Tensors, check_max_trust_ratio, check_numbers
+from paceline.optim.layerwise import (
+    LayerwiseOptimizer,
+    Tensors,
+    add,
+    check_max_trust_ratio,
+    check_numbers,
+    divide,
+    scale,
+    trust_ratio,
+)
 from paceline.optim.norms import norms
 
 
@@ -88,47 +97,53 @@ class LAMB(LayerwiseOptimizer):
             )
 
     def _update(self, tensors: Tensors, group: dict[str, Any]) -> None:
-        (beta1, beta2), b = group["betas"], group["weight_decay"]
-        w, g = tensors.parameters, tensors.gradients
-        m, v = tensors.kept("exp_avg"), tensors.kept("exp_avg_sq")
-        if group["maximize"]:
-            g = list(torch._foreach_neg(g))
-        torch._foreach_lerp_(m, g, 1 - beta1)
-        tensors.scale(v, beta2)
-        torch._foreach_addcmul_(v, g, g, 1 - beta2)
-        scale1, scale2 = _corrections(tensors, group)
-        # u = c u', where c = sqrt(scale2) / scale1 and u' = m / (sqrt(v) + eps sqrt(scale2)) + (b / c) w: a pass less
-        update = list(torch._foreach_sqrt(v))
-        torch._foreach_add_(update, (group["eps"] * scale2.sqrt()).tolist())
-        torch._foreach_reciprocal_(update)  # in place: a fresh tensor of this size costs more than the pass
-        torch._foreach_mul_(update, m)
-        c = scale2.sqrt() / scale1
-        if b != 0:
-            tensors.add(update, w, b / c)
-        ratio = _ratios(tensors, update, c, group)
-        tensors.add(w, update, -float(group["lr"]) * ratio * c)
+        corrections = _corrections(tensors, group)
+        for place, batch in tensors.batches():
+            _step(batch, corrections[place], group)
 
 
-def _corrections(tensors: Tensors, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Count the step; 1 - beta^t of each parameter for both moments, shape (K,), float64."""
-    for state in tensors.states:
-        state["step"] = state.get("step", 0) + 1
-    if not group["bias_correction"]:
-        ones = torch.ones(len(tensors.states), dtype=torch.float64)
-        return ones, ones
-    steps = torch.tensor([state["step"] for state in tensors.states], dtype=torch.float64)
+def _step(tensors: Tensors, corrections: list[tuple[float, float]], group: dict[str, Any]) -> None:
+    (beta1, beta2), b, lr = group["betas"], group["weight_decay"], float(group["lr"])
+    w, g = tensors.parameters, tensors.gradients
+    m, v = tensors.kept("exp_avg"), tensors.kept("exp_avg_sq")
+    if group["maximize"]:
+        g = list(torch._foreach_neg(g))
+    torch._foreach_lerp_(m, g, 1 - beta1)
+    scale(v, beta2)
+    torch._foreach_addcmul_(v, g, g, 1 - beta2)
+    # u = c u', where c = root2 / scale1 and u' = m / (sqrt(v) + eps root2) + (b / c) w: a pass less
+    cs = [root2 / scale1 for scale1, root2 in corrections]
+    # In half precision eps may vanish beside a zero root, and zero by zero is not a number.
+    wide = [moment.float() for moment in v] if v[0].dtype == torch.float16 else v
+    update = list(torch._foreach_sqrt(wide))
+    torch._foreach_add_(update, [group["eps"] * root2 for _, root2 in corrections])
+    divide(update, m)
+    if b != 0:
+        add(update, w, [b / c for c in cs])
+    ratios = _ratios(w, update, cs, group)
+    add(w, update, [-lr * ratio * c for ratio, c in zip(ratios, cs, strict=True)])
+
+
+def _corrections(tensors: Tensors, group: dict[str, Any]) -> list[tuple[float, float]]:
+    """Count the step; 1 - beta1^t and the root of 1 - beta2^t, for each parameter."""
     beta1, beta2 = group["betas"]
-    return 1 - beta1**steps, 1 - beta2**steps
+    known: dict[int, tuple[float, float]] = {}
+    found = []
+    for state in tensors.states:
+        step = state["step"] = state.get("step", 0) + 1
+        if step not in known:
+            known[step] = (1 - beta1**step, math.sqrt(1 - beta2**step))
+        found.append(known[step] if group["bias_correction"] else (1.0, 1.0))
+    return found
 
 
-def _ratios(tensors: Tensors, update: list[Tensor], c: Tensor, group: dict[str, Any]) -> Tensor:
-    """Each parameter's ratio, shape (K,), float64; `update` times `c` is u."""
+def _ratios(w: list[Tensor], update: list[Tensor], cs: list[float], group: dict[str, Any]) -> list[float]:
+    """For each parameter; `update` times its c is u."""
     if not group["layerwise"]:
-        return torch.ones_like(c)
-    w, u = norms(tensors.parameters, update)
-    low, high = group["weight_norm_bounds"]
-    w, u = w.clamp(low, high), u * c
-    ratios = w / u
-    if group["max_trust_ratio"] is not None:
-        ratios = ratios.clamp(max=group["max_trust_ratio"])
-    return torch.where((w == 0) | (u == 0), 1.0, ratios)
+        return [1.0] * len(w)
+    (low, high), most = group["weight_norm_bounds"], group["max_trust_ratio"]
+    of_weights, of_updates = norms(w, update)
+    return [
+        trust_ratio(min(max(z, low), high), c * u, most)
+        for z, u, c in zip(of_weights, of_updates, cs, strict=True)
+    ]

@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.errors import ConfigurationError
-from paceline.optim.layerwise import LayerwiseOptimizer, Tensors, check_max_trust_ratio, check_numbers
+from paceline.optim.layerwise import (
+    LayerwiseOptimizer,
+    Tensors,
+    add,
+    check_max_trust_ratio,
+    check_numbers,
+    scale,
+    trust_ratio,
+)
 from paceline.optim.norms import norms
 
 
@@ -80,30 +87,32 @@ class LARS(LayerwiseOptimizer):
             raise ConfigurationError("LARS: nesterov=True needs momentum; give momentum=0.9, say.")
 
     def _update(self, tensors: Tensors, group: dict[str, Any]) -> None:
-        lr, m, b = float(group["lr"]), group["momentum"], group["weight_decay"]
-        ratio = _ratios(tensors, group)
-        of_gradient = -ratio if group["maximize"] else ratio  # the factor of g in u
-        w, g = tensors.parameters, tensors.gradients
-        if m != 0:
-            v = tensors.kept("momentum_buffer")
-            tensors.scale(v, m)
-            tensors.add(v, g, of_gradient)
-            if b != 0:
-                tensors.add(v, w, ratio * b)
-        if m == 0 or group["nesterov"]:
-            if b != 0:
-                tensors.add(w, w, -lr * b * ratio)  # first: all of u is at the old w
-            tensors.add(w, g, -lr * of_gradient)
-        if m != 0:
-            torch._foreach_add_(w, v, alpha=-lr * m if group["nesterov"] else -lr)
+        ratios = _ratios(tensors, group)
+        for place, batch in tensors.batches():
+            _step(batch, ratios[place], group)
 
 
-def _ratios(tensors: Tensors, group: dict[str, Any]) -> Tensor:
-    """Each parameter's ratio, shape (K,), float64."""
+def _step(tensors: Tensors, ratios: list[float], group: dict[str, Any]) -> None:
+    lr, m, b = float(group["lr"]), group["momentum"], group["weight_decay"]
+    sign = -1.0 if group["maximize"] else 1.0
+    w, g = tensors.parameters, tensors.gradients
+    if m != 0:
+        v = tensors.kept("momentum_buffer")
+        scale(v, m)
+        add(v, g, [sign * ratio for ratio in ratios])
+        if b != 0:
+            add(v, w, [b * ratio for ratio in ratios])
+    if m == 0 or group["nesterov"]:
+        if b != 0:
+            add(w, w, [-lr * b * ratio for ratio in ratios])  # first: all of u is at the old w
+        add(w, g, [-lr * sign * ratio for ratio in ratios])
+    if m != 0:
+        torch._foreach_add_(w, v, alpha=-lr * m if group["nesterov"] else -lr)
+
+
+def _ratios(tensors: Tensors, group: dict[str, Any]) -> list[float]:
     if not group["layerwise"]:
-        return torch.ones(len(tensors.parameters), dtype=torch.float64)
-    w, g = norms(tensors.parameters, tensors.gradients)
-    ratios = group["trust_coefficient"] * w / (g + group["weight_decay"] * w)
-    if group["max_trust_ratio"] is not None:
-        ratios = ratios.clamp(max=group["max_trust_ratio"])
-    return torch.where((w == 0) | (g == 0), 1.0, ratios)
+        return [1.0] * len(tensors.parameters)
+    h, b, most = group["trust_coefficient"], group["weight_decay"], group["max_trust_ratio"]
+    of_weights, of_gradients = norms(tensors.parameters, tensors.gradients)
+    return [trust_ratio(h * w, g and g + b * w, most) for w, g in zip(of_weights, of_gradients, strict=True)]

@@ -4,15 +4,15 @@ Rules
 1. The ratio that a parameter's update is multiplied by is found for each parameter tensor ("layer") by itself.
 2. The ratio is 1 where the parameter's or the update's norm is 0, and in groups with `layerwise=False`.
 3. No gradient (`.grad` is None): no update, and no change of state.
-4. The work of a step is a few passes over all tensors of a group, by torch's foreach functions. All norms of a group
-   reach the host together, once: on an accelerator that is one wait a group and dtype.
+4. The work of a step is a few passes over a group's tensors, by torch's foreach functions. On the host a large tensor
+   is taken by itself, all passes before the next one's, while it is in the cache: a third less time.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigurationError
 
-BATCH_ELEMENTS = 2**19
+LARGE_ELEMENTS = 2**14
+
+Kind = tuple[torch.device, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -30,33 +32,64 @@ class Tensors:
     """Parameters of one group, dtype and device that have gradients.
 
     Attributes:
-        parameters: K tensors.
+        parameters: K tensors, those of more than LARGE_ELEMENTS last.
         gradients: Theirs.
         states: Theirs: what the optimizer keeps, by name.
-        ones: K times the number 1, for `_foreach_addcmul_`: with it a foreach addition takes a factor for each tensor.
+        num_small: How many have up to LARGE_ELEMENTS.
     """
 
     parameters: list[Tensor]
     gradients: list[Tensor]
     states: list[dict[str, Any]]
-    ones: list[Tensor]
+    num_small: int
 
     def kept(self, name: str) -> list[Tensor]:
         """The state of that name, one tensor a parameter; zeros at first."""
         for parameter, state in zip(self.parameters, self.states, strict=True):
             if name not in state:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state[name] = torch.zeros_like(parameter)
         return [state[name] for state in self.states]
 
-    def scale(self, targets: list[Tensor], factor: float) -> None:
-        """`targets[k] *= factor`. Mutates `targets`."""
-        # On the host a number costs a conversion for each tensor, a tensor none.
-        on_host = targets[0].device.type == "cpu"
-        torch._foreach_mul_(targets, torch.tensor(factor, dtype=torch.float64) if on_host else factor)
+    def batches(self) -> Iterator[tuple[slice, Tensors]]:
+        """Cut into what is best updated together (rule 4); the slice says which of the K."""
+        num_tensors = len(self.parameters)
+        on_host = self.parameters[0].device.type == "cpu"
+        starts = [0, *range(max(self.num_small, 1), num_tensors)] if on_host else [0]
+        for start, stop in zip(starts, [*starts[1:], num_tensors], strict=True):
+            place = slice(start, stop)
+            num_small = min(self.num_small, stop) - start
+            yield place, Tensors(self.parameters[place], self.gradients[place], self.states[place], num_small)
 
-    def add(self, targets: list[Tensor], tensors: list[Tensor], factors: Tensor) -> None:
-        """`targets[k] += factors[k] * tensors[k]`, in one pass. Mutates `targets`."""
-        torch._foreach_addcmul_(targets, tensors, self.ones, factors)
+
+def scale(targets: list[Tensor], factor: float) -> None:
+    """`targets[k] *= factor`. Mutates `targets`."""
+    on_host = targets[0].device.type == "cpu"
+    # On the host a number costs a conversion for each tensor, a tensor none.
+    torch._foreach_mul_(targets, torch.tensor(factor, dtype=torch.float64) if on_host else factor)
+
+
+def divide(denominators: list[Tensor], numerators: list[Tensor]) -> None:
+    """`denominators[k] = numerators[k] / denominators[k]`. In place: a fresh tensor costs more than a pass."""
+    if len(denominators) == 1:
+        torch.div(numerators[0], denominators[0], out=denominators[0])
+    else:
+        torch._foreach_reciprocal_(denominators)
+        torch._foreach_mul_(denominators, numerators)
+
+
+def add(targets: list[Tensor], tensors: list[Tensor], factors: Sequence[float]) -> None:
+    """`targets[k] += factors[k] * tensors[k]`, in one pass. Mutates `targets`.
+
+    Args:
+        targets: K tensors.
+        tensors: Of the same shapes; may be `targets`.
+        factors: K numbers.
+    """
+    if len(targets) == 1:
+        targets[0].add_(tensors[0], alpha=factors[0])
+    else:  # a foreach addition takes one factor for all; multiplying by 1 does not
+        one = torch.ones((), dtype=targets[0].dtype, device=targets[0].device)
+        torch._foreach_addcmul_(targets, tensors, [one] * len(targets), factors)
 
 
 class LayerwiseOptimizer(Optimizer, ABC):
@@ -110,42 +143,33 @@ class LayerwiseOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise ConfigurationError(
-                    f"{type(self).__name__}: a parameter of shape {list(parameter.shape)} has a sparse gradient, whose "
-                    "norm says nothing about the rows it leaves out. Use torch.optim.SparseAdam for that parameter, or "
-                    "make its layer with sparse=False."
-                )
-        for group in self.param_groups:
-            for tensors in self._with_gradients(group):
-                self._update(tensors, group)
+        work = [(tensors, group) for group in self.param_groups for tensors in self._with_gradients(group)]
+        for tensors, group in work:
+            self._update(tensors, group)
         return loss
 
     def _with_gradients(self, group: dict[str, Any]) -> Iterator[Tensors]:
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        small: dict[Kind, list[tuple[Tensor, Tensor]]] = {}
+        large: dict[Kind, list[tuple[Tensor, Tensor]]] = {}
         for parameter in group["params"]:
-            if parameter.grad is not None:
-                by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-        for (device, dtype), parameters in by_kind.items():
-            one = torch.ones((), dtype=dtype, device=device)
-            for batch in _batches(parameters, math.inf if device.type != "cpu" else BATCH_ELEMENTS):
-                gradients = [parameter.grad for parameter in batch if parameter.grad is not None]
-                states = [self.state[parameter] for parameter in batch]
-                yield Tensors(batch, gradients, states, [one] * len(batch))
+            gradient = parameter.grad
+            if gradient is not None:
+                if gradient.is_sparse:
+                    raise self._sparse(parameter)
+                pairs = large if parameter.numel() > LARGE_ELEMENTS else small
+                pairs.setdefault((parameter.device, parameter.dtype), []).append((parameter, gradient))
+        for kind in dict.fromkeys([*small, *large]):
+            pairs_of_kind = [*small.get(kind, ()), *large.get(kind, ())]
+            parameters, gradients = map(list, zip(*pairs_of_kind, strict=True))
+            states = list(map(self.state.__getitem__, parameters))
+            yield Tensors(parameters, gradients, states, len(small.get(kind, ())))
 
-
-def _batches(parameters: list[Tensor], most: float) -> Iterator[list[Tensor]]:
-    """Consecutive parameters of together at most so many elements, or one that has more."""
-    batch: list[Tensor] = []
-    left = most
-    for parameter in parameters:
-        left -= parameter.numel()
-        if batch and left < 0:
-            yield batch
-            batch, left = [], most - parameter.numel()
-        batch.append(parameter)
-    yield batch
+    def _sparse(self, parameter: Tensor) -> ConfigurationError:
+        return ConfigurationError(
+            f"{type(self).__name__}: a parameter of shape {list(parameter.shape)} has a sparse gradient, whose "
+            "norm says nothing about the rows it leaves out. Use torch.optim.SparseAdam for that parameter, or "
+            "make its layer with sparse=False."
+        )
 
 
 def check_numbers(owner: str, group: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -172,3 +196,11 @@ def check_max_trust_ratio(owner: str, group: dict[str, Any]) -> None:
         raise ConfigurationError(
             f"{owner}: max_trust_ratio={bound} has to be positive, or None for no bound."
         )
+
+
+def trust_ratio(of_weights: float, of_update: float, most: float | None) -> float:
+    """The quotient of two norms, at most `most`; rule 2 where one of them is 0."""
+    if of_weights == 0 or of_update == 0:
+        return 1.0
+    ratio = of_weights / of_update
+    return ratio if most is None or ratio <= most else most

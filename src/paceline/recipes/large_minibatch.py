@@ -113,7 +113,7 @@ class LargeMinibatch(LRScheduler):
         self.changes = [BatchChange(0, str(self.batch), self.factor)]
         super().__init__(optimizer)
 
-    def _find_problem(self, batch: object, accumulation: int) -> ConfigurationError | None:
+    def _find_problem(self, batch: object, accumulation: object) -> ConfigurationError | None:
         """What this rank can tell by itself; returned, so that the others hear of it before it is raised."""
         try:
             rate_factor(self.scaling, 1, self.reference_batch)
@@ -125,10 +125,14 @@ class LargeMinibatch(LRScheduler):
                 f"accumulation={accumulation} beside a GlobalBatch, which has its own ({batch.accumulation}). Leave it "
                 "out."
             )
+        if not isinstance(accumulation, int):
+            return ConfigurationError(
+                f"accumulation={accumulation!r} is not a number of micro-steps. Give 1, 2, 3, ..."
+            )
         if not isinstance(batch, int | GlobalBatch):
             return ConfigurationError(
                 f"batch={batch!r} is not a number of samples. Give this rank's samples of a micro-step, or a "
-                f"GlobalBatch."
+                "GlobalBatch."
             )
         if self.epoch_samples is not None and self.epoch_samples <= 0:
             return ConfigurationError(
@@ -260,7 +264,7 @@ class LargeMinibatch(LRScheduler):
             raise ConfigurationError(
                 f"the checkpoint's curve has epoch_samples={state_dict['epoch_samples']}, this recipe's "
                 f"{self.epoch_samples}, so their times have different units. Go on with the training set that it was "
-                f"saved with."
+                "saved with."
             )
         if len(state_dict["reference_rates"]) != len(self.optimizer.param_groups):
             raise ConfigurationError(
@@ -301,6 +305,5 @@ def _check_rates(optimizer: Optimizer) -> None:
         if not 0 < rate < float("inf"):
             raise ConfigurationError(
                 f"parameter group {index} has lr={rate}: a reference rate must be positive. Give the optimizer the "
-                f"rate "
-                "that is right for reference_batch samples a step."
+                "rate that is right for reference_batch samples a step."
             )

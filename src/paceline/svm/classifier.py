@@ -147,6 +147,10 @@ class SVC(PairwiseVotes):
         check_classification_targets(y)
         return y
 
+    def _is_for_one(self, X: Any, y: Any) -> bool:
+        # Pairs of classes are dealt out.
+        return super()._is_for_one(X, y) and len(np.unique(y)) == 2
+
     def _encoded(self, world: World, y: Any) -> NDArray[np.float64]:
         """Labels as numbers that mean the same on every rank. Collective."""
         labels, counts = np.unique(y, return_counts=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,15 +77,15 @@ def _solve(
 ) -> dict[int, Solution]:
     """Solve some on this rank's threads, each of which has its part of the cache."""
     found: dict[int, Solution] = {}
-    num = min(num_threads(), len(problems))
-    part = dataclasses.replace(settings, cache_bytes=settings.cache_bytes / num)
+    part = dataclasses.replace(settings, cache_bytes=settings.cache_bytes / min(num_threads(), len(problems)))
+    mine = threading.local()
 
-    def share(first: int) -> None:
-        solver = DirectSolver(kernel, samples, part, width)
-        for at in list(problems)[first::num]:
-            found[at] = solver.solve(problems[at])
+    def one(at: int) -> None:
+        if not hasattr(mine, "solver"):
+            mine.solver = DirectSolver(kernel, samples, part, width)
+        found[at] = mine.solver.solve(problems[at])
 
-    each(share, range(num))
+    each(one, list(problems))
     return found
 
 

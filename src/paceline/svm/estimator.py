@@ -19,10 +19,10 @@ from paceline.svm.expansion import expand
 from paceline.svm.kernels import Kernel
 from paceline.svm.problem import Problem, Progress, Solution, SolverSettings
 from paceline.svm.samples import DenseSamples, GramSamples, Samples, SparseSamples
-from paceline.svm.solving import solve
+from paceline.svm.solving import is_for_one, solve
 from paceline.svm.threads import crew
 from paceline.svm.training_set import TrainingSet, agreed, world_for
-from paceline.svm.world import World
+from paceline.svm.world import Alone, World
 
 _WIDE = 64  # features from which products cost more than exponentials
 
@@ -45,6 +45,8 @@ class KernelMachine(Checks):
         """Check, number the samples over all ranks, solve, and keep the model."""
         world = world_for(self.rows if isinstance(self.rows, str) else "own")
         X, y, weights = agreed(world, lambda: self._checked(X, y, sample_weight))
+        if self.rows == "all" and world.num_ranks > 1 and self._is_for_one(X, y) and world.rounds_alike:
+            world = Alone()
         targets = self._encoded(world, y)
         data = TrainingSet.gathered(world, self.rows, X, targets, weights)
         self._check_all(data)
@@ -54,6 +56,10 @@ class KernelMachine(Checks):
         self._kernel = Kernel(self._kernel_name(), self._gamma, float(self.coef0), float(self.degree))
         with crew():
             self._solve_all(data, self._what_the_kernel_sees(data))
+
+    def _is_for_one(self, X: Any, y: Any) -> bool:
+        """Whether there is nothing to share with other ranks that have the same rows."""
+        return not callable(self.kernel) and is_for_one(X)
 
     def _encoded(self, world: World, y: Any) -> NDArray[np.float64]:
         return np.asarray(y, np.float64)

@@ -2,15 +2,18 @@
 
 All ranks share the work on kernel rows; every rank repeats that on working sets, and every turn is an exchange. Where
 rows are short there is nothing to share: then the problem goes to rank 0, which uses the threads of all ranks of its
-host, as they have nothing else to do. Which way is taken does not change what the optimum is.
+host, as they have nothing else to do. Where every rank has all rows and rounds alike, each solves it for itself, and
+nothing is exchanged. Which way is taken does not change what the optimum is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import platform
+from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 
 from paceline.svm.dealing import LARGEST, deal, in_order, packed, unpacked
@@ -44,11 +47,24 @@ def _row_s(problem: Problem, world: World) -> float:
     """How long a kernel row of all samples takes, roughly. Collective."""
     samples = problem.samples
     num = sum(array.size for array in samples.to_arrays())
-    factor = (
-        6.0 if isinstance(samples, SparseSamples) else 1.0
-    )  # a sparse product has no matrix product's speed
     num_all = float(world.total(np.array([float(num)]), _DOING)[0])
-    return problem.num_samples * _VALUE_S + num_all * factor * _FEATURE_S
+    return row_s(problem.num_samples, num_all, isinstance(samples, SparseSamples))
+
+
+def row_s(num_samples: int, num_numbers: float, is_sparse: bool) -> float:
+    """How long a kernel row of all samples takes, roughly.
+
+    Args:
+        num_samples: All.
+        num_numbers: Their features; of sparse rows, what is stored.
+        is_sparse: A sparse product has no matrix product's speed.
+    """
+    return num_samples * _VALUE_S + num_numbers * (6.0 if is_sparse else 1.0) * _FEATURE_S
+
+
+def is_for_one(X: Any) -> bool:
+    """Whether a problem of all these rows, dense or CSR, is solved by one rank."""
+    return row_s(X.shape[0], X.size, sp.issparse(X)) < _LEAST_ROW_S
 
 
 def _solve_on_one(problem: Problem, settings: SolverSettings, world: World, is_small: bool) -> Solution:

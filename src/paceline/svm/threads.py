@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -49,17 +50,19 @@ def each(work: Callable[[_T], Any], pieces: Sequence[_T]) -> None:
             work(piece)
         return
     pool, num = found
+    numbers = itertools.count()
 
-    def share(first: int) -> None:
-        for piece in pieces[first::num]:
-            work(piece)
+    def share() -> None:
+        while (at := next(numbers)) < len(pieces):
+            work(pieces[at])
 
-    others = [pool.submit(share, first) for first in range(1, min(num, len(pieces)))]
+    others = [pool.submit(share) for _ in range(1, min(num, len(pieces)))]
     try:
-        share(0)
+        share()
     finally:
         for other in others:
-            other.result()
+            if not other.cancel():  # a thread that never got a processor is not waited for
+                other.result()
 
 
 def num_threads() -> int:

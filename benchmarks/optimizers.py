@@ -1,0 +1,139 @@
+"""How long is a step of LARS beside torch's foreach SGD, and of LAMB beside torch's foreach Adam?
+
+Parameters of real models, and 1,000 tiny ones, with gradients that stay; one thread. Sides of a pair have the same
+settings: momentum and weight decay. A side's parameters, gradients and state are its own. Turns go A B B A; a turn is
+some steps; the ratio is taken within a round. Time is the thread's CPU time, so that what else runs counts less.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import torch
+import typer
+from torch import nn
+
+from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
+from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.bench.protocol.alternation import turns
+from paceline.bench.protocol.figure import save_bars
+from paceline.bench.protocol.provenance import collect, load_average
+from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
+from paceline.bench.protocol.summary import Summary, ratios
+from paceline.bench.ranks import LoopbackRanks, TellProgress
+from paceline.bench.workloads import make_workload
+from paceline.optim import LAMB, LARS
+
+MODELS = ("tiny", "transformer", "resnet50", "wide_mlp")
+TARGET_RATIO = 1.3
+SETTINGS = {"lr": 1e-6, "weight_decay": 1e-4}
+MAKERS = {
+    "torch SGD": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True, **SETTINGS),
+    "LARS": lambda parameters: LARS(parameters, momentum=0.9, **SETTINGS),
+    "torch Adam": lambda parameters: torch.optim.Adam(parameters, foreach=True, **SETTINGS),
+    "LAMB": lambda parameters: LAMB(parameters, **SETTINGS),
+}
+PAIRS = (("LARS", "torch SGD"), ("LAMB", "torch Adam"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is timed."""
+
+    models: tuple[str, ...]
+    num_rounds: int
+    num_steps: int
+    quick: bool
+
+
+Samples = dict[str, list[float]]  # seconds a step, by side; a value a round
+
+
+def measure(config: Config, tell: TellProgress) -> dict[str, Samples]:
+    """Time every model's sides."""
+    return {model: _measure_model(config, model, tell) for model in config.models}
+
+
+def _measure_model(config: Config, model: str, tell: TellProgress) -> Samples:
+    torch.manual_seed(0)
+    shapes = [p.shape for p in make_workload(model, config.quick).make_model().parameters()]
+    optimizers = [_make(shapes, maker) for maker in MAKERS.values()]
+    for optimizer in optimizers:
+        _time(optimizer, 3)
+    found: Samples = {name: [] for name in MAKERS}
+    names = list(MAKERS)
+    halves: dict[str, float] = {}
+    for turn in turns(len(optimizers), config.num_rounds):
+        name = names[turn.side_index]
+        seconds = _time(optimizers[turn.side_index], config.num_steps)
+        if name in halves:
+            found[name].append((halves.pop(name) + seconds) / 2)
+        else:
+            halves[name] = seconds
+        tell((turn.round_index + 1) / config.num_rounds)
+    return found
+
+
+def _make(shapes: list[torch.Size], maker: object) -> torch.optim.Optimizer:
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return maker(parameters)
+
+
+def _time(optimizer: torch.optim.Optimizer, num_steps: int) -> float:
+    start_s = time.thread_time()
+    for _ in range(num_steps):
+        optimizer.step()
+    return (time.thread_time() - start_s) / num_steps
+
+
+def report(config: Config, found: dict[str, Samples], load_before: float) -> Report:
+    """Turn the samples into one row per model and side."""
+    rows, verdicts = [], []
+    summaries: dict[str, dict[str, dict[str, object]]] = {}
+    for model, samples in found.items():
+        summaries[model] = {}
+        for side, peer in PAIRS:
+            ratio = Summary.of(ratios(samples[side], samples[peer]))
+            summaries[model][side] = asdict(ratio)
+            times = [Summary.of(samples[name]).text(scale=1e3, digits=2) for name in (side, peer)]
+            rows.append((model, side, peer, *times, ratio.text()))
+            verdicts.append(Verdict(f"{side}, {model}", ratio.median, TARGET_RATIO, f"x {peer}"))
+    return Report(
+        name="optimizers" + ("-quick" if config.quick else ""),
+        question="How long is a step of LARS and LAMB, beside torch's foreach optimizers?",
+        columns=("model", "side", "peer", "side ms", "peer ms", "ratio"),
+        rows=tuple(rows),
+        verdicts=tuple(verdicts),
+        notes=("all with weight decay 1e-4; LARS and SGD with momentum 0.9; one thread, no accelerator",),
+        config=config,
+        summaries=summaries,
+        samples=found,
+        provenance=collect(1, load_before),
+    )
+
+
+def main(
+    rounds: Rounds = 15,
+    steps: Annotated[int, typer.Option(min=1, help="Steps at a turn.")] = 5,
+    models: Annotated[str, typer.Option(help="Comma-separated workloads.")] = ",".join(MODELS),
+    quick: Quick = False,
+    as_json: AsJson = False,
+    results_folder: ResultsFolder = RESULTS_FOLDER,
+) -> None:
+    """Time optimizer steps."""
+    chosen = tuple(models.split(","))
+    config = Config(chosen[:1], 2, 1, quick) if quick else Config(chosen, rounds, steps, quick)
+    load_before = load_average()
+    found = LoopbackRanks(1).run(measure, config, "optimizers", ENVIRONMENTS[Allocator.KEEP])[0]
+    result = report(config, found, load_before)
+    publish(result, results_folder, as_json)
+    bars = {f"{model} {side}": Summary(**s[side]) for model, s in result.summaries.items() for side in s}
+    save_bars(
+        figure_path(result, results_folder), result.question, "x torch's", bars, {"target": TARGET_RATIO}
+    )
+
+
+if __name__ == "__main__":
+    run_cli(main)
