@@ -2,8 +2,8 @@
 
 Real fits of one problem cut into P parts, few rows each: the ranks are threads of this process that hand arrays to
 each other, so turns, kernel values and bytes are those of P processes, while times would mean nothing. The prediction
-takes the time of one rank, measured here: what every rank repeats (the working set's pair updates) grows with the
-turns, what is shared shrinks with the largest number of kernel values of any rank, and a collective costs
+takes the processor time of one rank, measured here: what every rank repeats (the working set's pair updates) grows with
+the turns, what is shared shrinks with the largest number of kernel values of any rank, and a collective costs
 LATENCY_S * log2(P) and its bytes, from all ranks to each, at RATE_BYTES_PER_S. It is a prediction, never seen.
 """
 
@@ -62,9 +62,9 @@ def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
 
     class Timed(SubProblem):
         def solve(self, *arguments: Any) -> Any:
-            started_s = time.perf_counter()
+            started_s = time.process_time()
             answer = super().solve(*arguments)
-            repeated_s[0] += time.perf_counter() - started_s
+            repeated_s[0] += time.process_time() - started_s
             return answer
 
     def task(world: Any) -> Any:
@@ -84,9 +84,9 @@ def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
             solver._sub_problem = Timed(problem.kernel)
         return solver.solve()
 
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     solutions = in_memory.run(num_ranks, task)
-    return solutions, time.perf_counter() - started_s, repeated_s[0]
+    return solutions, time.process_time() - started_s, repeated_s[0]
 
 
 def count(split: Split, all_ranks: list[int], config: Config) -> list[Count]:

@@ -113,7 +113,7 @@ class LargeMinibatch(LRScheduler):
         self.changes = [BatchChange(0, str(self.batch), self.factor)]
         super().__init__(optimizer)
 
-    def _find_problem(self, batch: object, accumulation: int) -> ConfigurationError | None:
+    def _find_problem(self, batch: object, accumulation: object) -> ConfigurationError | None:
         """What this rank can tell by itself; returned, so that the others hear of it before it is raised."""
         try:
             rate_factor(self.scaling, 1, self.reference_batch)
@@ -124,6 +124,10 @@ class LargeMinibatch(LRScheduler):
             return ConfigurationError(
                 f"accumulation={accumulation} beside a GlobalBatch, which has its own ({batch.accumulation}). Leave it "
                 "out."
+            )
+        if not isinstance(accumulation, int):
+            return ConfigurationError(
+                f"accumulation={accumulation!r} is not a number of micro-steps. Give 1, 2, 3, ..."
             )
         if not isinstance(batch, int | GlobalBatch):
             return ConfigurationError(
