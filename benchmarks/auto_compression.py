@@ -16,6 +16,7 @@ A step is as long as on its slowest rank. Ratios are taken within a round, then 
 
 import gc
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,6 +100,7 @@ class Outcome:
         deciding_s: Of each auto's steps until it had decided.
         reports: Each auto's.
         gradient_bytes: Of the model.
+        steps_per_round: Of each side.
     """
 
     case: str
@@ -106,6 +108,7 @@ class Outcome:
     deciding_s: dict[str, list[float]]
     reports: dict[str, dict[str, Any]]
     gradient_bytes: int
+    steps_per_round: int = 6
 
 
 def measure(config: Config, tell: TellProgress) -> list[Outcome]:
@@ -139,6 +142,7 @@ def _measure(config: Config, case: Case, place: int, tell: TellProgress) -> Outc
         {name: slowest_rank([mine[1][i] for mine in everyone]) for i, name in enumerate(autos)},
         {name: auto.report() for name, auto in autos.items()},
         sum(4 * p.numel() for p in trainees[0].module.parameters()),
+        2 * config.steps_per_turn,
     )
 
 
@@ -162,16 +166,14 @@ class Point:
     Attributes:
         rate: Of every host's link, in words.
         outcome: What was measured there.
-        steps_per_round: Of each side.
     """
 
     rate: str
     outcome: Outcome
-    steps_per_round: int
 
     def rounds_s(self, side: str) -> list[float]:
         """Each round's median step."""
-        steps, size = self.outcome.step_s[side], self.steps_per_round
+        steps, size = self.outcome.step_s[side], self.outcome.steps_per_round
         return [Summary.of(steps[at : at + size]).median for at in range(0, len(steps), size)]
 
     def median_s(self, side: str) -> float:
@@ -300,7 +302,8 @@ def main(
     for rate in names:
         with _place(hosts, rate) as where:
             outcomes = where.run(measure, config, f"auto at {rate}", ENVIRONMENTS[Allocator.KEEP])[0]
-        points += [Point(rate, outcome, 2 * config.steps_per_turn) for outcome in outcomes]
+        points += [Point(rate, outcome) for outcome in outcomes]
+        points.sort(key=lambda point: _bits_per_s(point.rate))
         if (
             rate == names[-1] or not as_json
         ):  # a table after every rate: an interrupted sweep leaves what it has
@@ -318,6 +321,14 @@ def _place(hosts: int, rate: str) -> Place:
     return ClusterRanks(spec)
 
 
+def _bits_per_s(rate: str) -> float:
+    """For the order of rates: the unlimited last."""
+    limit = (
+        None if rate in (UNLIMITED, LOOPBACK) else ClusterSpec.parse(hosts=2, rate=rate).rate_bits_per_s[0]
+    )
+    return math.inf if limit is None else limit
+
+
 def _points_of_others(folder: Path, config: Config, rates: Sequence[str]) -> list[Point]:
     """What earlier runs have left, except at these rates."""
     path = folder / f"{NAME}.json"
@@ -327,7 +338,7 @@ def _points_of_others(folder: Path, config: Config, rates: Sequence[str]) -> lis
     samples = [dict(sample) for sample in record["samples"]["points"]]
     others = [(sample.pop("rate"), Outcome(**sample)) for sample in samples]
     return [
-        Point(rate, outcome, 2 * config.steps_per_turn)
+        Point(rate, outcome)
         for rate, outcome in others
         if rate not in rates and set(config.sides) <= set(outcome.step_s)
     ]

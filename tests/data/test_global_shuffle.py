@@ -161,6 +161,8 @@ def test_cutting_by_shares(batch, part):
         (lambda: GlobalBatch(()), "names no rank"),
         (lambda: GlobalBatch((4, 0)), "rank 1 would train 0 samples"),
         (lambda: GlobalBatch((4,), accumulation=-1), "accumulation=-1"),
+        (lambda: GlobalBatch((4.5, 4)), "whole numbers"),
+        (lambda: GlobalBatch((4,), accumulation=1.5), "whole numbers"),
     ],
 )
 def test_refused(make, words):

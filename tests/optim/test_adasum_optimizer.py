@@ -240,3 +240,29 @@ def test_groups():
 def test_without_a_process_group():
     with pytest.raises(ConfigurationError, match="init_process_group"):
         AdasumOptimizer(torch.optim.SGD(Mlp().parameters(), lr=0.1))
+
+
+def loaded_within(_rank, _num_ranks):
+    optimizer = AdasumOptimizer(torch.optim.SGD(Mlp().parameters(), lr=1.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    optimizer.optimizer.load_state_dict(optimizer.optimizer.state_dict())
+    optimizer.step()
+    scheduler.step()
+    return optimizer.optimizer.param_groups[0]["lr"]
+
+
+def test_a_schedule_outlives_state_loaded_into_the_optimizer_within():
+    """As a message of ours advises: torch replaces the groups then, and a scheduler writes into the wrapper's."""
+    assert pool(2).run(loaded_within) == [0.1, 0.1]
+
+
+def added_within(_rank, _num_ranks):
+    optimizer = AdasumOptimizer(torch.optim.SGD(Mlp().parameters(), lr=1.0))
+    optimizer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ConfigurationError, match="Add them by this object's own"):
+        optimizer.step()
+
+
+def test_parameters_added_to_the_optimizer_within():
+    """They would be stepped on every rank and exchanged by none."""
+    pool(2).run(added_within)

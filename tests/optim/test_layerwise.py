@@ -296,3 +296,16 @@ def test_what_has_no_norm_is_refused(kind):
     assert torch.equal(dense, torch.ones(3))
     with pytest.raises(ConfigurationError, match="is complex"):
         kind([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)
+
+
+def test_elements_without_gradient_in_half_precision():
+    """A dead unit's second moment is 0, and the reciprocal of eps is not a number of 16 bits."""
+    weight = nn.Parameter(torch.ones(3, 4, dtype=torch.float16))
+    optimizer = LAMB([weight], lr=0.1)
+    for _ in range(2):
+        weight.grad = torch.full_like(weight, 1e-3)
+        weight.grad[0] = 0.0
+        optimizer.step()
+    assert weight.isfinite().all()
+    assert torch.equal(weight[0], torch.ones_like(weight[0]))
+    assert (weight[1:] < 1).all()

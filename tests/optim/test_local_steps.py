@@ -4,6 +4,8 @@ import copy
 import itertools
 import os
 import signal
+import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from torch import nn
 
 from models import WORKLOADS, Mlp, conv_net, digest, generator, squares
 from paceline import DistributedDataParallel
+from paceline.compression import TopK
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError, ReplicaMismatchError
 from paceline.optim import DiLoCo, LocalSGD
+from paceline.optim.averaged_buffers import AveragedBuffers
 from ranks import pool
 
 INNER = {
@@ -298,6 +302,8 @@ def refused(rank, _num_ranks):
         LocalSGD(inner, every=2 + rank)
     with pytest.raises(ReplicaMismatchError, match="other parameters, or another reduction or setting"):
         LocalSGD(inner, every=2, buffers=[torch.ones(2 + rank)])
+    with pytest.raises(ConfigurationError, match='compression="auto" decides by'):
+        LocalSGD(inner, every=2, compression="auto")
     # Gradients that are reduced already.
     model = DistributedDataParallel(Mlp(dtype=torch.float64))
     optimizer = DiLoCo(INNER["sgd"](model.parameters()), every=2)
@@ -322,4 +328,30 @@ def refused(rank, _num_ranks):
 def test_refused():
     """Before anything is changed, on every rank."""
     first, second = pool(2).run(refused)
+    assert first == second
+
+
+def buffers_wait(rank, _num_ranks):
+    """Whether the buffers were launched while a compressor was still at work, on its own thread."""
+    launched, seen = threading.Event(), []
+
+    class Watching(TopK):
+        def compress(self, *args):
+            seen.append(launched.wait(0.3))
+            return super().compress(*args)
+
+    launch = AveragedBuffers.launch
+    with mock.patch.object(AveragedBuffers, "launch", lambda buffers: launched.set() or launch(buffers)):
+        model = conv_net().double()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LocalSGD(inner, every=1, buffers=model.buffers(), compression=Watching(1.0))
+        backward(model, rank, 0, WORKLOADS["conv_bn"])
+        optimizer.step()
+    assert not any(seen)
+    return digest([*model.parameters(), *model.buffers()])
+
+
+def test_buffers_do_not_overtake_compressed_changes():
+    """Both go over one process group, so in the same order on every rank; else they meet each other's messages."""
+    first, second = pool(2).run(buffers_wait)
     assert first == second

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -206,8 +207,11 @@ def test_ranks_that_differ_are_all_told(case, words):
         ({"batch": 0}, "rank 0 would train 0 samples"),
         ({"batch": -3}, "rank 0 would train -3 samples"),
         ({"batch": 8, "accumulation": 0}, "accumulation=0 micro-steps make no step"),
+        ({"batch": 8, "accumulation": 1.5}, "accumulation=1.5 is not a number of micro-steps"),
         ({"batch": 8, "reference_batch": 0}, "reference_batch=0 is not a positive"),
+        ({"batch": 8, "reference_batch": math.nan}, "reference_batch=nan is not a positive"),
         ({"batch": 8, "epoch_samples": 0}, "epoch_samples=0"),
+        ({"batch": 8, "epoch_samples": float("nan")}, "epoch_samples=nan"),
         ({"batch": 8, "scaling": "log"}, "'log' is not a rule"),
         ({"batch": 8, "rates": (0.0,)}, "parameter group 0 has lr=0.0"),
         ({"batch": 8, "rates": (0.1, -1e-3)}, "parameter group 1"),

@@ -512,6 +512,8 @@ def test_refused(case):
         (lambda: PowerSGD(rank=0), "rank=0 must be a whole number of at least 1"),
         (lambda: PowerSGD(rank=1.5), "rank=1.5 must be a whole number"),
         (lambda: PowerSGD(min_compression_rate=0), "min_compression_rate=0 must be more than 0"),
+        (lambda: PowerSGD(rank=math.nan), "rank=nan must be a whole number"),
+        (lambda: PowerSGD(min_compression_rate=math.nan), "min_compression_rate=nan must be more than 0"),
         (lambda: PowerSGD(start_step=-1), "start_step=-1 must be at least 0"),
     ],
 )
@@ -519,3 +521,63 @@ def test_settings_that_cannot_be(make, words):
     """Refused where they are made, with the number."""
     with pytest.raises(ConfigurationError, match=words):
         make()
+
+
+class Branch(nn.Module):
+    """A second layer that is used only if asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16, bias=False), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x, uses_second):
+        hidden = self.first(x)
+        return self.second(hidden) if uses_second else hidden
+
+
+def used_once(rank, _num_ranks, name):
+    torch.manual_seed(0)
+    model = wrapped(Branch(), MAKE[name](), find_unused_parameters=True)
+    left = []
+    for step in range(3):
+        model.zero_grad()
+        squares(model(batch(rank, step), step == 0)).backward()
+        left.append(
+            [kept["second.weight"].clone() for kept in model.reduction.state_dict()["memories"].values()]
+        )
+        assert (model.module.second.weight.grad is None) == (step > 0)
+    assert any(kept.any() for kept in left[0])
+    return all(torch.equal(*pair) for later in left[1:] for pair in zip(left[0], later, strict=True))
+
+
+@pytest.mark.parametrize("name", ["onebit", "topk", "randomk", "powersgd", "topk with momentum"])
+def test_what_is_left_over_waits_while_a_parameter_is_unused(name):
+    """Without a gradient nothing is applied, so what would be sent for it would be lost."""
+    assert all(pool(2).run(used_once, name))
+
+
+class SparseScaled(nn.Module):
+    """An embedding, whose gradient alone can be made infinite, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)
+
+    def forward(self, factor):
+        return self.layer(torch.ones(2, 4)).sum() + self.table(torch.arange(3)).sum() * factor
+
+
+def overflows_in_the_table(rank, _num_ranks):
+    torch.manual_seed(0)
+    model = wrapped(SparseScaled(), Compressed(TopK(0.1)))
+    found = []
+    for factor in (1.0, math.inf if rank else 1.0, 1.0):
+        model.zero_grad()
+        model(factor).backward()
+        found.append((model.reduction.overflowed, model.gradients_are_finite()))
+    return found
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_an_overflow():
+    """The step is skipped then, so nothing of it may be kept for the compressed ones."""
+    assert pool(2).run(overflows_in_the_table) == [[(False, True), (True, False), (False, True)]] * 2

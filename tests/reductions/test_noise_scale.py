@@ -1,6 +1,7 @@
 """The gradient noise scale: unbiased where the truth is known, the same on all ranks, and it changes no gradient."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -242,3 +243,12 @@ def test_everything_that_a_reduction_is_asked_goes_to_the_inner_one():
     }
     asked |= {"is_ours"}
     assert {name for name in asked if not name.startswith("_")} <= set(vars(GradientNoiseScale))
+
+
+def test_an_overflow_leaves_no_trace():
+    """The step is skipped; one NaN in an average would stay for ever."""
+    scale = GradientNoiseScale()
+    for parts, whole in ((2.0, 1.5), (math.inf, 1.0), (math.inf, math.inf), (math.nan, math.nan), (2.0, 1.5)):
+        scale.add(torch.tensor(parts).double(), torch.tensor(whole).double())
+    assert math.isfinite(scale.state_dict()["signal"])
+    assert math.isfinite(scale.state_dict()["noise"])

@@ -78,7 +78,23 @@ def test_validation_chooses_the_rate_and_the_test_set_does_not(tmp_path):
     assert results.spread(cell).mean == pytest.approx(70.0)  # the reference rate, transferred
     assert results.spread(cell, TUNED).mean == pytest.approx(20.0)
     # 5 rates at the small batch, 3 more seeds there; 4 seeds by the rule; 4 other rates, 3 more seeds of the best.
-    assert len(store) == 5 + 3 + 4 + 4 + 3 == asked.num_trials_at_most() == asked.num_there(store)
+    assert len(store) == 5 + 3 + 4 + 4 + 3 == asked.num_trials() == asked.num_there(store)
+
+
+def test_a_rate_that_was_lucky_once_is_not_chosen(tmp_path):
+    """Best with the first seed, diverged with the others: the runner-up gets its seeds, and is chosen."""
+    asked, store = plan("linear", tuned=(16,)), Store(tmp_path / "s.jsonl")
+    lucky, steady = (multiple * TASK.middle_rates["sgd"] for multiple in (4.0, 0.5))
+
+    def accuracies(trial):
+        if trial.rate == lucky and trial.factor == 16:
+            return (0.9, 0.9) if trial.seed == 0 else (0.1, 0.1)
+        return (0.8, 0.8) if trial.rate == steady else (0.7, 0.7)
+
+    fill(asked, store, accuracies)
+    cell = next(cell for cell in asked.cells("batches") if cell.factor == 16)
+    assert asked.chosen(store, cell) == steady
+    assert Results(asked, store).spread(cell, TUNED).values == pytest.approx([80.0] * 4)
 
 
 def test_of_equal_rates_the_smaller_is_chosen(tmp_path):

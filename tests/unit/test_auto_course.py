@@ -70,19 +70,20 @@ def test_nothing_to_gain():
 
 
 def test_reality_disagrees():
-    """Off and barred; measured again when the bar is over, and barred for twice as long the second time."""
+    """Off and barred for twice the time between checks; measured again then, and barred for twice as long."""
     one = tried(with_s=0.995)
-    assert (one.in_use, one.barred()) == (None, {"x"})
-    for _ in range(3):
-        assert one.phase is Phase.SETTLED
-        steps(one, 5)
-        one.checked(1.0)
-    assert (one.phase, one.barred()) == (Phase.MEASURING, set())
-    steps(one, 4)
-    one.decided("x")
-    steps(one, 6)
-    assert not one.tried_out(1.2, 1.0)
-    steps(one, 23)
+    for num_checks in (2, 4):
+        assert (one.in_use, one.barred()) == (None, {"x"})
+        for _ in range(num_checks):
+            assert one.phase is Phase.SETTLED
+            steps(one, 5)
+            one.checked(1.0)
+        assert (one.phase, one.barred()) == (Phase.MEASURING, set())
+        steps(one, 4)
+        one.decided("x")
+        steps(one, 6)
+        assert not one.tried_out(1.2, 1.0)
+    steps(one, 39)
     assert one.barred() == {"x"}
     steps(one, 1)
     assert not one.barred()

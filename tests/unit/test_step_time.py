@@ -206,6 +206,16 @@ def test_the_words():
     assert slow.startswith("none, predicted 1.6 s a step; codec would make it 1.47 s (8.1% less).")
     assert "codec pays here" in slow
     assert "no codec to choose from" in options().words()
+    free = decide(PROFILE, cost("none", Line(0.1, 0.0)), [cost("x", Line(0.1, 0.0))], 2, Rules(0.1, 0.0))
+    assert free.options[0].crossover_bytes_per_s is None
+    assert free.words().endswith(
+        "a link of no measurable limit and 100 ms; from which x's crossover rate cannot be told."
+    )
+    for codec, words in (
+        (cost("x", Line(0.1, 0.005), Line(1.0, 0.0)), "x pays here at no rate"),
+        (cost("x", Line(0.05, 0.005)), "x pays here at any rate"),
+    ):
+        assert words in decide(PROFILE, PLAIN, [codec], 2, Rules(0.5, 0.0)).words()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from paceline.errors import ConfigurationError
@@ -25,7 +26,14 @@ class GlobalBatch:
     accumulation: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "local", tuple(int(size) for size in self.local))
+        try:
+            object.__setattr__(self, "local", tuple(index(size) for size in self.local))
+            object.__setattr__(self, "accumulation", index(self.accumulation))
+        except TypeError as error:
+            raise ConfigurationError(
+                f"local={self.local!r} and accumulation={self.accumulation!r}: samples and micro-steps are whole "
+                "numbers. Round them, the same way on every rank."
+            ) from error
         if not self.local:
             raise ConfigurationError(
                 "local=() names no rank. Give the samples of each rank, such as (32, 32)."

@@ -82,7 +82,11 @@ class Window(Generic[Batch]):
             raise ProtocolError(
                 "this window has not begun: write `with model.accumulate(batches) as micro_batches:`."
             )
-        return self._exchange.finish()
+        try:
+            return self._exchange.finish()
+        except PeerLostError as error:
+            self._wrapped.reducer.fail(error)
+            raise
 
     # ---- the context
 

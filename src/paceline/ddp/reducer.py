@@ -491,6 +491,8 @@ class Reducer:
         used_somewhere = self._control.is_used() if unused else []
         for bucket in self.buckets:
             bucket.attach(used_somewhere.__getitem__)
+        if unused_everywhere := [index for index in unused if not used_somewhere[index]]:
+            self.reduction.withdraw([self.managed.parameters[index] for index in unused_everywhere])
         if self.steps_in_backward:
             for parameter in self.managed.parameters:
                 in_backward.step(parameter)
@@ -529,6 +531,10 @@ class Reducer:
     def has_failed(self) -> bool:
         """Whether communication has failed for good."""
         return self._failure is not None
+
+    def fail(self, error: Exception) -> None:
+        """Communication beside the buckets has failed for good: refuse to begin another step."""
+        self._failure = error
 
     def abort(self) -> None:
         """Give up this step: complete its collectives, tell the other ranks, drop this rank's gradients.

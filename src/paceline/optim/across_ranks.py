@@ -59,6 +59,7 @@ class AcrossRanks(Optimizer, ABC):
         self._flats: list[FlatParameters] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._follow()
+        optimizer.register_load_state_dict_post_hook(lambda _: self._follow())
         self._roll_call = RollCall(
             self._group, next_name(self._group, is_collective=True), "making its optimizer"
         )
@@ -96,6 +97,7 @@ class AcrossRanks(Optimizer, ABC):
                 "parameters in the same order."
             )
         self._flats = flatten(parameters)
+        self._num_adopted = len(parameters)
         if self._group.size() > 1:
             for flat in self._flats:
                 flat.take()
@@ -111,6 +113,19 @@ class AcrossRanks(Optimizer, ABC):
             gradients = [p.grad for p in self._parameters() if p.grad is not None]
             torch._foreach_div_(gradients, float(scale))
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+
+    def _check_step(self) -> None:
+        """Rules 1 and 2, before anything is changed."""
+        self._check_parameters_are_adopted()
+        self._check_gradients_are_local()
+
+    def _check_parameters_are_adopted(self) -> None:
+        if (found := len(self._parameters())) != self._num_adopted:
+            raise ConfigurationError(
+                f"{type(self).__name__} was given {self._num_adopted} parameters, and its optimizer now has {found}. "
+                "Those that were added to the optimizer within are not exchanged. Add them by this object's own "
+                "add_param_group, on all ranks."
+            )
 
     def _check_gradients_are_local(self) -> None:
         """Rule 1, until gradients have been seen."""

@@ -80,7 +80,7 @@ class AdasumOptimizer(AcrossRanks):
             ConfigurationError: The gradients are the same on all ranks. Nothing was changed.
             PeerLostError: A rank died or hangs. The parameters are those of before, the state is one step ahead.
         """
-        self._check_gradients_are_local()
+        self._check_step()
         for flat in self._flats:
             flat.take()
         loss = self._step_here(closure)

@@ -113,7 +113,9 @@ def _step(tensors: Tensors, corrections: list[tuple[float, float]], group: dict[
     torch._foreach_addcmul_(v, g, g, 1 - beta2)
     # u = c u', where c = root2 / scale1 and u' = m / (sqrt(v) + eps root2) + (b / c) w: a pass less
     cs = [root2 / scale1 for scale1, root2 in corrections]
-    update = list(torch._foreach_sqrt(v))
+    # In half precision eps may vanish beside a zero root, and zero by zero is not a number.
+    wide = [moment.float() for moment in v] if v[0].dtype == torch.float16 else v
+    update = list(torch._foreach_sqrt(wide))
     torch._foreach_add_(update, [group["eps"] * root2 for _, root2 in corrections])
     divide(update, m)
     if b != 0:

@@ -26,7 +26,7 @@ from paceline.observe import StepTiming
 from paceline.optim.across_ranks import AcrossRanks, digest_of
 from paceline.optim.averaged_buffers import AveragedBuffers
 from paceline.optim.flat_parameters import FlatParameters
-from paceline.reductions import Lossy, Reduction, Traffic, choose_reduction
+from paceline.reductions import Auto, Lossy, Pending, Reduction, Traffic, choose_reduction
 from paceline.reductions.collectives import device_for_words, launch_sum
 from paceline.reductions.traffic import all_reduced
 
@@ -58,13 +58,19 @@ class LocalSteps(AcrossRanks):
                 f"{type(self).__name__}: every={every!r} has to be a number of steps, 1 or more, from one "
                 "synchronization to the next."
             )
+        chosen = choose_reduction(None, compression)
+        if isinstance(chosen, Auto):
+            raise ConfigurationError(
+                f'{type(self).__name__}: compression="auto" decides by when the buckets of each backward leave, and a '
+                'synchronization belongs to none. Name a codec, such as "bf16", or leave it out.'
+            )
         self.every = every
         self._given_buffers = list(buffers)
         self._buffers: AveragedBuffers | None = None
         self._steps_since = 0
         self._num_synchronizations = 0
         self._traffic = Traffic()
-        super().__init__(optimizer, process_group, choose_reduction(None, compression))
+        super().__init__(optimizer, process_group, chosen)
 
     def _settings(self) -> str:
         self._buffers = self._buffers or AveragedBuffers(self._given_buffers, self._group)
@@ -95,7 +101,7 @@ class LocalSteps(AcrossRanks):
             ConfigurationError: The gradients are the same on all ranks. Nothing was changed.
             ProtocolError, PeerLostError: As `synchronize`.
         """
-        self._check_gradients_are_local()
+        self._check_step()
         loss = self._step_here(closure)
         self._num_steps += 1
         self._steps_since += 1
@@ -159,12 +165,20 @@ class LocalSteps(AcrossRanks):
             self.reduction.launch(flat.message(index, len(self._flats), self._group))
             for index, flat in enumerate(self._flats)
         ]
-        launched += self._buffers.launch()
+        if self.reduction.carries_words:
+            launched += self._buffers.launch()
+        self._wait_for_all(launched)
+        if (
+            not self.reduction.carries_words
+        ):  # it starts collectives on a thread of its own: not between those
+            self._wait_for_all(self._buffers.launch())
+        self._buffers.finish()
+
+    def _wait_for_all(self, launched: list[Pending]) -> None:
         for pending in launched:
             self._wait(
                 pending, f"exchanging what {self._steps_since} steps changed, up to step {self._num_steps}"
             )
-        self._buffers.finish()
 
     # ---- traffic
 
@@ -234,8 +248,11 @@ class LocalSteps(AcrossRanks):
             ConfigurationError: It is another rank's state or that of another kind of optimizer, or the parameters are
                 not those that it was saved with; nothing was changed.
         """
+        self._check_state(state_dict)
+        self.reduction.load_state_dict(
+            state_dict["reduction"]
+        )  # which may refuse it, so before anything is loaded
         super().load_state_dict(state_dict)
-        self.reduction.load_state_dict(state_dict["reduction"])
         self._num_steps = state_dict["num_steps"]
         self._steps_since = state_dict["steps_since"]
         self._num_synchronizations = state_dict["num_synchronizations"]

@@ -34,7 +34,7 @@ def rate_factor(scaling: str, batch: int, reference_batch: int) -> float:
             f"scaling={scaling!r} is not a rule for the rate. Give one of {', '.join(map(repr, SCALING_RULES))}."
         )
     for name, size in (("batch", batch), ("reference_batch", reference_batch)):
-        if size <= 0:
+        if not 0 < size < math.inf:
             raise ConfigurationError(
                 f"{name}={size} is not a positive number of samples. Give the samples of one step over all ranks."
             )

@@ -47,13 +47,14 @@ class Option:
         name: Of the codec.
         step_s: Predicted.
         saved_ratio: Of the step's predicted time without it; negative where it would cost.
-        crossover_bytes_per_s: The link rate below which it pays; 0: on no link; infinity: on every link.
+        crossover_bytes_per_s: The link rate below which it pays; 0: on no link; infinity: on every link; None: not
+            known, as the link's own rate could not be measured.
     """
 
     name: str
     step_s: float
     saved_ratio: float
-    crossover_bytes_per_s: float
+    crossover_bytes_per_s: float | None
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def decide(
                 codec.name,
                 step_s,
                 1 - step_s / without.step_s,
-                math.inf if slowdown == 0 else 0.0 if rate == math.inf else rate / slowdown,
+                None if rate == math.inf else math.inf if slowdown == 0 else rate / slowdown,
             )
         )
     options.sort(key=lambda option: option.step_s)
@@ -182,6 +183,8 @@ def rate_words(bytes_per_s: float) -> str:
 
 
 def _crossover_words(option: Option) -> str:
+    if option.crossover_bytes_per_s is None:
+        return f"from which {option.name}'s crossover rate cannot be told"
     if option.crossover_bytes_per_s == math.inf:
         return f"{option.name} pays here at any rate"
     if option.crossover_bytes_per_s == 0:

@@ -113,7 +113,7 @@ class LargeMinibatch(LRScheduler):
         self.changes = [BatchChange(0, str(self.batch), self.factor)]
         super().__init__(optimizer)
 
-    def _find_problem(self, batch: object, accumulation: int) -> ConfigurationError | None:
+    def _find_problem(self, batch: object, accumulation: object) -> ConfigurationError | None:
         """What this rank can tell by itself; returned, so that the others hear of it before it is raised."""
         try:
             rate_factor(self.scaling, 1, self.reference_batch)
@@ -125,12 +125,16 @@ class LargeMinibatch(LRScheduler):
                 f"accumulation={accumulation} beside a GlobalBatch, which has its own ({batch.accumulation}). Leave it "
                 "out."
             )
+        if not isinstance(accumulation, int):
+            return ConfigurationError(
+                f"accumulation={accumulation!r} is not a number of micro-steps. Give 1, 2, 3, ..."
+            )
         if not isinstance(batch, int | GlobalBatch):
             return ConfigurationError(
                 f"batch={batch!r} is not a number of samples. Give this rank's samples of a micro-step, or a "
                 "GlobalBatch."
             )
-        if self.epoch_samples is not None and self.epoch_samples <= 0:
+        if self.epoch_samples is not None and not 0 < self.epoch_samples < float("inf"):
             return ConfigurationError(
                 f"epoch_samples={self.epoch_samples} is no size of a training set. Give len(dataset), or leave it out "
                 "for a curve in steps."

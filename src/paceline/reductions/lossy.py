@@ -9,7 +9,7 @@ Rules
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,8 +120,14 @@ class Lossy(Reduction):
         """As it is, uncompressed; in the pipeline, so that no two ranks mix its messages with a bucket's."""
         assert self._pipeline is not None, "prepared before the first step"
 
+        def look_and_keep(reduced: Tensor) -> None:
+            self._look_for_overflow(reduced._values())
+            keep(reduced)
+
         def start() -> Callable[[], None]:
-            launch_sparse_sum(gradient, process_group, keep).wait()  # on Gloo it is several collectives
+            launch_sparse_sum(
+                gradient, process_group, look_and_keep
+            ).wait()  # on Gloo it is several collectives
             return lambda: None
 
         return self._pipeline.launch(start, gradient, "a sparse gradient")
@@ -154,6 +160,10 @@ class Lossy(Reduction):
     def _count(self, layout: Layout, sent_bytes: int) -> None:
         plain_bytes = all_reduced(layout.num_bytes, self._place[1])
         self._traffic += Traffic(sent_bytes, plain_bytes)
+
+    def withdraw(self, parameters: Sequence[Parameter]) -> None:
+        for memory in self._memories.values():
+            memory.withdraw(self._names[id(parameter)] for parameter in parameters)
 
     def end_step(self, timing: StepTiming) -> None:
         self.overflowed = any(bool(sign.isnan()) for sign in self._signs)

@@ -9,7 +9,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +77,13 @@ class Memory:
         """A step begins: forget what the last one proposed in vain."""
         for slot in self._slots.values():
             slot.is_proposed = False
+
+    def withdraw(self, names: Iterable[str]) -> None:
+        """Propose for these parameters what is kept: the step counts, but not for them."""
+        for name in names:
+            if name in self._homes:
+                home = self._homes[name]
+                home.slot.proposed[home.start : home.stop] = home.kept
 
     def commit(self) -> None:
         """The step counts."""

@@ -15,7 +15,7 @@ is as large as the gradient: far below it twice the batch saves half of the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -192,6 +192,9 @@ class GradientNoiseScale(Reduction):
     ) -> Pending:
         return self._inner.launch_sparse(gradient, process_group, keep)
 
+    def withdraw(self, parameters: Sequence[Parameter]) -> None:
+        self._inner.withdraw(parameters)
+
     def end_step(self, timing: StepTiming) -> None:
         if self._is_agreed:
             self.add(self._parts, self._whole)
@@ -200,7 +203,7 @@ class GradientNoiseScale(Reduction):
     # ---- the estimate
 
     def add(self, parts: Tensor, whole: Tensor) -> None:
-        """Take in one step.
+        """Take in one step; one that overflowed changes nothing.
 
         Args:
             parts: X, the sum over the ranks of the squared norms of what they contribute to the mean; a scalar.
@@ -208,8 +211,14 @@ class GradientNoiseScale(Reduction):
         """
         q = self._concentration
         fresh = 1.0 / self._memory_steps
-        self._signal = self._signal.to(whole.device) * (1.0 - fresh) + (whole - parts) / (1.0 - q) * fresh
-        self._noise = self._noise.to(whole.device) * (1.0 - fresh) + (parts - q * whole) / (1.0 - q) * fresh
+        counts = (parts + whole).isfinite()  # asked without waiting for the device
+        signal, noise = self._signal.to(whole.device), self._noise.to(whole.device)
+        self._signal = torch.where(
+            counts, signal * (1.0 - fresh) + (whole - parts) / (1.0 - q) * fresh, signal
+        )
+        self._noise = torch.where(
+            counts, noise * (1.0 - fresh) + (parts - q * whole) / (1.0 - q) * fresh, noise
+        )
         self.num_steps += 1
 
     @property

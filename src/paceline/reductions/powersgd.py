@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,15 +78,15 @@ class PowerSGD(Lossy):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if rank < 1 or rank != int(rank):
+        if not rank >= 1 or rank % 1 != 0:
             raise ConfigurationError(
                 f"PowerSGD: rank={rank} must be a whole number of at least 1; 1 to 4 are usual."
             )
-        if min_compression_rate <= 0:
+        if not min_compression_rate > 0:
             raise ConfigurationError(
                 f"PowerSGD: min_compression_rate={min_compression_rate} must be more than 0."
             )
-        if start_step < 0:
+        if not start_step >= 0:
             raise ConfigurationError(f"PowerSGD: start_step={start_step} must be at least 0.")
         self.rank = int(rank)
         self.min_compression_rate = min_compression_rate
@@ -216,6 +216,11 @@ class PowerSGD(Lossy):
             self._next_factors[matrix.name] = q.clone()
         for (start, stop), mean in others:
             body[start:stop].copy_(mean * factor)
+
+    def withdraw(self, parameters: Sequence[Parameter]) -> None:
+        super().withdraw(parameters)
+        for parameter in parameters:
+            self._next_factors.pop(self._names[id(parameter)], None)
 
     def end_step(self, timing: StepTiming) -> None:
         super().end_step(timing)

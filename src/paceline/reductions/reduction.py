@@ -103,6 +103,9 @@ class Reduction(ABC):
         """Start taking the mean of sparse gradients, which are scaled already; as `launch_sparse_sum`."""
         return launch_sparse_sum(gradient, process_group, keep)
 
+    def withdraw(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  most have nothing to do
+        """No rank used these in the step that ends: what was reduced for them is dropped. Local; before `end_step`."""
+
     def end_step(self, timing: StepTiming) -> None:  # noqa: B027  most have nothing to do
         """A synchronized backward has ended well, with these timings on this rank. Local."""
 

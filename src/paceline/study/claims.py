@@ -70,10 +70,12 @@ CLAIMS = (
     Claim(_YOU, "LAMB is better than linear with gradual warm-up", "lamb", GRADUAL),
     Claim(_NADO, "tuned, momentum SGD with warm-up matches LARS", GRADUAL, "lars", TUNED, matches=True),
     Claim(_NADO, "tuned, momentum SGD with warm-up matches LAMB", GRADUAL, "lamb", TUNED, matches=True),
+    Claim(_NADO, "tuned, momentum SGD without warm-up matches LAMB", "linear", "lamb", TUNED, matches=True),
     Claim(_MALEKI, "at an unchanged rate Adasum is better than the mean", "adasum", "unscaled"),
     Claim(_MALEKI, "Adasum, rate unchanged, is better than linear with gradual warm-up", "adasum", GRADUAL),
     Claim(_MALEKI, "Adasum, rate unchanged, matches the small batch", "adasum", BASELINE, matches=True),
     Claim(_MALEKI, "tuned, Adasum is better than the mean with warm-up", "adasum", GRADUAL, TUNED),
+    Claim(_MALEKI, "tuned, Adasum is better than the mean without warm-up", "adasum", "linear", TUNED),
 )
 
 

@@ -3,9 +3,11 @@
 Rules
 1. One grid: every row tries the same multiples of its optimizer's middle rate.
 2. Only validation accuracies choose a rate. Test accuracies are for the tables.
-3. The reference rate is the best of the grid at the reference batch. "By the rule" is that rate, transferred by a row's
+3. Rates race: each gets one seed, the best gets the others, and if that shows it to be worse than another on average,
+   the other gets its seeds. So a rate that was lucky once is not chosen.
+4. The reference rate is the best of the grid at the reference batch. "By the rule" is that rate, transferred by a row's
    rule and nothing else: what Goyal et al. claim. "Tuned" is the best of the grid in each cell: what others ask for.
-4. What a stage needs depends on the outcomes of those before it, so a study is asked for its next trials until there
+5. What a stage needs depends on the outcomes of those before it, so a study is asked for its next trials until there
    are none. Within a stage all cells get their first seed before any gets its second: a study that was stopped is
    even, not lopsided.
 """
@@ -13,12 +15,13 @@ Rules
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
 from paceline.study.rows import BASELINE, BATCHES, CODEC_FACTOR, LOCAL, ROWS, Row, choose_rows
-from paceline.study.store import Outcome, Store, Trial
+from paceline.study.store import Store, Trial
 from paceline.study.tasks import TASKS, Task
 
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -100,10 +103,19 @@ class Plan:
         return [Cell(ROWS[name], 1) for name in names.values()]
 
     def chosen(self, store: Store, cell: Cell) -> float | None:
-        """The rate of the grid with the best validation accuracy in a cell; None while one is missing."""
-        rates = self.rates(cell.row.optimizer)
-        outcomes = [store.get(self.trial(cell, rate, CHOOSING_SEED)) for rate in rates]
-        return _best(rates, outcomes)
+        """The rate of the grid with the best mean validation accuracy in a cell, over the seeds that are there.
+
+        None while a rate has none.
+        """
+        means = []
+        for rate in self.rates(cell.row.optimizer):
+            trials = [self.trial(cell, rate, seed) for seed in range(self.num_seeds)]
+            accuracies = [outcome.validation for outcome in map(store.get, trials) if outcome is not None]
+            if not accuracies:
+                return None
+            # Of equal ones the smaller rate: the further from divergence.
+            means.append((statistics.fmean(accuracies), -rate))
+        return -max(means)[1]
 
     def reference(self, store: Store, optimizer: str) -> float | None:
         """The reference rate of an optimizer; None while it is not known."""
@@ -118,8 +130,8 @@ class Plan:
                 return missing
         return []
 
-    def num_trials_at_most(self) -> int:
-        """How many a complete study has, if no two stages share any beyond those that must."""
+    def num_trials(self) -> int:
+        """How many a complete study has, if no choice is revised and no tuned rate is the reference."""
         grids = len(self.grid) * len(self.references())
         cells = [cell for table in {row.table for row in self.rows} for cell in self.cells(table)]
         rest = len(self.grid) - 1 + self.num_seeds - 1
@@ -172,11 +184,3 @@ def quick_plan() -> Plan:
     """Seconds: what the tests run."""
     rows = choose_rows(["unscaled", "linear", "gradual warm-up"])
     return Plan(TASKS["digits"], tuple(rows), factors=(16,), tuned_factors=(), num_seeds=4, grid=(1.0,))
-
-
-def _best(rates: Sequence[float], outcomes: Sequence[Outcome | None]) -> float | None:
-    known = [(outcome.validation, rate) for rate, outcome in zip(rates, outcomes, strict=True) if outcome]
-    if len(known) < len(rates):
-        return None
-    # Of equal ones the smaller rate: the further from divergence.
-    return max(known, key=lambda pair: (pair[0], -pair[1]))[1]

@@ -73,7 +73,7 @@ def complete(plan: Plan, store: Store, data: Path | None, progress: Callable[[fl
             for trial in missing:
                 store.add(trial, run_trial(trial, samples))
                 num_done += 1
-                progress(min(1.0, plan.num_there(store) / plan.num_trials_at_most()))
+                progress(min(1.0, plan.num_there(store) / plan.num_trials()))
     finally:
         torch.set_num_threads(threads)
     return num_done

@@ -187,7 +187,7 @@ class Course:
         else:
             self.in_use = None if self.in_use == self.tried else self.in_use
             refuted = self._num_refuted[self.tried] = self._num_refuted.get(self.tried, 0) + 1
-            self._barred_until[self.tried] = self.num_steps + self._pace.try_every * 2 ** (refuted - 1)
+            self._barred_until[self.tried] = self.num_steps + self._pace.check_every * 2**refuted
         self._settle()
         return saves
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import sys
 import time
@@ -98,6 +99,11 @@ class Auto(Reduction):
     # ---- a reduction
 
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
+        before = set() if self._model is None else {id(parameter) for parameter in self._model[0].values()}
+        if before and not before & {id(parameter) for parameter in named_parameters.values()}:
+            raise ConfigurationError(
+                f"{self!r} measures and reduces another model already. Make one for each model."
+            )
         self._model = dict(named_parameters), process_group
         self._ledger.refused = {}
         for name in self._candidates:
@@ -115,11 +121,16 @@ class Auto(Reduction):
             raise ConfigurationError(
                 f"{self!r} knows no model yet. Pass it to DistributedDataParallel first."
             )
-        reduction = copy.deepcopy(self._candidates[name])
+        given = self._candidates[name]
+        reduction = copy.deepcopy(given)
         reduction.prepare(*self._model)
-        if isinstance(reduction, Lossy) and self.loss_scale is not None:
-            reduction.loss_scale = self.loss_scale
+        if isinstance(reduction, Lossy) and isinstance(given, Lossy):
+            reduction.loss_scale = functools.partial(self._ask_loss_scale, given)
         return reduction
+
+    def _ask_loss_scale(self, given: Lossy) -> float:
+        """Asked each time: it may be set later, and a copy of a bound method would ask a copy of the scaler."""
+        return (self.loss_scale or given.loss_scale)()
 
     @property
     def carries_words(self) -> bool:
@@ -155,6 +166,9 @@ class Auto(Reduction):
     def _make_probe(self, message: Message, total_bytes: int) -> Probe:
         reductions = {_PLAIN: Mean(), **{name: self._fresh(name) for name in self._codecs}}
         return Probe.of(message, total_bytes, reductions, self._num_averaged, self._scale)
+
+    def withdraw(self, parameters: Sequence[Parameter]) -> None:
+        self._active.withdraw(parameters)
 
     def end_step(self, timing: StepTiming) -> None:
         self._active.end_step(timing)
