@@ -211,6 +211,7 @@ def test_ranks_that_differ_are_all_told(case, words):
         ({"batch": 8, "reference_batch": 0}, "reference_batch=0 is not a positive"),
         ({"batch": 8, "reference_batch": math.nan}, "reference_batch=nan is not a positive"),
         ({"batch": 8, "epoch_samples": 0}, "epoch_samples=0"),
+        ({"batch": 8, "epoch_samples": float("nan")}, "epoch_samples=nan"),
         ({"batch": 8, "scaling": "log"}, "'log' is not a rule"),
         ({"batch": 8, "rates": (0.0,)}, "parameter group 0 has lr=0.0"),
         ({"batch": 8, "rates": (0.1, -1e-3)}, "parameter group 1"),

@@ -363,6 +363,7 @@ def test_one_for_each_model():
 
 def told_late(_rank, _num_ranks):
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones(()))  # makes it ready
     given = Compressed(TopK(0.5))
     given.loss_scale = scaler.get_scale
     auto = Auto([given])

@@ -13,6 +13,8 @@ from sklearn.metrics.pairwise import pairwise_kernels
 
 from paceline.svm import SVC, gradients
 from paceline.svm.accelerator import RowsOnDevice
+from paceline.svm.active import Active
+from paceline.svm.away import may_violate
 from paceline.svm.elimination import Elimination
 from paceline.svm.expansion import expand
 from paceline.svm.kernels import Kernel
@@ -21,6 +23,7 @@ from paceline.svm.row_cache import RowCache
 from paceline.svm.samples import DenseSamples, SparseSamples
 from paceline.svm.selection import choose, working_set_size
 from paceline.svm.sub_problem import SubProblem
+from paceline.svm.working_block import WorkingBlock
 from svm_oracle import two_classes, working_sets_of
 
 KERNELS = [Kernel("rbf", 0.3), Kernel("linear"), Kernel("poly", 0.2, 1.0, 3), Kernel("sigmoid", 0.1, 0.5)]
@@ -99,6 +102,30 @@ def test_a_sub_problem_ends_at_its_optimum(num_features, num_sides):
     assert SubProblem(kernel).solve(X, 0, table, tol, 5)[1] == 5
 
 
+def test_the_block_of_a_working_set_keeps_what_the_last_one_knew():
+    generator = np.random.default_rng(2)
+    X = DenseSamples.of(generator.normal(size=(400, 60)), np.arange(400))
+    kernel = Kernel("rbf", 0.02)
+    block, kept = WorkingBlock(kernel), np.zeros(0, np.int64)
+    for first, num_new in ((0, 130), (130, 70), (200, 150), (350, 10)):
+        new = np.arange(first, first + num_new)
+        chosen = np.concatenate([kept, new])
+        panel = X.take(chosen)
+        before = block.num_kernel_values
+        K = block.among(panel, len(kept))
+        assert np.allclose(K[:, : len(chosen)], kernel.values(panel, panel), atol=1e-12)
+        assert not K[:, len(chosen) :].any()
+        assert block.num_kernel_values - before == num_new * len(chosen)
+        kept = new[:65]
+
+
+def test_a_small_problem_with_room_for_a_few_rows_computes_them_again():
+    X, y = two_classes(60)
+    roomy, tight = (SVC(C=10.0, gamma=0.5, tol=1e-6, cache_size=size).fit(X, y) for size in (500, 0.008))
+    assert tight.counters_[0].num_kernel_values > roomy.counters_[0].num_kernel_values
+    assert np.array_equal(tight.dual_coef_, roomy.dual_coef_)
+
+
 def test_the_cache_keeps_what_was_used_last():
     cache = RowCache(num_samples=10, num_columns=4, budget_bytes=3 * 4 * 4, dtype=np.float32)
     slots, missing = cache.slots_for(np.array([7, 1]))
@@ -170,6 +197,18 @@ def test_ties_at_the_start_are_broken_alike_however_the_samples_are_dealt_out():
 )
 def test_sizes_of_working_sets(num, free, size):
     assert working_set_size(num, free) == size
+
+
+def test_only_what_no_violation_can_contain_is_eliminated():
+    """F against the extremes -1 (least that may grow) and 1 (largest that may shrink): too eager costs turns."""
+    f = np.array([-1.0, 0.99, 1.0, 1.01, -1.01, -1.0, 5.0, -5.0])
+    beta = np.array([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5, 0.5])  # at the lower bound, the upper one, or free
+    row = np.zeros((1, 8))
+    samples = DenseSamples.of(np.zeros((8, 1)), np.arange(8))
+    active = Active(samples, f, beta[None], row, row, row + 1, np.arange(8))
+    none = np.zeros((0, 5))
+    nominations = Nominations(-1.0, 1.0, 8, 0, 0, False, none, none, np.zeros(0), np.array([8]))
+    assert may_violate(active, nominations).tolist() == [True, True, True, False, False, True, True, True]
 
 
 def test_when_elimination_is_due():

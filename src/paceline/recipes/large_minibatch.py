@@ -134,7 +134,7 @@ class LargeMinibatch(LRScheduler):
                 f"batch={batch!r} is not a number of samples. Give this rank's samples of a micro-step, or a "
                 "GlobalBatch."
             )
-        if self.epoch_samples is not None and self.epoch_samples <= 0:
+        if self.epoch_samples is not None and not 0 < self.epoch_samples < float("inf"):
             return ConfigurationError(
                 f"epoch_samples={self.epoch_samples} is no size of a training set. Give len(dataset), or leave it out "
                 "for a curve in steps."

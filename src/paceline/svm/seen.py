@@ -63,8 +63,8 @@ class Seen:
         last = first + len(new)
         self._at[new.ids] = np.arange(first, last)
         self.weights = np.concatenate([self.weights, np.zeros(len(new))])
-        if not isinstance(new, DenseSamples):
-            self._samples = self._samples.joined(new)
+        if first == 0 or not isinstance(new, DenseSamples):
+            self._samples = self._samples.joined(new) if first else new
             return
         if (
             self._room is None or len(self._room) < last
