@@ -20,7 +20,7 @@ from paceline.study.rows import BASELINE, BATCHES, CODEC_FACTOR, LOCAL
 
 _PROTOCOL = (
     "rates are chosen on a validation set; accuracies are of the test set, mean ± standard deviation over {num_seeds} "
-    "seeds"
+    "seeds, or those that are there"
 )
 _SHOWN_SHARE = 0.75  # of the baseline's accuracy: the bottom of the picture
 _COLORS = [
