@@ -72,14 +72,17 @@ def make_report(results: Results, load_average_before: float, num_missing: int) 
 
 def show(results: Results, report: Report, console: Console) -> None:
     """Print tables and verdicts."""
-    title = f"{results.plan.task.title}: test accuracy %, by global batch"
-    console.print(table(title, report.columns, report.rows))
-    for name, (columns, rows) in (
-        ("rates tuned in each cell", results.batch_table(TUNED)),
-        ("messages", results.message_table()),
-    ):
+    tables = (
+        (f"{results.plan.task.title}: test accuracy %, by global batch", report.columns, report.rows),
+        ("Rates tuned in each case", *results.batch_table(TUNED)),
+        ("Messages", *results.message_table()),
+    )
+    for title, columns, rows in tables:
         if rows:
-            console.print(table(name, columns, rows))
+            console.print(
+                title, highlight=False, soft_wrap=True
+            )  # as a table's title it would wrap with the table
+            console.print(table("", columns, rows))
     for verdict in judge(results):
         for line in verdict.lines():
             console.print(line, highlight=False, soft_wrap=True)
