@@ -23,6 +23,15 @@ from ranks import pool
 RANK_BATCH, STEPS, RATE = 8, 4, 0.1
 
 
+@pytest.fixture(autouse=True)
+def as_many_threads_as_a_rank_has():
+    """How many threads compute decides the last bits of a convolution."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def model_of(name):
     torch.manual_seed(3)
     return residual_cnn(5, width=4) if name == "cnn" else mlp(64, 16, 5)

@@ -9,10 +9,13 @@ which rank the callback was registered before the collective ended, and on which
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +24,8 @@ from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from paceline.process_group.registration import NAME
+
+GRACE_AT_EXIT_S = 1.0  # for all lanes together; one that waits for a lost peer does not hold up the end
 
 
 class LaneWork(dist.Work):
@@ -165,6 +170,7 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
+            _started.add(self)
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -184,3 +190,14 @@ class Lane:
         self._queue.put(None)
         thread.join(timeout_s)
         return not thread.is_alive()
+
+
+_started: WeakSet[Lane] = WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End every lane before the interpreter: a thread that comes back from C++ after that aborts the process."""
+    until_s = time.monotonic() + GRACE_AT_EXIT_S
+    for lane in list(_started):
+        lane.close(max(0.0, until_s - time.monotonic()))

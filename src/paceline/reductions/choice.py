@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 
 from paceline import compression as compressors
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
-from paceline.reductions.adasum import Adasum
-from paceline.reductions.auto import Auto
-from paceline.reductions.compressed import Compressed
 from paceline.reductions.mean import Mean
-from paceline.reductions.powersgd import PowerSGD
 from paceline.reductions.reduction import Reduction
 
-BY_NAME: dict[str, Callable[[], Reduction]] = {"mean": Mean, "adasum": Adasum}
+
+def _make(home: str, name: str) -> Reduction:
+    """Import what few use only when it is asked for."""
+    made: Reduction = getattr(importlib.import_module(f"paceline.reductions.{home}"), name)()
+    return made
 
 
-def _compress_by(kind: type[Compressor]) -> Reduction:
-    return Compressed(kind())
+def _compress_by(compressor: Compressor) -> Reduction:
+    from paceline.reductions.compressed import Compressed  # noqa: PLC0415  only those who compress pay for it
+
+    return Compressed(compressor)
+
+
+BY_NAME: dict[str, Callable[[], Reduction]] = {
+    "mean": Mean,
+    "adasum": functools.partial(_make, "adasum", "Adasum"),
+}
 
 
 COMPRESSIONS: dict[str, Callable[[], Reduction]] = {
-    **{name: functools.partial(_compress_by, kind) for name, kind in compressors.BY_NAME.items()},
-    "powersgd": PowerSGD,
+    **{name: lambda kind=kind: _compress_by(kind()) for name, kind in compressors.BY_NAME.items()},  # type: ignore[misc]
+    "powersgd": functools.partial(_make, "powersgd", "PowerSGD"),
 }
 """Every codec with its default settings: compressors, and reductions that compress."""
 
-_UNDERSTOOD: dict[str, Callable[[], Reduction]] = {**COMPRESSIONS, "auto": Auto}
+_UNDERSTOOD: dict[str, Callable[[], Reduction]] = {
+    **COMPRESSIONS,
+    "auto": functools.partial(_make, "auto", "Auto"),
+}
 """By `compression=`: a codec, or what chooses one."""
 
 
@@ -49,7 +61,7 @@ def choose_reduction(
             "say shorter, so each says how gradients are combined. Leave out either."
         )
     if isinstance(compression, Compressor):
-        return Compressed(compression)
+        return _compress_by(compression)
     return _find(compression, "compression", _UNDERSTOOD)
 
 

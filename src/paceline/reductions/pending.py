@@ -28,6 +28,7 @@ class PendingWork:
     """A c10d `Work`."""
 
     def __init__(self, work: dist.Work) -> None:
+        _outlive_works()
         self._work = work
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -47,13 +48,12 @@ class PendingWork:
             future = self._work.get_future()
         except (RuntimeError, NotImplementedError):  # a process group written in Python may have none
             return
-        _outlive_callbacks()
         future.add_done_callback(lambda _: callback())
 
 
 @functools.cache
-def _outlive_callbacks() -> None:
-    """Let the backend's threads drop their last callbacks before the interpreter ends.
+def _outlive_works() -> None:
+    """Let the backend's threads drop their last callbacks and tensors before the interpreter ends.
 
     A thread that wants Python's lock after that aborts the process (before Python 3.14).
     """
