@@ -136,6 +136,20 @@ def test_what_is_on_is_compared_again():
     assert one.in_use is None
 
 
+def test_with_none_on_all_is_measured_again():
+    """After 12 steps: what changed before the first check of settled steps is no drift from it."""
+    one = course()
+    steps(one, 4)
+    one.decided(None)
+    for _ in range(2):
+        steps(one, 5)
+        one.checked(9.0)
+        assert one.phase is Phase.SETTLED
+    steps(one, 5)
+    one.checked(9.0)
+    assert one.phase is Phase.MEASURING
+
+
 def test_another_codec_is_tried_against_the_one_in_use():
     one = tried()
     one._enter(Phase.MEASURING)

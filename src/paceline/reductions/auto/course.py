@@ -3,7 +3,7 @@
     resuming --resumed--> settled, or measuring    (a state was loaded; not everywhere the same one)
     measuring --decided--> settled                 (nothing new: stay as it is)
         |                   ^   |
-        +--decided--> trying    +--checked--> measuring    (steps take another time than they did)
+        +--decided--> trying    +--checked--> measuring    (steps take another time, or none is on and it is long ago)
                         |  ^    +--checked--> trying       (a codec is on and was not compared for long)
                         +--+--tried--> settled
 
@@ -61,7 +61,8 @@ class Pace:
         num_measured: Samples before a decision.
         num_tried: Samples of a trial, half of them with the codec; a multiple of 4.
         check_every: Settled steps between two checks, at first; doubled, up to 8 times, by each that found nothing.
-        try_every: Steps after which a codec that is on is compared again.
+        try_every: Steps after which a codec that is on is compared again, and after which all is measured again if
+            none is: what changed before the first check of settled steps is not a drift from it.
         drift_ratio: By how much a settled step's time may change before all is measured again.
     """
 
@@ -171,6 +172,8 @@ class Course:
         is_news = chosen != self.in_use
         self._check_every = min(self._check_every * (1 if is_news else 2), 8 * self._pace.check_every)
         self.in_use = chosen
+        if chosen is None:
+            self._compared_at = self.num_steps
         self._settle()
 
     def tried_out(self, with_s: float, without_s: float) -> bool:
@@ -198,11 +201,13 @@ class Course:
             self._pace.drift_ratio
         )
         expired = [name for name, until in self._barred_until.items() if self.num_steps >= until]
-        if has_drifted or expired:
-            for name in expired:
-                del self._barred_until[name]
+        for name in expired:
+            del self._barred_until[name]
+        is_due = self.num_steps - self._compared_at >= self._pace.try_every
+        is_plain = self.in_use is None and not self._barred_until  # what is barred has its own time
+        if has_drifted or expired or (is_due and is_plain):
             self._enter(Phase.MEASURING)
-        elif self.in_use is not None and self.num_steps - self._compared_at >= self._pace.try_every:
+        elif is_due and self.in_use is not None:
             self._try(self.in_use)
         else:
             self._enter(Phase.SETTLED)
