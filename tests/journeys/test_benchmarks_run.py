@@ -42,7 +42,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ["memory", "--sides", "torch,ours"],
         ["overlap"],
         ["compression"],
-        ["auto_compression"],
     ],
     ids="-".join,
 )
