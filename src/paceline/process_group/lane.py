@@ -9,13 +9,10 @@ which rank the callback was registered before the collective ended, and on which
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
-from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,9 +20,8 @@ from torch.autograd import _profiler_enabled as _is_profiled
 from torch.autograd.profiler import record_function
 from torch.futures import Future
 
+from paceline.observe.before_exit import end_before_exit
 from paceline.process_group.registration import NAME
-
-GRACE_AT_EXIT_S = 1.0  # for all lanes together; one that waits for a lost peer does not hold up the end
 
 
 class LaneWork(dist.Work):
@@ -170,7 +166,7 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-            _started.add(self)
+            end_before_exit(self, Lane.close)
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -190,14 +186,3 @@ class Lane:
         self._queue.put(None)
         thread.join(timeout_s)
         return not thread.is_alive()
-
-
-_started: WeakSet[Lane] = WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    """End every lane before the interpreter: a thread that comes back from C++ after that aborts the process."""
-    until_s = time.monotonic() + GRACE_AT_EXIT_S
-    for lane in list(_started):
-        lane.close(max(0.0, until_s - time.monotonic()))

@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from paceline.observe.before_exit import end_before_exit
 from paceline.observe.processes import GONE, UNKNOWN, is_stopped, state_of
 from paceline.reductions.pending import Pending
 
@@ -149,6 +150,7 @@ class _Question(threading.Thread):
         self._key = key
         self._answer = False
         self._error: RuntimeError | None = None
+        end_before_exit(self, threading.Thread.join)
         self.start()
 
     def run(self) -> None:
