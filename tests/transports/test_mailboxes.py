@@ -112,6 +112,8 @@ def test_another_size_is_an_error():
     first, second = together(2, main)
     assert isinstance(first, ProtocolError)
     assert "18 bytes came from rank 1 where one of 16 was expected" in str(first)
+    if isinstance(second, PeerLostError):  # its peer had given up before it had all
+        return
     assert torch.equal(second, torch.ones(8, dtype=torch.int16))  # which was as it expected
 
 

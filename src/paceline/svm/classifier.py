@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import column_or_1d
 
 from paceline.errors import ConfigurationError
 from paceline.svm import calibration
@@ -143,7 +142,6 @@ class SVC(PairwiseVotes):
         return self
 
     def _checked_targets(self, y: Any) -> Any:
-        y = column_or_1d(y, warn=True)
         check_classification_targets(y)
         return y
 

@@ -19,7 +19,28 @@ FAR = 1e30
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+_OPTIONS: dict[str, Any] = {
+    "fastmath": {"nnan", "ninf", "nsz", "arcp", "contract"},
+    "error_model": "numpy",
+    "nogil": True,
+    "cache": True,
+}
+
+
 def compiled(function: _F) -> _F:
     """Compile when first called, and keep the code on disk."""
-    fast = {"nnan", "ninf", "nsz", "arcp", "contract"}
-    return cast("_F", numba.njit(fastmath=fast, error_model="numpy", nogil=True, cache=True)(function))
+    return cast("_F", numba.njit(**_OPTIONS)(function))
+
+
+def inlined(function: _F) -> _F:
+    """As `compiled`, inside whatever calls it: to pass a dozen arrays takes as long as a short loop over them."""
+    return cast("_F", numba.njit(forceinline=True, **_OPTIONS)(function))
+
+
+def borrowing(function: _F) -> _F:
+    """As `compiled`, without counting references: for short loops over slices; nothing can be allocated.
+
+    Counting takes two atomic operations a slice. numba compiles some functions of its own so; its users' manual does
+    not name the option.
+    """
+    return cast("_F", cast("Any", numba.njit)(_nrt=False, **_OPTIONS)(function))

@@ -127,7 +127,7 @@ def _fit(job: Job, table: Table, rank: int) -> dict[str, Any]:
         "gap": np.atleast_1d(model.gap_).tolist(),
         "objective": np.atleast_1d(model.objective_).tolist(),
         "converged": model.fit_status_ == 0,
-        "counters": [dataclasses.asdict(counters) for counters in model.counters_],
+        "counters": [counters._asdict() for counters in model.counters_],
         "progress": [dataclasses.asdict(point) for point in log.points],
     }
 

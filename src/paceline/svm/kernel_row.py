@@ -12,12 +12,12 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import compiled
+from paceline.svm.compiled import compiled, inlined
 from paceline.svm.gaussian import values_double, values_single
 from paceline.svm.kernels import Kernel
 from paceline.svm.samples import DenseSamples, GramSamples, Samples, SparseSamples
 
-_DENSE, _SPARSE, _GRAM = 0, 1, 2
+DENSE, SPARSE, GRAM = 0, 1, 2
 _KINDS = {"rbf": 0, "linear": 1, "poly": 2, "sigmoid": 3, "precomputed": 4}
 _SINGLE = 5  # rbf in single precision
 
@@ -88,7 +88,7 @@ def source_of(kernel: Kernel, samples: Samples, dtype: Any = np.float64) -> Sour
         return Source(
             **{
                 **empty,
-                "form": _SPARSE,
+                "form": SPARSE,
                 "indptr": rows.indptr.astype(np.int64),
                 "indices": rows.indices.astype(np.int64),
                 "data": rows.data,
@@ -99,23 +99,23 @@ def source_of(kernel: Kernel, samples: Samples, dtype: Any = np.float64) -> Sour
         )
     if isinstance(samples, GramSamples):
         rows = np.ascontiguousarray(samples.rows, np.float64)
-        return Source(**{**empty, "form": _GRAM, "rows": rows})
+        return Source(**{**empty, "form": GRAM, "rows": rows})
     assert isinstance(samples, DenseSamples)
     rows = np.ascontiguousarray(samples.rows, dtype)
     if dtype == np.float32 and kernel.name == "rbf":
         empty |= {"kind": _SINGLE, "squares": empty["squares"].astype(dtype)}
-    return Source(**{**empty, "form": _DENSE, "rows": rows, "columns": np.ascontiguousarray(rows.T)})
+    return Source(**{**empty, "form": DENSE, "rows": rows, "columns": np.ascontiguousarray(rows.T)})
 
 
-@compiled
+@inlined
 def kernel_row(source: Source, i: int, first: int, last: int, out: NDArray[np.float64]) -> None:
     """Write the kernel values of sample i with samples first to last (exclusive) to `out`, shape (last - first,)."""
-    if source.form == _GRAM:
+    if source.form == GRAM:
         row = source.rows[i]
         for t in range(last - first):
             out[t] = row[first + t]
         return
-    if source.form == _SPARSE:
+    if source.form == SPARSE:
         _sparse_products(source, i, first, last, out)
     else:
         _dense_products(source, i, first, last, out)
@@ -132,7 +132,7 @@ def diagonal_of(source: Source, out: NDArray[np.float64]) -> None:
         kernel_row(source, i, i, i + 1, out[i : i + 1])
 
 
-@compiled
+@inlined
 def _dense_products(source: Source, i: int, first: int, last: int, out: NDArray[np.float64]) -> None:
     x, columns = source.rows[i], source.columns
     n = last - first
@@ -163,7 +163,7 @@ def _dense_products(source: Source, i: int, first: int, last: int, out: NDArray[
             e += 1
 
 
-@compiled
+@inlined
 def _sparse_products(source: Source, i: int, first: int, last: int, out: NDArray[np.float64]) -> None:
     for t in range(last - first):
         out[t] = 0.0
@@ -176,7 +176,7 @@ def _sparse_products(source: Source, i: int, first: int, last: int, out: NDArray
             at += 1
 
 
-@compiled
+@inlined
 def _apply(source: Source, i: int, first: int, last: int, out: NDArray[Any]) -> None:
     """Turn products into kernel values, in place."""
     n = last - first

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm import dealing
-from paceline.svm.direct import Small
+from paceline.svm.compiled import compiled
 from paceline.svm.kernels import Kernel
 from paceline.svm.problem import Problem, Solution, SolverSettings, feasible
 from paceline.svm.samples import Samples
+from paceline.svm.small_problems import SmallProblems
 from paceline.svm.solving import solve
 from paceline.svm.training_set import TrainingSet
 
@@ -61,10 +62,10 @@ class Pairs:
             The solutions in the order of `itertools.combinations`, and scikit-learn's table of coefficients of this
             rank's samples, shape (K - 1, N): row r of a sample is its coefficient against the r-th other class.
         """
-        num = len(self.counts)
-        pairs = list(itertools.combinations(range(num), 2))
-        table = np.zeros((num - 1, len(self.data.samples)))
-        small = [pair for pair in pairs if self.counts[list(pair)].sum() <= dealing.LARGEST]
+        counts = self.counts.tolist()
+        pairs = list(itertools.combinations(range(len(counts)), 2))
+        table = np.zeros((len(counts) - 1, len(self.data.samples)))
+        small = [(one, other) for one, other in pairs if counts[one] + counts[other] <= dealing.LARGEST]
         if small and not dealing.fits(self.data.world, self.matrix, settings.cache_bytes):
             small = []
         found = self._solve_small(small, kernel, settings, table)
@@ -87,31 +88,22 @@ class Pairs:
         everyone = data.everywhere(self.matrix, np.arange(len(self.matrix)))
         order = np.argsort(data.all_targets, kind="stable")
         samples = dealing.in_order(everyone, data.all_ids[order])
-        costs, ends = self.all_costs[order], np.cumsum(self.counts)
-        problems = []
-        for one, other in pairs:
-            a, b, c, d = (
-                ends[one] - self.counts[one],
-                ends[one],
-                ends[other] - self.counts[other],
-                ends[other],
+        ends = np.cumsum(self.counts)
+        begins = ends - self.counts
+        one, other = np.array(pairs).T
+        bounds = np.stack([begins[one], ends[one], begins[other], ends[other]], axis=1)
+        problems = _problems(bounds, self.all_costs[order])
+        if self.start is not None:
+            members = np.split(order[_members(bounds)], problems.first[1:-1])
+            problems.beta[0] = np.concatenate(
+                [self._feasible(pair, part) for pair, part in zip(pairs, members, strict=True)]
             )
-            upper = np.concatenate([costs[a:b], np.zeros(d - c)])[None]
-            lower = np.concatenate([np.zeros(b - a), -costs[c:d]])[None]
-            linear = np.concatenate([np.full(b - a, -1.0), np.ones(d - c)])[None]
-            bounds = (int(a), int(b), int(c), int(d))
-            members = np.concatenate([order[a:b], order[c:d]])
-            problems.append(Small(bounds, linear, lower, upper, self._feasible((one, other), members)[None]))
-        width = int(max(self.counts[list(pair)].max() for pair in pairs)) if len(pairs) > 1 else 0
-        found = dealing.deal(kernel, samples, problems, settings, data.world, width)
+        found = dealing.deal(kernel, samples, problems, settings, data.world)
+        by_class = np.zeros((len(table), len(order)))  # samples in the order of their classes
+        _tabulate(problems, one, other, by_class)
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
-        mine = place[np.searchsorted(data.all_ids, data.samples.ids)]
-        by_class = {k: np.flatnonzero(data.targets == k) for k in {k for pair in pairs for k in pair}}
-        for (one, other), problem, solution in zip(pairs, problems, found, strict=True):
-            a, b, c, _ = problem.bounds
-            table[other - 1, by_class[one]] = solution.beta[mine[by_class[one]] - a]
-            table[one, by_class[other]] = solution.beta[mine[by_class[other]] - c + (b - a)]
+        table[:] = by_class[:, place[np.searchsorted(data.all_ids, data.samples.ids)]]
         return dict(zip(pairs, found, strict=True))
 
     def _solve_large(
@@ -152,3 +144,37 @@ class Pairs:
         last = np.where(is_one, self.start[other - 1, ids], self.start[one, ids])
         cost = self.all_costs[members]
         return feasible(last, np.where(is_one, 0.0, -cost), np.where(is_one, cost, 0.0))
+
+
+def _members(bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Samples of pairs of ranges (a, b, c, d), one pair after another."""
+    begins, sizes = bounds[:, ::2].ravel(), (bounds[:, 1::2] - bounds[:, ::2]).ravel()
+    ends = np.cumsum(sizes)
+    return np.asarray(np.arange(ends[-1]) + np.repeat(begins - (ends - sizes), sizes))
+
+
+def _problems(bounds: NDArray[np.int64], costs: NDArray[np.float64]) -> SmallProblems:
+    """A problem for each pair of ranges of samples, the first range with positive coefficients; all are zero."""
+    sizes = bounds[:, 1::2] - bounds[:, ::2]
+    sign = np.repeat(np.tile([1.0, -1.0], len(bounds)), sizes.ravel())[None]
+    cost = costs[_members(bounds)]
+    first = np.concatenate([[0], np.cumsum(sizes.sum(axis=1))])
+    lower, upper = np.minimum(0.0, sign * cost), np.maximum(0.0, sign * cost)
+    return SmallProblems(bounds, first, -sign, lower, upper, np.zeros_like(sign))
+
+
+@compiled
+def _tabulate(
+    problems: SmallProblems,
+    one: NDArray[np.int64],
+    other: NDArray[np.int64],
+    table: NDArray[np.float64],
+) -> None:
+    """Write the coefficients of problems of the classes `one` and `other` to scikit-learn's table of all samples."""
+    for k in range(len(one)):
+        a, b, c, d = problems.bounds[k]
+        first = problems.first[k]
+        for t in range(b - a):
+            table[other[k] - 1, a + t] = problems.beta[0, first + t]
+        for t in range(d - c):
+            table[one[k], c + t] = problems.beta[0, first + b - a + t]

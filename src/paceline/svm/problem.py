@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,8 +101,7 @@ class SolverSettings:
         return self.max_steps if self.max_steps >= 0 else max(10_000_000, 100 * num_variables)
 
 
-@dataclass(frozen=True)
-class Counters:
+class Counters(NamedTuple):
     """What a solution took; the same on any machine.
 
     Attributes:
@@ -125,8 +125,7 @@ class Counters:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Solution:
+class Solution(NamedTuple):
     """Where a solver ended.
 
     Attributes:

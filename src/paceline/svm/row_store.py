@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import compiled
+from paceline.svm.compiled import compiled, inlined
 from paceline.svm.kernel_row import Source, kernel_row
 
 
@@ -48,11 +48,9 @@ def row_store(num: int, rows: NDArray[Any]) -> RowStore:
 
 
 @compiled
-def fetch(source: Source, store: RowStore, t: int, needed: int) -> tuple[int, int]:
-    """The slot of sample t's kernel row, and how many values had to be computed; slot `needed` stays as it is."""
+def fetch(source: Source, store: RowStore, t: int, needed: int) -> int:
+    """Compute sample t's kernel row; returns how many values that took. Slot `needed` stays as it is."""
     slot_of, owner, next_slot = store.slot_of, store.owner, store.next_slot
-    if slot_of[t] >= 0:
-        return slot_of[t], 0
     slot = next_slot[0]
     if slot == needed:
         slot = (slot + 1) % len(owner)
@@ -61,10 +59,22 @@ def fetch(source: Source, store: RowStore, t: int, needed: int) -> tuple[int, in
         slot_of[owner[slot]] = -1
     owner[slot] = t
     slot_of[t] = slot
-    return slot, _compute(source, store, t, store.rows[slot])
+    return _compute(source, store, t, store.rows[slot])
 
 
 @compiled
+def fill_from_gram(gram: NDArray[np.float64], store: RowStore) -> None:
+    """Write all kernel rows, of which there is room for each, where all kernel values are known."""
+    a, b, c, d = store.bounds
+    n_a, n = b - a, (b - a) + (d - c)
+    for t in range(n):
+        known, row = gram[a + t if t < n_a else c + t - n_a], store.rows[t]
+        one, other, rest = row[:n_a], row[n_a:n], row[n:]
+        one[:], other[:], rest[:] = known[a:b], known[c:d], 0.0
+        store.slot_of[t] = store.owner[t] = t
+
+
+@inlined
 def _compute(source: Source, store: RowStore, t: int, row: NDArray[Any]) -> int:
     """Write sample t's kernel row; returns how many values had to be computed."""
     a, b, c, d = store.bounds

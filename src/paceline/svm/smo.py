@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import FAR, LANES, compiled
+from paceline.svm.compiled import FAR, LANES, borrowing, compiled
 from paceline.svm.kernel_row import Source
 from paceline.svm.row_store import RowStore, fetch
 
@@ -43,7 +43,49 @@ class Variables(NamedTuple):
     diagonal: NDArray[Any]
 
 
-@compiled
+class Board(NamedTuple):
+    """What the passes over all variables read and write, in lanes: S sides of L times LANES.
+
+    Attributes:
+        rows: Kernel rows, shape (R, L, LANES).
+        slot_of: Which row is a sample's, or -1; shape (samples,).
+        F: Gradients, shape (S, L, LANES).
+        closed_up: What is added so that a variable which may not grow is never the least; shape (S, L, LANES).
+        closed_down: Likewise for those that may not shrink.
+        gains: Scratch, shape (S, L, LANES).
+        diagonal: Shape (L, LANES).
+        least: Scratch, shape (LANES,).
+        most: Scratch, shape (LANES,).
+    """
+
+    rows: NDArray[Any]
+    slot_of: NDArray[np.int64]
+    F: NDArray[Any]
+    closed_up: NDArray[Any]
+    closed_down: NDArray[Any]
+    gains: NDArray[Any]
+    diagonal: NDArray[Any]
+    least: NDArray[Any]
+    most: NDArray[Any]
+
+
+@borrowing
+def _extremes(
+    F: NDArray[Any],
+    closed_up: NDArray[Any],
+    closed_down: NDArray[Any],
+    least: NDArray[Any],
+    most: NDArray[Any],
+) -> None:
+    """Lower and raise the lanes' extremes to those of the gradient."""
+    for s in range(len(F)):
+        g, cu, cd = F[s], closed_up[s], closed_down[s]
+        for lane in range(LANES):
+            least[lane] = min(least[lane], g[lane] + cu[lane])
+            most[lane] = max(most[lane], g[lane] + cd[lane])
+
+
+@borrowing
 def _follow(
     F: NDArray[Any],
     closed_up: NDArray[Any],
@@ -66,7 +108,7 @@ def _follow(
             most[lane] = max(most[lane], b)
 
 
-@compiled
+@borrowing
 def _gains(
     F: NDArray[Any],
     closed_down: NDArray[Any],
@@ -91,7 +133,7 @@ def _gains(
             most[lane] = max(most[lane], t)
 
 
-@compiled
+@borrowing
 def _least_of(lanes: NDArray[Any]) -> Any:
     """The smallest; four chains of comparisons, for each waits for the one before."""
     a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
@@ -100,7 +142,7 @@ def _least_of(lanes: NDArray[Any]) -> Any:
     return min(a, b, c, d)
 
 
-@compiled
+@borrowing
 def _largest_of(lanes: NDArray[Any]) -> Any:
     """The largest."""
     a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
@@ -138,44 +180,108 @@ def solve(
             closed_down[v] = zero
     # In lanes: (side, lanes of a side, lane).
     form = (S, P // LANES, LANES)
-    rows, by_lane, d = store.rows.reshape((num_rows, *form[1:])), F.reshape(form), diagonal.reshape(form[1:])
-    ups, downs, gains = closed_up.reshape(form), closed_down.reshape(form), gain.reshape(form)
-    least, most = np.empty(LANES, number), np.empty(LANES, number)
-    i, j, delta, steps, num_values, decrease = 0, 0, 0.0, 0, 0, 0.0
-    Ki = Kj = np.zeros(form[1:], number)
+    board = Board(
+        store.rows.reshape((num_rows, *form[1:])),
+        store.slot_of,
+        F.reshape(form),
+        closed_up.reshape(form),
+        closed_down.reshape(form),
+        gain.reshape(form),
+        diagonal.reshape(form[1:]),
+        np.empty(LANES, number),
+        np.empty(LANES, number),
+    )
+    flat = closed_up, closed_down, gain
+    steps, decrease, num_values = 0, 0.0, 0
+    while True:
+        done, by, missing, needed = _update_pairs(
+            board, variables, flat, store.rows, tolerance, max_steps - steps
+        )
+        steps += done
+        decrease += by
+        if missing < 0:
+            return steps, decrease, num_values
+        num_values += fetch(source, store, missing, needed)
+
+
+@borrowing
+def _update_pairs(
+    board: Board,
+    variables: Variables,
+    flat: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
+    rows: NDArray[Any],
+    tolerance: float,
+    max_steps: int,
+) -> tuple[int, float, int, int]:
+    """Run to the end, or until a kernel row is missing.
+
+    Args:
+        board: What the passes read and write, in lanes.
+        variables: The same memory without lanes, and the rest.
+        flat: `closed_up`, `closed_down` and `gains` without lanes.
+        rows: Kernel rows without lanes.
+        tolerance: As in `solve`.
+        max_steps: Pair updates.
+
+    Returns:
+        Pair updates, by how much they lowered the objective, the sample whose row is missing or -1, and the slot of a
+        row that is needed beside it or -1.
+    """
+    F, beta, lower, upper, diagonal = variables
+    by_lane, least, most, slot_of = board.F, board.least, board.most, board.slot_of
+    closed_up, closed_down, gain = flat
+    P = len(diagonal)
+    number = F.dtype
+    zero, far = number.type(0), number.type(FAR)
+    i, j, delta, steps, decrease = 0, 0, 0.0, 0, 0.0
+    Ki = Kj = board.rows[0]
     while True:
         for lane in range(LANES):
             least[lane] = far
             most[lane] = -far
-        for s in range(S):
-            _follow(by_lane[s], ups[s], downs[s], Ki, Kj, number.type(delta), least, most)
+        for s in range(len(by_lane)):
+            if delta == 0.0:  # before the first update: the rows may not have been written
+                _extremes(by_lane[s], board.closed_up[s], board.closed_down[s], least, most)
+            else:
+                _follow(
+                    by_lane[s],
+                    board.closed_up[s],
+                    board.closed_down[s],
+                    Ki,
+                    Kj,
+                    number.type(delta),
+                    least,
+                    most,
+                )
         m, M = _least_of(least), _largest_of(most)
         if M - m < tolerance or steps >= max_steps:
-            break
+            return steps, decrease, -1, -1
         i = 0
         while least[i] != m:
             i += 1
         while F[i] + closed_up[i] != m:
             i += LANES
-        slot, new = fetch(source, store, i % P, -1)
-        num_values += new
-        Ki, di = rows[slot], diagonal[i % P]
+        slot = slot_of[i % P]
+        if slot < 0:
+            return steps, decrease, i % P, -1
+        Ki, di = board.rows[slot], diagonal[i % P]
         for lane in range(LANES):
             most[lane] = zero
-        for s in range(S):
-            _gains(by_lane[s], downs[s], Ki, d, m, di, gains[s], most)
+        for s in range(len(by_lane)):
+            _gains(by_lane[s], board.closed_down[s], Ki, board.diagonal, m, di, board.gains[s], most)
         best = _largest_of(most)
         if best <= 0.0:
-            break
+            return steps, decrease, -1, -1
         j = 0
         while most[j] != best:
             j += 1
         while gain[j] != best:
             j += LANES
-        other, new = fetch(source, store, j % P, slot)
-        num_values += new
-        Kj = rows[other]
-        curvature = max(_f64(di) + diagonal[j % P] - 2.0 * store.rows[slot, j % P], LEAST_CURVATURE)
+        other = slot_of[j % P]
+        if other < 0:
+            return steps, decrease, j % P, slot
+        Kj = board.rows[other]
+        curvature = max(_f64(di) + diagonal[j % P] - 2.0 * rows[slot, j % P], LEAST_CURVATURE)
         slope = _f64(F[j]) - m
         room_i, room_j = upper[i] - beta[i], beta[j] - lower[j]
         delta = min(slope / curvature, room_i, room_j)
@@ -184,11 +290,10 @@ def solve(
         beta[i] = upper[i] if delta == room_i else beta[i] + delta
         beta[j] = lower[j] if delta == room_j else beta[j] - delta
         if beta[i] == old_i and beta[j] == old_j:
-            break
+            return steps, decrease, -1, -1
         decrease += delta * (slope - 0.5 * delta * curvature)
         closed_up[i] = zero if beta[i] < upper[i] else far
         closed_down[i] = zero if beta[i] > lower[i] else -far
         closed_up[j] = zero if beta[j] < upper[j] else far
         closed_down[j] = zero if beta[j] > lower[j] else -far
         steps += 1
-    return steps, decrease, num_values

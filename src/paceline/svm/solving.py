@@ -8,19 +8,19 @@ nothing is exchanged. Which way is taken does not change what the optimum is.
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 import torch
+from numpy.typing import NDArray
 
-from paceline.svm.dealing import LARGEST, deal, in_order, packed, unpacked
-from paceline.svm.direct import Small
+from paceline.svm.dealing import LARGEST, deal, in_order
 from paceline.svm.exchange import fits, from_everyone
-from paceline.svm.problem import Problem, Solution, SolverSettings
+from paceline.svm.problem import Counters, Problem, Solution, SolverSettings
 from paceline.svm.samples import SparseSamples, renumbered
+from paceline.svm.small_problems import SmallProblems
 from paceline.svm.solver import Solver
 from paceline.svm.threads import crew
 from paceline.svm.world import Alone, World
@@ -72,19 +72,20 @@ def _solve_on_one(problem: Problem, settings: SolverSettings, world: World, is_s
     whole = everyones(problem, world)
     if is_small:
         num = problem.num_samples
-        small = Small((0, num, num, num), whole.linear, whole.lower, whole.upper, whole.start)
-        found = deal(whole.kernel, whole.samples, [small], settings, world)[0]
+        bounds, first = np.array([[0, num, num, num]]), np.array([0, num])
+        small = SmallProblems(bounds, first, whole.linear, whole.lower, whole.upper, whole.start)
+        found = deal(whole.kernel, whole.samples, small, settings, world)[0]
     else:
         hosts = world.gather_objects([platform.node(), torch.get_num_threads()], _DOING)
         num_threads = sum(threads for host, threads in hosts if host == hosts[0][0])
         mine = np.zeros(0)
         if world.rank == 0:
             with crew(num_threads):
-                mine = packed(0, Solver(whole, settings, Alone()).solve())
-        found = unpacked(world.gather_uneven(mine, _DOING)[0])[0]
+                mine = _packed(Solver(whole, settings, Alone()).solve())
+        found = _unpacked(world.gather_uneven(mine, _DOING)[0])
         counts = {"num_collectives": world.num_collectives, "num_bytes": world.num_bytes}
-        found = dataclasses.replace(found, counters=dataclasses.replace(found.counters, **counts))
-    return dataclasses.replace(found, beta=found.beta[problem.samples.ids])
+        found = found._replace(counters=found.counters._replace(**counts))
+    return found._replace(beta=found.beta[problem.samples.ids])
 
 
 def everyones(problem: Problem, world: World) -> Problem:
@@ -96,3 +97,15 @@ def everyones(problem: Problem, world: World) -> Problem:
     linear, lower, upper, start = np.ascontiguousarray(columns[order].transpose(1, 2, 0))
     samples = renumbered(in_order(everyone, np.arange(len(order))), np.arange(len(order)))
     return Problem(problem.kernel, samples, problem.num_samples, linear, lower, upper, start)
+
+
+def _packed(solution: Solution) -> NDArray[np.float64]:
+    """A solution as numbers to send."""
+    head = [solution.offset, solution.objective, solution.gap, solution.converged]
+    return np.concatenate([np.array([*head, *solution.counters], np.float64), solution.beta])
+
+
+def _unpacked(numbers: NDArray[np.float64]) -> Solution:
+    head, counters, beta = np.split(numbers, [4, 4 + len(Counters._fields)])
+    offset, objective, gap, converged = head.tolist()
+    return Solution(beta, offset, objective, gap, bool(converged), Counters(*map(int, counters)))
