@@ -42,6 +42,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ["memory", "--sides", "torch,ours"],
         ["overlap"],
         ["compression"],
+        ["auto_compression"],
     ],
     ids="-".join,
 )

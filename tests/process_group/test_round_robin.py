@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from models import digest, generator, squares
-from paceline import DistributedDataParallel
+from linear_oracle import train_linear
 from paceline.errors import ConfigurationError
 from paceline.process_group.round_robin import RoundRobin
 from ranks import pool
@@ -75,22 +74,7 @@ def test_refusals(groups, bound, words):
 
 def train(rank, num_ranks, seed, backend, bound):
     both = RoundRobin([dist.new_group(backend=backend) for _ in range(3)], bound)
-    torch.manual_seed(seed)
-    model = DistributedDataParallel(torch.nn.Linear(40, 30).double(), process_group=both, bucket_cap_mb=0.001)
-    torch.manual_seed(seed)
-    alone = torch.nn.Linear(40, 30).double()
-    for step in range(4):
-        model.zero_grad()
-        alone.zero_grad()
-        for r in range(num_ranks):
-            x = torch.randn(4, 40, generator=generator(seed, step, r), dtype=torch.float64)
-            if r == rank:
-                squares(model(x)).backward()
-            (squares(alone(x)) / num_ranks).backward()
-    pairs = zip(model.module.parameters(), alone.parameters(), strict=True)
-    return max((p.grad - q.grad).abs().max().item() for p, q in pairs), digest(
-        [p.grad for p in model.parameters()]
-    )
+    return train_linear(rank, num_ranks, seed, (40, 30), 4, process_group=both, bucket_cap_mb=0.001)
 
 
 @pytest.mark.parametrize("bound", [None, 1, 2])

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import paceline  # noqa: F401  registers the backend
-from models import digest, generator, squares
-from paceline import DistributedDataParallel
+from linear_oracle import train_linear
+from models import digest, generator
 from paceline.process_group.host_collectives import STAGING_BYTES
 from paceline.transports.shared_memory.host import SWITCH
 from ranks import Ranks, pool
@@ -96,26 +96,7 @@ def test_reductions_over_hosts(hosts, only):
 
 def train(rank, num_ranks, hosts, seed):
     with group_on(hosts, rank) as ours:
-        return trained(ours, rank, num_ranks, seed)
-
-
-def trained(ours, rank, num_ranks, seed):
-    torch.manual_seed(seed)
-    model = DistributedDataParallel(torch.nn.Linear(300, 200).double(), process_group=ours)
-    torch.manual_seed(seed)
-    alone = torch.nn.Linear(300, 200).double()
-    for step in range(3):
-        model.zero_grad()
-        alone.zero_grad()
-        for r in range(num_ranks):
-            x = torch.randn(4, 300, generator=generator(seed, step, r), dtype=torch.float64)
-            if r == rank:
-                squares(model(x)).backward()
-            (squares(alone(x)) / num_ranks).backward()
-    pairs = zip(model.module.parameters(), alone.parameters(), strict=True)
-    return max((p.grad - q.grad).abs().max().item() for p, q in pairs), digest(
-        [p.grad for p in model.parameters()]
-    )
+        return train_linear(rank, num_ranks, seed, (300, 200), 3, process_group=ours)
 
 
 def test_data_parallel_over_hosts():

@@ -169,16 +169,16 @@ def plainly(rank, _num_ranks):
 def changing(rank, _num_ranks):
     training = Training(Auto(pace=PACE), SLOW, compute_s=0.01)
     seen = []
-    for rate, codec in ((SLOW, "bf16"), (FAST, None)):
+    for rate, codec in ((SLOW, "bf16"), (FAST, None), (SLOW, "bf16")):
         training.link.bytes_per_s = rate
         seen.append(training.steps_until(rank, codec))
     return seen, training.digests, [entry["what"] for entry in training.auto.report()["history"]]
 
 
 def test_the_link_changes():
-    """On, and off when the link gets fast; noticed by the steps' time alone."""
+    """On, off when the link gets fast, on again when it is slow; noticed by the steps' time alone."""
     (seen, digests, told), *others = pool(2).run(changing)
-    assert seen == ["bf16", None], told
+    assert seen == ["bf16", None, "bf16"], told
     assert told[0] == "predicted"
     assert all(other == (seen, digests, told) for other in others)
 

@@ -1,4 +1,4 @@
-"""What the kernel says about another process of this host."""
+"""What the kernel says about this process and others of this host."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ def is_stopped(state: str) -> bool:
 def start_time_of(pid: int) -> str:
     """Return when the process started, in the kernel's ticks: tells it from a later one with the same id."""
     return _field(pid, _START_TIME)
+
+
+def whereabouts(*namespaces: str) -> str:
+    """Return words that two processes have in common if they run under one boot of one kernel, in these namespaces.
+
+    Raises:
+        OSError: The kernel does not say.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return "/".join([boot, *(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in namespaces)])
 
 
 def _field(pid: int, index: int) -> str:

@@ -284,19 +284,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _launch(self, perform: Callable[[], None], outputs: list[Tensor], opts: Any, kind: str) -> dist.Work:
         self._check_usable()
-        streams = {
-            tensor.device: torch.cuda.current_stream(tensor.device) for tensor in outputs if tensor.is_cuda
-        }
 
         def guarded() -> None:
             self._check_usable()
             try:
-                with torch.no_grad():
-                    if streams:
-                        with torch.cuda.stream(next(iter(streams.values()))):
-                            perform()
-                    else:
-                        perform()
+                perform()
             except BaseException as error:
                 self._error = error
                 if not self._meetings.is_broken:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import _profiler_enabled as _is_profiled
@@ -25,13 +27,23 @@ from paceline.process_group.registration import NAME
 
 
 class LaneWork(dist.Work):
-    """A collective that has been launched on a lane."""
+    """A collective that has been launched on a lane.
+
+    It is performed without autograd and on the streams that are current now: so the order of an accelerator's work is
+    that of the launches.
+
+    Args:
+        perform: May block.
+        outputs: What it writes; says which devices.
+        what: In words, for the profiler and errors.
+    """
 
     def __init__(self, perform: Callable[[], None], outputs: list[Tensor], what: str) -> None:
         super().__init__()
         self._perform = perform
         self._outputs = outputs
         self._what = what
+        self._streams = [torch.cuda.current_stream(device) for device in _accelerators(outputs)]
         self._ending = threading.Lock()  # held until the end: cheaper than an Event, one a collective
         self._ending.acquire()
         self._is_done = False
@@ -44,7 +56,10 @@ class LaneWork(dist.Work):
     def perform(self) -> None:
         """Do it, on this thread; an error is kept for whoever waits."""
         try:
-            self._perform()
+            with torch.no_grad(), ExitStack() as stack:
+                for stream in self._streams:
+                    stack.enter_context(torch.cuda.stream(stream))
+                self._perform()
         except BaseException as error:  # noqa: BLE001  whatever it is, the waiters must hear of it
             self._error = error
         del self._perform  # and with it the references to inputs
@@ -103,6 +118,10 @@ class LaneWork(dist.Work):
 
     def synchronize(self) -> None:
         self.wait()
+
+
+def _accelerators(tensors: list[Tensor]) -> set[torch.device]:
+    return {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
 def _record(label: str) -> Future[None]:

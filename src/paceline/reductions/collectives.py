@@ -1,4 +1,7 @@
-"""The collectives we use, as c10d offers them on any process group, registered by name or handed over as an object."""
+"""The collectives we use, as c10d offers them on any process group, registered by name or handed over as an object.
+
+`at_once` says that the caller waits for the collective anyway: a backend may then perform it on the caller's thread.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from torch.distributed import ProcessGroup
 from paceline.reductions.pending import PendingWork
 
 
-def launch_sum(tensor: Tensor, group: ProcessGroup) -> PendingWork:
-    """Replace `tensor` by the sum of all ranks' tensors. Collective; does not wait."""
-    return PendingWork(group.allreduce([tensor], dist.AllreduceOptions()))
+def launch_sum(tensor: Tensor, group: ProcessGroup, at_once: bool = False) -> PendingWork:
+    """Replace `tensor` by the sum of all ranks' tensors. Collective; does not wait, unless `at_once`."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = not at_once
+    return PendingWork(group.allreduce([tensor], options))
 
 
 def launch_maximum(tensor: Tensor, group: ProcessGroup) -> PendingWork:
@@ -25,16 +30,19 @@ def launch_maximum(tensor: Tensor, group: ProcessGroup) -> PendingWork:
     return PendingWork(group.allreduce([tensor], options))
 
 
-def launch_broadcast(tensor: Tensor, group: ProcessGroup, source: int) -> PendingWork:
-    """Replace `tensor` by that of rank `source` of the group. Collective; does not wait."""
+def launch_broadcast(tensor: Tensor, group: ProcessGroup, source: int, at_once: bool = False) -> PendingWork:
+    """Replace `tensor` by that of rank `source` of the group. Collective; does not wait, unless `at_once`."""
     options = dist.BroadcastOptions()
+    options.asyncOp = not at_once
     options.rootRank, options.rootTensor = source, 0
     return PendingWork(group.broadcast([tensor], options))
 
 
-def launch_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup) -> PendingWork:
-    """Fill `rows` with every rank's `row`. Collective; does not wait."""
-    return PendingWork(group.allgather([rows], [row], AllgatherOptions()))
+def launch_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup, at_once: bool = False) -> PendingWork:
+    """Fill `rows` with every rank's `row`. Collective; does not wait, unless `at_once`."""
+    options = AllgatherOptions()
+    options.asyncOp = not at_once
+    return PendingWork(group.allgather([rows], [row], options))
 
 
 def allocate_zeros(

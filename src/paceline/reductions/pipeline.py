@@ -12,11 +12,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
 
-import torch
 from torch import Tensor
 
 from paceline.process_group.lane import Lane, LaneWork
@@ -48,20 +46,17 @@ class Pipeline:
             tensor: What is reduced; says on which device.
             what: In words, for the profiler.
         """
-        stream = _stream_of(tensor)
         finish: list[Finish] = []
 
         def decode() -> None:
-            with torch.no_grad(), _on(stream):
-                finish.pop()()
+            finish.pop()()
 
         def send() -> None:
             try:
                 if len(self._under_way) >= UNDER_WAY:
                     with suppress(Exception):  # whoever waits for that bucket is told
                         self._under_way.popleft().wait()
-                with torch.no_grad(), _on(stream):
-                    finish.append(start())
+                finish.append(start())
             except BaseException as error:  # noqa: BLE001  whatever it is, the waiter must hear of it
                 finish.append(functools.partial(_raise, error))
             self._under_way.append(decoded)
@@ -74,18 +69,3 @@ class Pipeline:
 
 def _raise(error: BaseException) -> None:
     raise error
-
-
-def _stream_of(tensor: Tensor) -> Any:
-    """The stream on which the gradients become ready; None on the CPU."""
-    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-
-
-@contextmanager
-def _on(stream: Any) -> Iterator[None]:
-    """Run on this stream, as the thread that launched did: so the order of device work is that of the launches."""
-    if stream is None:
-        yield
-    else:
-        with torch.cuda.stream(stream):
-            yield

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from paceline.svm.compiled import FAR, LANES, borrowing, compiled
 from paceline.svm.kernel_row import Source
+from paceline.svm.passes import LEAST_CURVATURE, Board, extremes, follow, gains, largest_of, least_of
 from paceline.svm.row_store import RowStore, fetch
 
 _f64 = np.float64
-LEAST_CURVATURE = 1e-12
 
 
 class Variables(NamedTuple):
@@ -41,114 +41,6 @@ class Variables(NamedTuple):
     lower: NDArray[np.float64]
     upper: NDArray[np.float64]
     diagonal: NDArray[Any]
-
-
-class Board(NamedTuple):
-    """What the passes over all variables read and write, in lanes: S sides of L times LANES.
-
-    Attributes:
-        rows: Kernel rows, shape (R, L, LANES).
-        slot_of: Which row is a sample's, or -1; shape (samples,).
-        F: Gradients, shape (S, L, LANES).
-        closed_up: What is added so that a variable which may not grow is never the least; shape (S, L, LANES).
-        closed_down: Likewise for those that may not shrink.
-        gains: Scratch, shape (S, L, LANES).
-        diagonal: Shape (L, LANES).
-        least: Scratch, shape (LANES,).
-        most: Scratch, shape (LANES,).
-    """
-
-    rows: NDArray[Any]
-    slot_of: NDArray[np.int64]
-    F: NDArray[Any]
-    closed_up: NDArray[Any]
-    closed_down: NDArray[Any]
-    gains: NDArray[Any]
-    diagonal: NDArray[Any]
-    least: NDArray[Any]
-    most: NDArray[Any]
-
-
-@borrowing
-def _extremes(
-    F: NDArray[Any],
-    closed_up: NDArray[Any],
-    closed_down: NDArray[Any],
-    least: NDArray[Any],
-    most: NDArray[Any],
-) -> None:
-    """Lower and raise the lanes' extremes to those of the gradient."""
-    for s in range(len(F)):
-        g, cu, cd = F[s], closed_up[s], closed_down[s]
-        for lane in range(LANES):
-            least[lane] = min(least[lane], g[lane] + cu[lane])
-            most[lane] = max(most[lane], g[lane] + cd[lane])
-
-
-@borrowing
-def _follow(
-    F: NDArray[Any],
-    closed_up: NDArray[Any],
-    closed_down: NDArray[Any],
-    Ki: NDArray[Any],
-    Kj: NDArray[Any],
-    delta: Any,
-    least: NDArray[Any],
-    most: NDArray[Any],
-) -> None:
-    """Add delta * (Ki - Kj) to the gradient, and lower and raise the lanes' extremes on the way."""
-    for s in range(len(F)):
-        x, y, g, cu, cd = Ki[s], Kj[s], F[s], closed_up[s], closed_down[s]
-        for lane in range(LANES):
-            t = g[lane] + delta * (x[lane] - y[lane])
-            g[lane] = t
-            a = t + cu[lane]
-            b = t + cd[lane]
-            least[lane] = min(least[lane], a)
-            most[lane] = max(most[lane], b)
-
-
-@borrowing
-def _gains(
-    F: NDArray[Any],
-    closed_down: NDArray[Any],
-    Ki: NDArray[Any],
-    diagonal: NDArray[Any],
-    least: Any,
-    di: Any,
-    gain: NDArray[Any],
-    most: NDArray[Any],
-) -> None:
-    """By how much (twice) every variable would lower the objective as partner of i; raises the lanes' maxima."""
-    zero, two, least_curvature = F.dtype.type(0), F.dtype.type(2), F.dtype.type(LEAST_CURVATURE)
-    for s in range(len(F)):
-        x, g, d, cd, h = Ki[s], F[s], diagonal[s], closed_down[s], gain[s]
-        for lane in range(LANES):
-            t = g[lane] + cd[lane] - least
-            t = max(zero, t)
-            curvature = di + d[lane] - two * x[lane]
-            curvature = max(least_curvature, curvature)
-            t = t * t / curvature
-            h[lane] = t
-            most[lane] = max(most[lane], t)
-
-
-@borrowing
-def _least_of(lanes: NDArray[Any]) -> Any:
-    """The smallest; four chains of comparisons, for each waits for the one before."""
-    a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
-    for k in range(4, LANES, 4):
-        a, b, c, d = min(a, lanes[k]), min(b, lanes[k + 1]), min(c, lanes[k + 2]), min(d, lanes[k + 3])
-    return min(a, b, c, d)
-
-
-@borrowing
-def _largest_of(lanes: NDArray[Any]) -> Any:
-    """The largest."""
-    a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
-    for k in range(4, LANES, 4):
-        a, b, c, d = max(a, lanes[k]), max(b, lanes[k + 1]), max(c, lanes[k + 2]), max(d, lanes[k + 3])
-    return max(a, b, c, d)
 
 
 @compiled
@@ -241,9 +133,9 @@ def _update_pairs(
             most[lane] = -far
         for s in range(len(by_lane)):
             if delta == 0.0:  # before the first update: the rows may not have been written
-                _extremes(by_lane[s], board.closed_up[s], board.closed_down[s], least, most)
+                extremes(by_lane[s], board.closed_up[s], board.closed_down[s], least, most)
             else:
-                _follow(
+                follow(
                     by_lane[s],
                     board.closed_up[s],
                     board.closed_down[s],
@@ -253,7 +145,7 @@ def _update_pairs(
                     least,
                     most,
                 )
-        m, M = _least_of(least), _largest_of(most)
+        m, M = least_of(least), largest_of(most)
         if M - m < tolerance or steps >= max_steps:
             return steps, decrease, -1, -1
         i = 0
@@ -268,8 +160,8 @@ def _update_pairs(
         for lane in range(LANES):
             most[lane] = zero
         for s in range(len(by_lane)):
-            _gains(by_lane[s], board.closed_down[s], Ki, board.diagonal, m, di, board.gains[s], most)
-        best = _largest_of(most)
+            gains(by_lane[s], board.closed_down[s], Ki, board.diagonal, m, di, board.gains[s], most)
+        best = largest_of(most)
         if best <= 0.0:
             return steps, decrease, -1, -1
         j = 0

@@ -28,7 +28,7 @@ from paceline.svm.world import Alone, World
 _DOING = "solving on one rank"
 # Seconds: of a kernel value, and of each of its features.
 _VALUE_S, _FEATURE_S = 0.6e-9, 0.02e-9
-_LEAST_ROW_S = 20e-6  # a kernel row of all samples, from which sharing pays (measured: benchmarks/LOG.md)
+_LEAST_ROW_S = 10e-6  # a kernel row of all samples, from which sharing pays (measured: benchmarks/LOG.md)
 
 
 def solve(problem: Problem, settings: SolverSettings, world: World) -> Solution:

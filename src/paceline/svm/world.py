@@ -15,6 +15,7 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numba
 import numpy as np
@@ -24,9 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.errors import PeerLostError
+from paceline.process_group.same_host import group_beside
 from paceline.reductions import Pending, RollCall
 from paceline.reductions.collectives import backend_of, launch_broadcast, launch_gather, launch_sum
 from paceline.reductions.roll_call import next_name
+
+_FEW_BYTES = 4096
+_rounding_alike: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 class World(Protocol):
@@ -66,12 +71,12 @@ class World(Protocol):
 
 
 class GroupWorld:
-    """The ranks of torch's default process group."""
+    """The ranks of torch's default process group; through shared memory where they are on one host."""
 
     def __init__(self) -> None:
         group = dist.group.WORLD
         assert group is not None
-        self._group = group
+        self._group = group_beside(group)
         self.rank = group.rank()
         self.num_ranks = group.size()
         self.num_collectives = 0
@@ -81,22 +86,34 @@ class GroupWorld:
             group, f"svm/{next_name(group, is_collective=True)}", first_act="calling fit"
         )
 
-    @functools.cached_property
+    @property
     def rounds_alike(self) -> bool:
-        everyone = self.gather_objects(_what_rounds(), "comparing processors")
-        return all(other == everyone[0] for other in everyone)
+        if self._group not in _rounding_alike:
+            everyone = self.gather_objects(_what_rounds(), "comparing processors")
+            _rounding_alike[self._group] = all(other == everyone[0] for other in everyone)
+        return _rounding_alike[self._group]
 
     def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         row = self._to_device(mine)
         rows = torch.empty((self.num_ranks, *row.shape), dtype=row.dtype, device=row.device)
-        self._do(lambda: launch_gather(list(rows.unbind(0)), row, self._group), row, doing)
+        self._do(lambda: launch_gather(list(rows.unbind(0)), row, self._group, at_once=True), row, doing)
         return rows.cpu().numpy()
 
     def gather_uneven(self, mine: NDArray[Any], doing: str) -> list[NDArray[Any]]:
-        lengths = self.gather(np.array([len(mine)], np.int64), doing).ravel()
-        padded = np.zeros(int(lengths.max()), mine.dtype)
-        padded[: len(mine)] = mine
-        gathered = self.gather(padded, doing)
+        # A few numbers travel with the lengths.
+        few = _FEW_BYTES // mine.itemsize
+        letter = np.zeros(8 + few * mine.itemsize, np.uint8)
+        letter[:8] = np.array([len(mine)], np.int64).view(np.uint8)
+        if len(mine) <= few:
+            letter[8 : 8 + mine.nbytes] = np.ascontiguousarray(mine).view(np.uint8)
+        letters = self.gather(letter, doing)
+        lengths = np.ascontiguousarray(letters[:, :8]).view(np.int64).ravel()
+        if lengths.max() <= few:
+            gathered = np.ascontiguousarray(letters[:, 8:]).view(mine.dtype)
+        else:
+            padded = np.zeros(int(lengths.max()), mine.dtype)
+            padded[: len(mine)] = mine
+            gathered = self.gather(padded, doing)
         return [row[:length] for row, length in zip(gathered, lengths, strict=True)]
 
     def gather_objects(self, mine: Any, doing: str) -> list[Any]:
@@ -105,12 +122,12 @@ class GroupWorld:
 
     def total(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         tensor = self._to_device(mine).clone()
-        self._do(lambda: launch_sum(tensor, self._group), tensor, doing)
+        self._do(lambda: launch_sum(tensor, self._group, at_once=True), tensor, doing)
         return tensor.cpu().numpy()
 
     def broadcast(self, array: NDArray[Any], doing: str) -> NDArray[Any]:
         tensor = self._to_device(array)
-        self._do(lambda: launch_broadcast(tensor, self._group, 0), tensor, doing)
+        self._do(lambda: launch_broadcast(tensor, self._group, 0, at_once=True), tensor, doing)
         return tensor.cpu().numpy()
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:

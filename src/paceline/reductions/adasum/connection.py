@@ -7,7 +7,7 @@ Rules
 2. Their name in the store is drawn by rank 0 and broadcast over the caller's group at the first launch. So it
    cannot differ between ranks that have a different history, such as a wrapping that was refused on one of them.
 3. Everything that blocks happens on a lane: Adasums are performed in the order of their launch.
-4. A tensor of an accelerator is staged through host memory, on the stream that was current at the launch.
+4. A tensor of an accelerator is staged through host memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -77,11 +76,9 @@ class Connection:
             segments: Which elements belong to which tensor.
             keep: Is given the norms before the result is done, on the lane's thread.
         """
-        stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
 
         def perform() -> None:
-            on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
-            with torch.no_grad(), on_stream, flat_view(flat, is_output=True) as values:
+            with flat_view(flat, is_output=True) as values:
                 keep(self._connect().run(values, segments))
 
         work = LaneWork(perform, [flat], "adasum")

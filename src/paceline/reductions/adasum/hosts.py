@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from paceline.errors import ConfigurationError
+from paceline.observe.processes import whereabouts
 from paceline.process_group.executor import Executor
 from paceline.schedules import Topology, circulant
 
@@ -54,8 +54,7 @@ def _number(names: Sequence[bytes] | Sequence[int]) -> Topology:
 def _card() -> bytes:
     """Equal for ranks of one host: the same boot of a kernel, and the same network namespace."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        where = f"{boot}/{Path('/proc/self/ns/net').readlink()}"
+        where = whereabouts("net")
     except OSError:
         where = socket.gethostname()
     return hashlib.sha256(where.encode()).digest()

@@ -12,11 +12,11 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from paceline.observe.processes import whereabouts
 from paceline.transports.shared_memory import board as boards
 from paceline.transports.shared_memory import futex
 from paceline.transports.shared_memory.arena import Arena
@@ -100,8 +100,7 @@ def _where() -> str:
     if not futex.IS_AVAILABLE or word == "0":
         return ""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{'/'.join(str(Path(f'/proc/self/ns/{kind}').readlink()) for kind in ('net', 'pid'))}/{word}"
+        return f"{whereabouts('net', 'pid')}/{word}"
     except OSError:
         return ""
 
