@@ -64,7 +64,7 @@ class World(Protocol):
         """Every rank's object, of what JSON can say; for a few words."""
 
     def total(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
-        """The sum over all ranks."""
+        """The sum over all ranks. `mine` may be written over."""
 
     def broadcast(self, array: NDArray[Any], doing: str) -> NDArray[Any]:
         """Rank 0's array, on every rank."""
@@ -121,7 +121,7 @@ class GroupWorld:
         return [json.loads(word.tobytes()) for word in words]
 
     def total(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
-        tensor = self._to_device(mine).clone()
+        tensor = self._to_device(mine)
         self._do(lambda: launch_sum(tensor, self._group, at_once=True), tensor, doing)
         return tensor.cpu().numpy()
 
