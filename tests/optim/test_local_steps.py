@@ -298,6 +298,8 @@ def refused(rank, _num_ranks):
             DiLoCo(inner, 2, **outer)
     with pytest.raises(ConfigurationError, match=r"LocalSGD wraps a torch\.optim\.Optimizer, once"):
         LocalSGD(LocalSGD(inner, 2), 2)
+    with pytest.raises(ConfigurationError, match=r"LocalSGD exchanges parameters .* and cannot be copied"):
+        copy.deepcopy(LocalSGD(inner, 2))
     with pytest.raises(ReplicaMismatchError, match="other parameters, or another reduction or setting"):
         LocalSGD(inner, every=2 + rank)
     with pytest.raises(ReplicaMismatchError, match="other parameters, or another reduction or setting"):

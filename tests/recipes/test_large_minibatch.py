@@ -208,6 +208,8 @@ def test_ranks_that_differ_are_all_told(case, words):
         ({"batch": -3}, "rank 0 would train -3 samples"),
         ({"batch": 8, "accumulation": 0}, "accumulation=0 micro-steps make no step"),
         ({"batch": 8, "accumulation": 1.5}, "accumulation=1.5 is not a number of micro-steps"),
+        ({"batch": True}, "batch=True is not a number of samples"),
+        ({"batch": 8, "accumulation": True}, "accumulation=True is not a number of micro-steps"),
         ({"batch": 8, "reference_batch": 0}, "reference_batch=0 is not a positive"),
         ({"batch": 8, "reference_batch": math.nan}, "reference_batch=nan is not a positive"),
         ({"batch": 8, "epoch_samples": 0}, "epoch_samples=0"),

@@ -220,6 +220,22 @@ def alone(_rank, _num_ranks):
         DistributedDataParallel(Flat(), reduction=GradientNoiseScale())
 
 
+def twice(_rank, _num_ranks):
+    noise = GradientNoiseScale()
+    model = DistributedDataParallel(Flat(), reduction=noise)
+    with pytest.raises(ConfigurationError, match="measures another model already"):
+        DistributedDataParallel(Flat(), reduction=noise)
+    module = model.module
+    del model
+    DistributedDataParallel(module, reduction=noise)
+    return True
+
+
+def test_two_models_are_not_mixed():
+    """The same one may be wrapped again."""
+    assert all(pool(2).run(twice))
+
+
 def test_refused():
     """One rank has nothing to compare with; shares and memory that cannot be."""
     pool(1).run(alone)

@@ -67,6 +67,12 @@ class AcrossRanks(Optimizer, ABC):
         self._saw_local_gradients = self._group.size() == 1
         self._adopt()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise ConfigurationError(
+            f"{type(self).__name__} exchanges parameters with other ranks and cannot be copied: the copy would "
+            "exchange the same ones. Copy the model, make an optimizer for the copy and wrap that, on every rank."
+        )
+
     @abstractmethod
     def _settings(self) -> str:
         """What has to be equal on all ranks besides the parameters."""

@@ -125,11 +125,11 @@ class LargeMinibatch(LRScheduler):
                 f"accumulation={accumulation} beside a GlobalBatch, which has its own ({batch.accumulation}). Leave it "
                 "out."
             )
-        if not isinstance(accumulation, int):
+        if not isinstance(accumulation, int) or isinstance(accumulation, bool):
             return ConfigurationError(
                 f"accumulation={accumulation!r} is not a number of micro-steps. Give 1, 2, 3, ..."
             )
-        if not isinstance(batch, int | GlobalBatch):
+        if not isinstance(batch, int | GlobalBatch) or isinstance(batch, bool):
             return ConfigurationError(
                 f"batch={batch!r} is not a number of samples. Give this rank's samples of a micro-step, or a "
                 "GlobalBatch."

@@ -15,6 +15,7 @@ is as large as the gradient: far below it twice the batch saves half of the step
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -102,6 +103,7 @@ class GradientNoiseScale(Reduction):
                 "it is not noise. Measure with the mean, or with a compression of it."
             )
         self._given_shares = shares
+        self._its_first: Callable[[], Parameter | None] = lambda: None  # parameter of the model
         self._memory_steps = memory_steps
         self._concentration = 0.0  # q
         self._to_mean = 1.0
@@ -146,6 +148,13 @@ class GradientNoiseScale(Reduction):
                 f"GradientNoiseScale has the shares of {len(shares)} ranks, but the group has {num_ranks}. Give one "
                 f"a rank."
             )
+        first = next(iter(named_parameters.values()), None)
+        before = self._its_first()
+        if before is not None and before is not first:
+            raise ConfigurationError(
+                "this GradientNoiseScale measures another model already, and would mix the two. Make one for each."
+            )
+        self._its_first = (lambda: None) if first is None else weakref.ref(first)
         self._concentration = sum(share * share for share in shares)
         self._num_ranks = num_ranks
         self._inner.prepare(named_parameters, process_group)

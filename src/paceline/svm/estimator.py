@@ -209,14 +209,22 @@ class KernelMachine(Checks):
             return np.asarray(self.kernel(X, self.support_vectors_[support]) @ table.T, np.float64)
         if self.kernel == "precomputed":
             return np.asarray(X[:, self.support_[support]] @ table.T, np.float64)
-        vectors = self.support_vectors_[support]
-        form: Any = SparseSamples if self._sparse else DenseSamples
-        behind = form.of(vectors, np.arange(vectors.shape[0]))
+        behind, rows = self._sampled(self.support_vectors_[support]), self._sampled(X)
         dtype = self._precision(behind.squares, table)
-        rows = form.of(X, np.arange(X.shape[0]))
         with crew():
             sums = expand(self._kernel, behind.astype(dtype), table, rows.astype(dtype))
         return np.asarray(sums.T)
+
+    def _kernel_values(self, X: Any) -> NDArray[np.float64]:
+        """Of all support vectors with some rows, in double precision, shape (support vectors, N)."""
+        if self.kernel == "precomputed":
+            return np.asarray(X[:, self.support_].T, np.float64)
+        behind, rows = self._sampled(self.support_vectors_), self._sampled(X)
+        return self._kernel.values(behind.astype(np.float64), rows.astype(np.float64))
+
+    def _sampled(self, rows: Any) -> Any:
+        form: Any = SparseSamples if self._sparse else DenseSamples
+        return form.of(rows, np.arange(rows.shape[0]))
 
     def _precision(self, squares: NDArray[np.float64], table: NDArray[np.float64]) -> Any:
         """Single for the kernel values of a prediction, where that pays and errs by less than a tenth of `tol`.

@@ -17,6 +17,9 @@ from paceline.errors import ConfigurationError
 from paceline.svm import calibration
 from paceline.svm.estimator import KernelMachine
 
+_ROWS_AT_ONCE = 4_096
+_FEW_VALUES = 1 << 18  # kernel values that are computed for all classes at once
+
 
 def _has_probabilities(model: PairwiseVotes) -> bool:
     if not model.probability:
@@ -69,27 +72,38 @@ class PairwiseVotes(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         return self._values(self._seen_rows(X))
 
     def _values(self, X: Any) -> NDArray[np.float64]:
-        num = len(self.classes_)
-        at = {pair: k for k, pair in enumerate(itertools.combinations(range(num), 2))}
-        values = np.tile(-self._offsets, (X.shape[0], 1))
-        ends = np.cumsum(self.n_support_)
-        for one in range(num):
-            sums = self._expansion(X, slice(ends[one] - self.n_support_[one], ends[one]))
-            for other in range(num):
-                if other != one:
-                    row = other - 1 if other > one else other
-                    values[:, at[min(one, other), max(one, other)]] += sums[:, row]
+        one, other = self._pairs()
+        values = np.empty((X.shape[0], len(one)))
+        for first in range(0, X.shape[0], _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            sums = self._sums_by_class(X[rows])
+            values[rows] = (sums[one, other - 1] + sums[other, one]).T - self._offsets
         return values
 
+    def _sums_by_class(self, X: Any) -> NDArray[np.float64]:
+        """Kernel values of each class's support vectors by its rows of the table, shape (K, K - 1, N)."""
+        ends = np.cumsum(self.n_support_)
+        members = [slice(end - num, end) for end, num in zip(ends, self.n_support_, strict=True)]
+        if ends[-1] * X.shape[0] <= _FEW_VALUES and not callable(self.kernel):
+            block = self._kernel_values(X)
+            return np.stack([self._table[:, chosen] @ block[chosen] for chosen in members])
+        return np.stack([self._expansion(X, chosen).T for chosen in members])
+
+    def _pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First and second class of every pair."""
+        one, other = np.triu_indices(len(self.classes_), 1)
+        return one, other
+
     def _tally(self, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        votes = np.zeros((len(values), len(self.classes_)))
-        confidences = np.zeros_like(votes)
-        for pair, (one, other) in enumerate(itertools.combinations(range(len(self.classes_)), 2)):
-            value = values[:, pair]
-            votes[:, one] += value >= 0
-            votes[:, other] += value < 0
-            confidences[:, one] += value
-            confidences[:, other] -= value
+        """Votes and summed confidences of each class, shape (N, K)."""
+        one, other = self._pairs()
+        wins, loses = np.zeros((2, len(one), len(self.classes_)))
+        wins[np.arange(len(one)), one] = loses[np.arange(len(one)), other] = 1.0
+        votes, confidences = np.empty((2, len(values), len(self.classes_)))
+        for first in range(0, len(values), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            votes[rows] = (values[rows] >= 0) @ wins + (values[rows] < 0) @ loses
+            confidences[rows] = values[rows] @ (wins - loses)
         return votes, confidences
 
     def predict(self, X: Any) -> NDArray[Any]:
