@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import threading
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -227,6 +228,7 @@ def fit_where_ranks_round_differently(rank, num_ranks):
     """One rank pretends to be another processor, and no rank may hold all rows."""
     with (
         mock.patch.object(world, "_what_rounds", return_value=[str(rank)]),
+        mock.patch.object(world, "_rounding_alike", weakref.WeakKeyDictionary()),
         mock.patch.object(solver, "_ROWS_RATIO", 0.0),
     ):
         return fit_in_small_sets("multi-2")
