@@ -48,12 +48,10 @@ def row_store(num: int, rows: NDArray[Any]) -> RowStore:
 
 
 @compiled
-def fetch(source: Source, store: RowStore, t: int, needed: int) -> int:
-    """Compute sample t's kernel row; returns how many values that took. Slot `needed` stays as it is."""
+def fetch(source: Source, store: RowStore, t: int) -> int:
+    """Compute sample t's kernel row, over the oldest; returns how many values that took."""
     slot_of, owner, next_slot = store.slot_of, store.owner, store.next_slot
     slot = next_slot[0]
-    if slot == needed:
-        slot = (slot + 1) % len(owner)
     next_slot[0] = (slot + 1) % len(owner)
     if owner[slot] >= 0:
         slot_of[owner[slot]] = -1

@@ -86,14 +86,12 @@ def solve(
     flat = closed_up, closed_down, gain
     steps, decrease, num_values = 0, 0.0, 0
     while True:
-        done, by, missing, needed = _update_pairs(
-            board, variables, flat, store.rows, tolerance, max_steps - steps
-        )
+        done, by, missing = _update_pairs(board, variables, flat, store.rows, tolerance, max_steps - steps)
         steps += done
         decrease += by
         if missing < 0:
             return steps, decrease, num_values
-        num_values += fetch(source, store, missing, needed)
+        num_values += fetch(source, store, missing)
 
 
 @borrowing
@@ -104,7 +102,7 @@ def _update_pairs(
     rows: NDArray[Any],
     tolerance: float,
     max_steps: int,
-) -> tuple[int, float, int, int]:
+) -> tuple[int, float, int]:
     """Run to the end, or until a kernel row is missing.
 
     Args:
@@ -116,8 +114,8 @@ def _update_pairs(
         max_steps: Pair updates.
 
     Returns:
-        Pair updates, by how much they lowered the objective, the sample whose row is missing or -1, and the slot of a
-        row that is needed beside it or -1.
+        Pair updates, by how much they lowered the objective, and the sample whose row is missing or -1. An update needs
+        two rows, and both are looked for again, so there must be room for two that are fetched one after the other.
     """
     F, beta, lower, upper, diagonal = variables
     by_lane, least, most, slot_of = board.F, board.least, board.most, board.slot_of
@@ -147,7 +145,7 @@ def _update_pairs(
                 )
         m, M = least_of(least), largest_of(most)
         if M - m < tolerance or steps >= max_steps:
-            return steps, decrease, -1, -1
+            return steps, decrease, -1
         i = 0
         while least[i] != m:
             i += 1
@@ -155,7 +153,7 @@ def _update_pairs(
             i += LANES
         slot = slot_of[i % P]
         if slot < 0:
-            return steps, decrease, i % P, -1
+            return steps, decrease, i % P
         Ki, di = board.rows[slot], diagonal[i % P]
         for lane in range(LANES):
             most[lane] = zero
@@ -163,7 +161,7 @@ def _update_pairs(
             gains(by_lane[s], board.closed_down[s], Ki, board.diagonal, m, di, board.gains[s], most)
         best = largest_of(most)
         if best <= 0.0:
-            return steps, decrease, -1, -1
+            return steps, decrease, -1
         j = 0
         while most[j] != best:
             j += 1
@@ -171,7 +169,7 @@ def _update_pairs(
             j += LANES
         other = slot_of[j % P]
         if other < 0:
-            return steps, decrease, j % P, slot
+            return steps, decrease, j % P
         Kj = board.rows[other]
         curvature = max(_f64(di) + diagonal[j % P] - 2.0 * rows[slot, j % P], LEAST_CURVATURE)
         slope = _f64(F[j]) - m
@@ -182,7 +180,7 @@ def _update_pairs(
         beta[i] = upper[i] if delta == room_i else beta[i] + delta
         beta[j] = lower[j] if delta == room_j else beta[j] - delta
         if beta[i] == old_i and beta[j] == old_j:
-            return steps, decrease, -1, -1
+            return steps, decrease, -1
         decrease += delta * (slope - 0.5 * delta * curvature)
         closed_up[i] = zero if beta[i] < upper[i] else far
         closed_down[i] = zero if beta[i] > lower[i] else -far
