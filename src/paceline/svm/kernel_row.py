@@ -12,7 +12,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import compiled, inlined
+from paceline.svm.compiled import compiled
 from paceline.svm.gaussian import values_double, values_single
 from paceline.svm.kernels import Kernel
 from paceline.svm.samples import DenseSamples, GramSamples, Samples, SparseSamples
@@ -107,7 +107,7 @@ def source_of(kernel: Kernel, samples: Samples, dtype: Any = np.float64) -> Sour
     return Source(**{**empty, "form": DENSE, "rows": rows, "columns": np.ascontiguousarray(rows.T)})
 
 
-@inlined
+@compiled
 def kernel_row(source: Source, i: int, first: int, last: int, out: NDArray[np.float64]) -> None:
     """Write the kernel values of sample i with samples first to last (exclusive) to `out`, shape (last - first,)."""
     if source.form == GRAM:
@@ -132,7 +132,7 @@ def diagonal_of(source: Source, out: NDArray[np.float64]) -> None:
         kernel_row(source, i, i, i + 1, out[i : i + 1])
 
 
-@inlined
+@compiled
 def _dense_products(source: Source, i: int, first: int, last: int, out: NDArray[np.float64]) -> None:
     x, columns = source.rows[i], source.columns
     n = last - first
@@ -163,7 +163,7 @@ def _dense_products(source: Source, i: int, first: int, last: int, out: NDArray[
             e += 1
 
 
-@inlined
+@compiled
 def _sparse_products(source: Source, i: int, first: int, last: int, out: NDArray[np.float64]) -> None:
     for t in range(last - first):
         out[t] = 0.0
@@ -176,7 +176,7 @@ def _sparse_products(source: Source, i: int, first: int, last: int, out: NDArray
             at += 1
 
 
-@inlined
+@compiled
 def _apply(source: Source, i: int, first: int, last: int, out: NDArray[Any]) -> None:
     """Turn products into kernel values, in place."""
     n = last - first
