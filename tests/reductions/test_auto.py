@@ -143,9 +143,8 @@ def test_a_loaded_decision_holds_on(decided):
 
 
 def fast(rank, _num_ranks):
-    training = Training(
-        Auto(on_ratio=0.5), compute_s=0.05
-    )  # of which a loaded machine does not make it believe
+    training = Training("auto", compute_s=0.05)
+    training.auto = training.model.reduction
     training.steps(rank, 12)
     return training.auto.report(), training.digests
 

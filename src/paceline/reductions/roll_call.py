@@ -150,8 +150,8 @@ class _Question(threading.Thread):
         self._key = key
         self._answer = False
         self._error: RuntimeError | None = None
-        end_before_exit(self, threading.Thread.join)
         self.start()
+        end_before_exit(self, threading.Thread.join)
 
     def run(self) -> None:
         try:
