@@ -15,14 +15,14 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
-from paceline.bench.job import TellProgress
-from paceline.bench.protocol.alternation import turns
-from paceline.bench.protocol.provenance import collect, load_average
-from paceline.bench.protocol.report import Report, publish
-from paceline.bench.protocol.summary import Summary, ratios
-from paceline.bench.ranks import LoopbackRanks
+from paceline.comm.collectives import allocate_zeros
+from paceline.lab.bench.job import TellProgress
+from paceline.lab.bench.protocol.alternation import turns
+from paceline.lab.bench.protocol.provenance import collect, load_average
+from paceline.lab.bench.protocol.report import Report, publish
+from paceline.lab.bench.protocol.summary import Summary, ratios
+from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.reductions import Adasum, Mean, Message
-from paceline.reductions.collectives import allocate_zeros
 
 SIDES = ("mean", "adasum")
 BACKENDS = ("gloo", "paceline")

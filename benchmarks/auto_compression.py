@@ -1,8 +1,8 @@
 """Does `compression="auto"` choose well? Swept over link rates, against no compression and every fixed codec.
 
-One rank on each host of an emulated cluster. Computation sleeps (`paceline.bench.timed`), so that it does not compete
-for two cores; gradients, codecs and traffic are real. Two models with about the same bytes of gradients and different
-computing: where communication hides behind backward, no codec can pay.
+One rank on each host of an emulated cluster. Computation sleeps (`paceline.lab.bench.timed`), so that it does not
+compete for two cores; gradients, codecs and traffic are real. Two models with about the same bytes of gradients and
+different computing: where communication hides behind backward, no codec can pay.
 
 Each side is a model of its own, trained by the same processes in turns of several steps, there and back. Auto has
 decided before its first timed turn; what deciding took is reported apart: all its steps from the first one on.
@@ -26,20 +26,20 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
-from paceline.bench.job import TellProgress
-from paceline.bench.profile import default_profile
-from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.bench.protocol.alternation import turns
-from paceline.bench.protocol.figure import save_lines
-from paceline.bench.protocol.provenance import collect, load_average
-from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
-from paceline.bench.protocol.summary import Summary, ratios, slowest_rank
-from paceline.bench.ranks import ClusterRanks, LoopbackRanks, gather
-from paceline.bench.ranks import Ranks as Place
-from paceline.bench.timed import TimedWorkload
-from paceline.bench.training import StepTimes, Trainee
-from paceline.emulation import ClusterSpec
 from paceline.errors import ConfigurationError
+from paceline.lab.bench.job import TellProgress
+from paceline.lab.bench.profile import default_profile
+from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.lab.bench.protocol.alternation import turns
+from paceline.lab.bench.protocol.figure import save_lines
+from paceline.lab.bench.protocol.provenance import collect, load_average
+from paceline.lab.bench.protocol.report import Report, Verdict, figure_path, publish
+from paceline.lab.bench.protocol.summary import Summary, ratios, slowest_rank
+from paceline.lab.bench.ranks import ClusterRanks, LoopbackRanks, gather
+from paceline.lab.bench.ranks import Ranks as Place
+from paceline.lab.bench.timed import TimedWorkload
+from paceline.lab.bench.training import StepTimes, Trainee
+from paceline.lab.emulation import ClusterSpec
 from paceline.reductions.auto import Auto
 
 NAME = "auto-compression"

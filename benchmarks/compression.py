@@ -17,15 +17,15 @@ import typer
 from torch import Tensor
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
-from paceline.bench.job import TellProgress
-from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.bench.protocol.alternation import turns
-from paceline.bench.protocol.figure import save_bars
-from paceline.bench.protocol.provenance import collect, load_average
-from paceline.bench.protocol.report import Report, figure_path, publish
-from paceline.bench.protocol.summary import Summary, ratios
-from paceline.bench.ranks import LoopbackRanks
 from paceline.compression import BY_NAME, Layout, Seeds
+from paceline.lab.bench.job import TellProgress
+from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.lab.bench.protocol.alternation import turns
+from paceline.lab.bench.protocol.figure import save_bars
+from paceline.lab.bench.protocol.provenance import collect, load_average
+from paceline.lab.bench.protocol.report import Report, figure_path, publish
+from paceline.lab.bench.protocol.summary import Summary, ratios
+from paceline.lab.bench.ranks import LoopbackRanks
 
 BASELINE = "memcpy"
 SEEDS = Seeds(common=1, private=2)

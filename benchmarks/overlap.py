@@ -31,17 +31,17 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Rounds, Sides, run_cli
-from paceline.bench.job import TellProgress
-from paceline.bench.places import choose_place
-from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.bench.protocol.alternation import turns
-from paceline.bench.protocol.figure import save_lines
-from paceline.bench.protocol.provenance import collect, load_average
-from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
-from paceline.bench.protocol.summary import Summary, slowest_rank
-from paceline.bench.ranks import gather
-from paceline.bench.sides import labels, parse_sides, wrap
 from paceline.errors import ConfigurationError
+from paceline.lab.bench.job import TellProgress
+from paceline.lab.bench.places import choose_place
+from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.lab.bench.protocol.alternation import turns
+from paceline.lab.bench.protocol.figure import save_lines
+from paceline.lab.bench.protocol.provenance import collect, load_average
+from paceline.lab.bench.protocol.report import Report, Verdict, figure_path, publish
+from paceline.lab.bench.protocol.summary import Summary, slowest_rank
+from paceline.lab.bench.ranks import gather
+from paceline.lab.bench.sides import labels, parse_sides, wrap
 
 WARM_UP_STEPS = 4
 TARGET_SHARE = 0.95

@@ -18,18 +18,18 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
-from paceline.bench.errors import WrongAnswerError
-from paceline.bench.job import TellProgress
-from paceline.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.bench.protocol.alternation import turns
-from paceline.bench.protocol.figure import save_bars
-from paceline.bench.protocol.provenance import collect, load_average
-from paceline.bench.protocol.report import Report, Verdict, figure_path, publish
-from paceline.bench.protocol.summary import Summary, ratios, slowest_rank
-from paceline.bench.ranks import LoopbackRanks, gather
-from paceline.bench.sides import labels, parse_sides
-from paceline.bench.training import StepTimes, Trainee
-from paceline.bench.workloads import Workload, make_workload
+from paceline.lab.bench.errors import WrongAnswerError
+from paceline.lab.bench.job import TellProgress
+from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
+from paceline.lab.bench.protocol.alternation import turns
+from paceline.lab.bench.protocol.figure import save_bars
+from paceline.lab.bench.protocol.provenance import collect, load_average
+from paceline.lab.bench.protocol.report import Report, Verdict, figure_path, publish
+from paceline.lab.bench.protocol.summary import Summary, ratios, slowest_rank
+from paceline.lab.bench.ranks import LoopbackRanks, gather
+from paceline.lab.bench.sides import labels, parse_sides
+from paceline.lab.bench.training import StepTimes, Trainee
+from paceline.lab.bench.workloads import Workload, make_workload
 
 WARM_UP_STEPS = 4  # torch re-buckets after the first
 PHASES = ("forward_s", "backward_s", "optimizer_s", "step_s")

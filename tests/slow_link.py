@@ -6,7 +6,7 @@ import time
 
 import torch.distributed as dist
 
-from paceline.process_group.lane import Lane, LaneWork
+from paceline.comm.lane import Lane, LaneWork
 
 
 class SlowGroup(dist.ProcessGroup):

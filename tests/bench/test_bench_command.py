@@ -21,8 +21,8 @@ TIMED = ["--workload", "resnet50", "--scale", "100", "--compute-s", "0.01", "--r
 
 def why_no_cluster() -> str | None:
     """Say why hosts cannot be emulated here; None if they can."""
-    from paceline.emulation import ClusterSpec, EmulatedCluster
     from paceline.errors import PacelineError
+    from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 
     try:
         with EmulatedCluster(ClusterSpec(hosts=1)):
@@ -104,7 +104,7 @@ def test_nothing_is_left_after_sigkill(tmp_path: Path) -> None:
         str(tmp_path / "report"),
     ]
     with started([sys.executable, "-m", "paceline", "bench", "step", *words], tmp_path) as process:
-        until(lambda: sum("paceline.bench.rank" in line for line in alive(process).values()) >= 2)
+        until(lambda: sum("paceline.lab.bench.rank" in line for line in alive(process).values()) >= 2)
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)
         until(lambda: not alive(process) and not list((tmp_path / "tmp").glob("paceline-*")))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.allreduce import launches, num_per_turn
-from paceline.bench.footprint import check_memory, needed_bytes
-from paceline.bench.limit import StepLimit, backward_and_communication_s, bus_rate, ring_bytes_per_rank
-from paceline.bench.profile import LayerTime, Profile, default_profile
-from paceline.bench.recording import record
-from paceline.bench.sizes import parse_sizes
-from paceline.bench.step import StepConfig
 from paceline.errors import ConfigurationError
+from paceline.lab.bench.allreduce import launches, num_per_turn
+from paceline.lab.bench.footprint import check_memory, needed_bytes
+from paceline.lab.bench.limit import StepLimit, backward_and_communication_s, bus_rate, ring_bytes_per_rank
+from paceline.lab.bench.profile import LayerTime, Profile, default_profile
+from paceline.lab.bench.recording import record
+from paceline.lab.bench.sizes import parse_sizes
+from paceline.lab.bench.step import StepConfig
 
 
 def test_a_ring_sends_what_the_papers_say() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.step import StepConfig, check, measure
+from paceline.lab.bench.step import StepConfig, check, measure
 from ranks import pool
 
 

@@ -10,26 +10,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.bench.errors import WrongAnswerError
-from paceline.bench.limit import ring_bytes_per_rank
-from paceline.bench.profile import LayerTime, Profile, default_profile
-from paceline.bench.studies import STUDIES, find_study
-from paceline.bench.studies import round_robin_hook as hook
-from paceline.bench.studies.calibration import GOODPUT, realisable, scale_for
-from paceline.bench.studies.measure import Block, Outcome, StudyConfig, check, measure
-from paceline.bench.studies.mlstm_scaling import (
+from paceline.errors import ConfigurationError
+from paceline.lab.bench.errors import WrongAnswerError
+from paceline.lab.bench.limit import ring_bytes_per_rank
+from paceline.lab.bench.profile import LayerTime, Profile, default_profile
+from paceline.lab.bench.studies import STUDIES, find_study
+from paceline.lab.bench.studies import round_robin_hook as hook
+from paceline.lab.bench.studies.calibration import GOODPUT, realisable, scale_for
+from paceline.lab.bench.studies.measure import Block, Outcome, StudyConfig, check, measure
+from paceline.lab.bench.studies.mlstm_scaling import (
     METHODS,
     ScalingOptions,
     ScalingStudy,
     link_label,
     published_overheads_s,
 )
-from paceline.bench.studies.published import BREAKDOWN
-from paceline.bench.studies.study import StudyOptions
-from paceline.bench.studies.threads import SIZES, WorkersConfig, measure_workers
-from paceline.bench.studies.variant import Phases, Variant
-from paceline.bench.timed import gradient_bytes
-from paceline.errors import ConfigurationError
+from paceline.lab.bench.studies.published import BREAKDOWN
+from paceline.lab.bench.studies.study import StudyOptions
+from paceline.lab.bench.studies.threads import SIZES, WorkersConfig, measure_workers
+from paceline.lab.bench.studies.variant import Phases, Variant
+from paceline.lab.bench.timed import gradient_bytes
 from ranks import pool
 from terminal import paceline
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.emulation import ClusterSpec, EmulatedCluster
 from paceline.errors import UnsupportedError
+from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 
 
 @pytest.fixture(scope="session")

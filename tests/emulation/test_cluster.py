@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from talk import python, send
 
-from paceline.emulation import ClusterSpec, EmulatedCluster
 from paceline.errors import ConfigurationError, EmulationError
+from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 
 CS7, ECT = 7 << 5, 2
 WHO = "import json, os, socket; print(json.dumps([socket.gethostname(), os.getpid(), os.getcwd()]))"
@@ -293,7 +293,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 USES_A_CLUSTER = """
 import subprocess, sys
-from paceline.emulation import ClusterSpec, EmulatedCluster
+from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 print("CapEff:\\t0000000080000000" in open("/proc/self/status").read())
 with EmulatedCluster(ClusterSpec.parse(hosts=2, rate="50Mbit", loss="50%", priority=True)) as made:
     host = made.hosts[0]
@@ -325,11 +325,11 @@ def test_without_root_a_user_namespace_serves(possible):
 
 WITH_A_STAND_IN_FOR_NETEM = """
 import runpy, sys
-from paceline.emulation import delay
+from paceline.lab.emulation import delay
 delay.has_netem = lambda *_: True
 delay.add_netem = lambda ip, interface, spec: ip.tc("add", "pfifo", interface, 0x10000, limit=1000)
 sys.argv = ["lab", *sys.argv[1:]]
-runpy.run_module("paceline.emulation.lab", run_name="__main__")
+runpy.run_module("paceline.lab.emulation.lab", run_name="__main__")
 """
 
 
@@ -338,11 +338,11 @@ def test_the_wiring_around_netem_carries_packets(cluster, monkeypatch):
     start = subprocess.Popen
 
     def start_with_the_stand_in(command, **settings):
-        if "paceline.emulation.lab" in command:
+        if "paceline.lab.emulation.lab" in command:
             command = [command[0], "-c", WITH_A_STAND_IN_FOR_NETEM, *command[3:]]
         return start(command, **settings)
 
-    monkeypatch.setattr("paceline.emulation.cluster.subprocess.Popen", start_with_the_stand_in)
+    monkeypatch.setattr("paceline.lab.emulation.cluster.subprocess.Popen", start_with_the_stand_in)
     made = cluster(hosts=2, rate="50Mbit", delay="1ms", loss="20%,0%")
     monkeypatch.undo()
     assert 300 < len(send(made.hosts[0], made.hosts[1], (0, 500, 0), size=200)) < 500

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.emulation import ClusterSpec, EmulatedCluster
+from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 from terminal import alive, paceline, started
 
 pytestmark = pytest.mark.timeout(150)
@@ -154,7 +154,7 @@ def test_nothing_survives_sigkill(possible, scripts, also_the_laboratory):
             assert process.poll() is None
         ours = _networks() - before
         assert len(ours) >= 3  # two hosts and their switch
-        lab = [pid for pid, command in alive(process).items() if "paceline.emulation.lab" in command]
+        lab = [pid for pid, command in alive(process).items() if "paceline.lab.emulation.lab" in command]
         process.kill()
         if also_the_laboratory:
             os.kill(min(lab), signal.SIGKILL)
@@ -185,7 +185,7 @@ def test_an_interrupt_ends_everything_in_order(possible, scripts):
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_job_and_is_named(possible, scripts, monkeypatch):
     """The other host, asleep, is stopped after a grace; here none."""
-    monkeypatch.setattr("paceline.emulation.job.GRACE_S", 0.0)
+    monkeypatch.setattr("paceline.lab.emulation.job.GRACE_S", 0.0)
     monkeypatch.chdir(scripts)
     lines = []
     with EmulatedCluster(ClusterSpec.parse(hosts=2)) as cluster:
@@ -229,7 +229,7 @@ def test_bad_input_is_refused_before_anything_is_made(words, says, scripts, caps
     def never(*_, **__):
         raise AssertionError("something was started")
 
-    monkeypatch.setattr("paceline.emulation.cluster.subprocess.Popen", never)
+    monkeypatch.setattr("paceline.lab.emulation.cluster.subprocess.Popen", never)
     monkeypatch.chdir(scripts)
     with pytest.raises(SystemExit) as left:
         main(["emulate", *words])
@@ -242,7 +242,7 @@ def test_bad_input_is_refused_before_anything_is_made(words, says, scripts, caps
 
 
 def test_without_pyroute2_it_says_what_to_install(scripts, capsys, monkeypatch):
-    monkeypatch.setattr("paceline.emulation.cluster.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("paceline.lab.emulation.cluster.importlib.util.find_spec", lambda _: None)
     monkeypatch.chdir(scripts)
     with pytest.raises(SystemExit) as left:
         main(["emulate", "--", "fails.py"])

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from paceline.emulation import ClusterSpec, EmulatedCluster
 from paceline.errors import UnsupportedError
+from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 from terminal import REPOSITORY, TORCHS_ABORT, Finished, run
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])

@@ -9,8 +9,8 @@ from torch import nn
 
 from models import Mlp, TinyTransformer, conv_net, generator
 from paceline import DistributedDataParallel
-from paceline.bench.workloads.resnet import Bottleneck
 from paceline.errors import ConfigurationError
+from paceline.lab.bench.workloads.resnet import Bottleneck
 from paceline.optim import parameter_groups
 from paceline.recipes import GhostBatchNorm, convert_ghost_batchnorm, init_output_layer, zero_init_residual
 from ranks import pool

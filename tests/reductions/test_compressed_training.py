@@ -18,9 +18,9 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from models import MixedDtypes, Mlp, SparseNet, digest, generator, squares
 from paceline import DistributedDataParallel
+from paceline.comm.gradient_group import group_beside
 from paceline.compression import Bf16, Fp16, Int8, OneBit, RandomK, TopK
 from paceline.errors import ConfigurationError, PeerAbortedError
-from paceline.process_group.same_host import group_beside
 from paceline.reductions import Compressed, PowerSGD
 from paceline.reductions.choice import COMPRESSIONS
 from ranks import pool

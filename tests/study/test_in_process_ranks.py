@@ -8,16 +8,16 @@ from torch import nn
 
 from models import digest, generator
 from paceline import DistributedDataParallel
+from paceline.comm.collectives import launch_broadcast, launch_gather, launch_maximum, launch_sum
 from paceline.errors import CollectiveMismatchError
+from paceline.lab.study.combinations import AdasumOfUpdates, MeanOfRanks, RareAverages, make_combination
+from paceline.lab.study.models import mlp, residual_cnn
+from paceline.lab.study.optimizers import make_optimizer, set_rate
+from paceline.lab.study.ranks import backward_of_the_mean, gradients_of_each, has_batch_statistics, loss_of
+from paceline.lab.study.rows import ROWS
+from paceline.lab.study.world import World
 from paceline.optim import AdasumOptimizer, LocalSGD
 from paceline.recipes import convert_ghost_batchnorm
-from paceline.reductions.collectives import launch_broadcast, launch_gather, launch_maximum, launch_sum
-from paceline.study.combinations import AdasumOfUpdates, MeanOfRanks, RareAverages, make_combination
-from paceline.study.models import mlp, residual_cnn
-from paceline.study.optimizers import make_optimizer, set_rate
-from paceline.study.ranks import backward_of_the_mean, gradients_of_each, has_batch_statistics, loss_of
-from paceline.study.rows import ROWS
-from paceline.study.world import World
 from ranks import pool
 
 RANK_BATCH, STEPS, RATE = 8, 4, 0.1

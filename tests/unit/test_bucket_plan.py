@@ -6,8 +6,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.comm.gradient_group import on_one_host
 from paceline.ddp.plan import BucketCaps, plan_buckets
-from paceline.process_group.same_host import on_one_host
 
 MEBIBYTE = 1024 * 1024
 FIRST_BUCKET_BYTES = MEBIBYTE

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.emulation import ClusterSpec
-from paceline.emulation import quantities as q
 from paceline.errors import ConfigurationError
+from paceline.lab.emulation import ClusterSpec
+from paceline.lab.emulation import quantities as q
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ def step(
     as_json: AsJson = False,
 ) -> None:
     """How long is a training step under each side, and how far is that from the limit?"""
-    from paceline.bench.commands import StepOptions, bench_step
-    from paceline.bench.places import choose_place
+    from paceline.lab.bench.commands import StepOptions, bench_step
+    from paceline.lab.bench.places import choose_place
 
     place = choose_place(
         hosts,
@@ -103,8 +103,8 @@ def allreduce(
     as_json: AsJson = False,
 ) -> None:
     """How long does an all-reduce take, and which share of the link's rate does it reach?"""
-    from paceline.bench.commands import bench_allreduce
-    from paceline.bench.places import choose_place
+    from paceline.lab.bench.commands import bench_allreduce
+    from paceline.lab.bench.places import choose_place
 
     place = choose_place(
         hosts,
@@ -129,7 +129,7 @@ def profile(
     steps: Annotated[int, typer.Option(help="Timed steps; the median counts.")] = 5,
 ) -> None:
     """Record how long each layer of a workload computes, for `bench step --profile`."""
-    from paceline.bench.commands import bench_profile
+    from paceline.lab.bench.commands import bench_profile
 
     found = bench_profile(workload, out, device, steps)
     print(
@@ -143,8 +143,8 @@ def workloads(as_json: AsJson = False) -> None:
     """List what can be trained, its size, and how long timed compute takes by default."""
     from rich.console import Console
 
-    from paceline.bench.commands import workload_rows
-    from paceline.report import table
+    from paceline.lab.bench.commands import workload_rows
+    from paceline.lab.report import table
 
     rows = workload_rows()
     if as_json:

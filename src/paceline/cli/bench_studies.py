@@ -41,8 +41,8 @@ def study(
     as_json: AsJson = False,
 ) -> None:
     """A figure of the papers on DDP or the mLSTM, measured on emulated hosts beside the published one."""
-    from paceline.bench.studies import find_study
-    from paceline.bench.studies.study import run_study
+    from paceline.lab.bench.studies import find_study
+    from paceline.lab.bench.studies.study import run_study
 
     found = find_study(name)
     given: dict[str, Any] = {"num_ranks": ranks, "rate": rate, "compute_s": compute_s, "num_rounds": rounds}
@@ -70,8 +70,8 @@ def scaling(
     as_json: AsJson = False,
 ) -> None:
     """How does training scale over ranks, by model size, link and precision? The mLSTM study's chart."""
-    from paceline.bench.studies.mlstm_scaling import ScalingOptions, ScalingStudy
-    from paceline.bench.studies.study import run_study
+    from paceline.lab.bench.studies.mlstm_scaling import ScalingOptions, ScalingStudy
+    from paceline.lab.bench.studies.study import run_study
 
     found = ScalingStudy()
     given: dict[str, Any] = {"rate": rate, "compute_s": compute_s, "num_rounds": rounds}

@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.emulation import EmulatedCluster
+    from paceline.lab.emulation import EmulatedCluster
 
 SETTINGS: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": False, "allow_interspersed_args": False},
@@ -89,7 +89,8 @@ def emulate(
     """Run a script on several emulated hosts of this machine, over links of a given rate, loss and delay."""
     from rich.console import Console
 
-    from paceline.emulation import (
+    from paceline.errors import ConfigurationError
+    from paceline.lab.emulation import (
         ClusterSpec,
         EmulatedCluster,
         check_script,
@@ -97,8 +98,7 @@ def emulate(
         quantities,
         show,
     )
-    from paceline.emulation import clean as remove_orphans
-    from paceline.errors import ConfigurationError
+    from paceline.lab.emulation import clean as remove_orphans
 
     if clean:
         removed = remove_orphans()
@@ -152,8 +152,8 @@ def emulate(
 
 def _check(cluster: EmulatedCluster, console: Console, *, as_json: bool) -> int:
     """Measure and show; 0 if everything agrees."""
-    from paceline.emulation import show
-    from paceline.emulation.check import check
+    from paceline.lab.emulation import show
+    from paceline.lab.emulation.check import check
 
     found = []
     with console.status("measuring...") as status:

@@ -51,11 +51,11 @@ def large_batch(
     """Train with growing global batches by every rule, and say which of the papers' claims hold."""
     from rich.console import Console
 
-    from paceline.report import ReportFolder
-    from paceline.study.plan import TUNED_FACTORS, Plan, quick_plan
-    from paceline.study.rows import choose_rows
-    from paceline.study.run import study
-    from paceline.study.tasks import find_task
+    from paceline.lab.report import ReportFolder
+    from paceline.lab.study.plan import TUNED_FACTORS, Plan, quick_plan
+    from paceline.lab.study.rows import choose_rows
+    from paceline.lab.study.run import study
+    from paceline.lab.study.tasks import find_task
 
     if quick:
         plan = quick_plan()

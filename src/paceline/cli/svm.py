@@ -178,7 +178,7 @@ def _draw(path: Path, progress: list[dict[str, Any]]) -> None:
     import importlib.util
 
     from paceline.errors import ConfigurationError
-    from paceline.report import lines_figure
+    from paceline.lab.report import lines_figure
 
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError("--figure needs matplotlib. pip install 'paceline[plot]'")

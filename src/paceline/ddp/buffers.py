@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from paceline.ddp.peers import Peers
-from paceline.reductions.collectives import launch_broadcast
+from paceline.comm.collectives import launch_broadcast
+from paceline.comm.peers import Peers
 
 BROADCAST_BYTES = 250 * 1024 * 1024
 

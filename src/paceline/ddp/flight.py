@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline.comm.peers import Peers
+from paceline.comm.pending import Pending
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.layout import AnyBucket
-from paceline.ddp.peers import Peers
 from paceline.observe import BucketTiming
-from paceline.reductions import Message, Pending, Reduction
+from paceline.reductions import Message, Reduction
 
 
 class _Launched:

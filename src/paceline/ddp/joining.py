@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
+from paceline.comm.collectives import launch_maximum, launch_sum
 from paceline.ddp.accumulation import match_window
 from paceline.ddp.weights import WeightExchange
-from paceline.reductions.collectives import launch_maximum, launch_sum
 
 if TYPE_CHECKING:
     from paceline.ddp.wrapper import DistributedDataParallel

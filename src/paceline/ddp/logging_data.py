@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.comm.collectives import backend_of
 from paceline.ddp.bucket import Bucket
 from paceline.observe import StepTiming
-from paceline.reductions.collectives import backend_of
 
 if TYPE_CHECKING:
     from paceline.ddp.wrapper import DistributedDataParallel

@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from paceline.ddp.peers import Peers
-from paceline.reductions.collectives import launch_broadcast
+from paceline.comm.collectives import launch_broadcast
+from paceline.comm.peers import Peers
 
 
 def hook_gradient(parameter: Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline.comm.collectives import allocate_zeros, launch_sum
+from paceline.comm.peers import Peers
 from paceline.ddp import in_backward
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.buffers import Buffers
@@ -38,14 +40,12 @@ from paceline.ddp.expectations import NEVER, Expectations
 from paceline.ddp.flight import Flight
 from paceline.ddp.layout import AnyBucket, GradientMemory, ManagedParameters
 from paceline.ddp.listener import Listener
-from paceline.ddp.peers import Peers
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.ready_order import ReadyOrder, hook_gradient
 from paceline.ddp.remarks import Remarks
 from paceline.errors import PeerAbortedError, ProtocolError
 from paceline.observe import StepTiming, StepTimings
 from paceline.reductions import Mean, Reduction
-from paceline.reductions.collectives import allocate_zeros, launch_sum
 from paceline.reductions.sparse import launch_sparse_sum
 
 

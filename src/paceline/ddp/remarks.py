@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from paceline.ddp.peers import describe
+from paceline.comm.peers import describe
 
 
 class Remarks:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline.comm.collectives import launch_gather
+from paceline.comm.peers import Peers
 from paceline.ddp.layout import ManagedParameters
-from paceline.ddp.peers import Peers
 from paceline.errors import ReplicaMismatchError
-from paceline.reductions.collectives import launch_gather
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
+from paceline.comm.collectives import backend_of
+from paceline.comm.peers import Peers
 from paceline.ddp import arguments
 from paceline.ddp.buffers import BROADCAST_BYTES, Broadcast
 from paceline.ddp.logging_data import logging_data
-from paceline.ddp.peers import Peers
 from paceline.reductions import Mean, NarrowMean, Reduction
-from paceline.reductions.collectives import backend_of
 
 if TYPE_CHECKING:
     from paceline.ddp.buffers import Buffers

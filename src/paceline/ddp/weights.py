@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from paceline.ddp.peers import Peers
+from paceline.comm.collectives import device_for_words, launch_sum
+from paceline.comm.peers import Peers
+from paceline.comm.pending import Done, Pending
 from paceline.errors import PeerLostError
-from paceline.reductions import Pending
-from paceline.reductions.collectives import device_for_words, launch_sum
-from paceline.reductions.pending import Done
 
 REFUSED = -1
 

@@ -20,6 +20,10 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.comm.collectives import device_for_words
+from paceline.comm.gradient_group import group_beside, on_one_host
+from paceline.comm.peers import Peers
+from paceline.comm.roll_call import next_name
 from paceline.compression import Compressor
 from paceline.ddp import arguments, in_backward, state_names, sync_batch_norm
 from paceline.ddp import mixed_precision as mixed
@@ -29,7 +33,6 @@ from paceline.ddp.dynamo import may_compile
 from paceline.ddp.joining import NextStep, Shadow, agree_on_source, exchange_weights, notify
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.outputs import find_tensors
-from paceline.ddp.peers import Peers
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer, ReducerOptions
 from paceline.ddp.replicas import Description, verify
@@ -37,10 +40,7 @@ from paceline.ddp.torch_surface import TorchSurface
 from paceline.ddp.weights import WeightExchange
 from paceline.errors import ReplicaMismatchError
 from paceline.observe import StepTimings
-from paceline.process_group.same_host import group_beside, on_one_host
 from paceline.reductions import Mean, Reduction
-from paceline.reductions.collectives import device_for_words
-from paceline.reductions.roll_call import next_name
 
 
 class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, override]

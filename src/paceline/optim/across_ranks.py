@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from paceline.comm.collectives import device_for_words, launch_broadcast, launch_gather
+from paceline.comm.pending import Pending
+from paceline.comm.roll_call import RollCall, next_name
 from paceline.errors import ConfigurationError, PeerLostError, ReplicaMismatchError
 from paceline.optim.flat_parameters import FlatParameters, flatten
-from paceline.reductions import Pending, Reduction, RollCall
-from paceline.reductions.collectives import device_for_words, launch_broadcast, launch_gather
-from paceline.reductions.roll_call import next_name
+from paceline.reductions import Reduction
 
 _DIGEST_BYTES = 32
 _NO_GRADIENT = bytes(_DIGEST_BYTES)

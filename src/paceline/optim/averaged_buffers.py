@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline.comm.collectives import launch_broadcast, launch_sum
+from paceline.comm.pending import Pending
 from paceline.optim.flat_parameters import FlatParameters, flatten
-from paceline.reductions import Pending
-from paceline.reductions.collectives import launch_broadcast, launch_sum
 
 
 class AveragedBuffers:

@@ -20,15 +20,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from paceline.comm.collectives import device_for_words, launch_sum
+from paceline.comm.pending import Pending
+from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.observe import StepTiming
 from paceline.optim.across_ranks import AcrossRanks, digest_of
 from paceline.optim.averaged_buffers import AveragedBuffers
 from paceline.optim.flat_parameters import FlatParameters
-from paceline.reductions import Auto, Lossy, Pending, Reduction, Traffic, choose_reduction
-from paceline.reductions.collectives import device_for_words, launch_sum
-from paceline.reductions.traffic import all_reduced
+from paceline.reductions import Auto, Lossy, Reduction, choose_reduction
 
 
 class LocalSteps(AcrossRanks):

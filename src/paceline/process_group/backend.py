@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.lane import Lane, LaneWork
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.collectives import Collectives, check_reducible
 from paceline.process_group.gloo import INTERFACE, address_towards, make_gloo
 from paceline.process_group.host_collectives import HostCollectives
-from paceline.process_group.lane import Lane, LaneWork
 from paceline.process_group.registration import NAME
 from paceline.transports.shared_memory import Host, Meetings, join_host
 

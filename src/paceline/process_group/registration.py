@@ -11,10 +11,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from paceline.comm import BACKEND_NAME
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-NAME = "paceline"
+NAME = BACKEND_NAME
 _C10D = "torch.distributed.distributed_c10d"
 
 

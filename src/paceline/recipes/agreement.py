@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from paceline.comm.collectives import device_for_words, launch_gather
 from paceline.data import GlobalBatch
 from paceline.errors import ConfigurationError
-from paceline.reductions.collectives import device_for_words, launch_gather
 
 
 def world(process_group: ProcessGroup | None) -> ProcessGroup | None:

@@ -12,9 +12,7 @@ from paceline.reductions.choice import choose_reduction
 from paceline.reductions.hook import GradBucket, HookReduction
 from paceline.reductions.mean import Mean
 from paceline.reductions.narrow_mean import NarrowMean
-from paceline.reductions.pending import Pending
 from paceline.reductions.reduction import Message, Reduction
-from paceline.reductions.roll_call import RollCall
 
 if TYPE_CHECKING:
     from paceline.reductions.adasum import Adasum
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from paceline.reductions.lossy import Lossy
     from paceline.reductions.noise_scale import GradientNoiseScale
     from paceline.reductions.powersgd import PowerSGD
-    from paceline.reductions.traffic import Traffic
 
 __all__ = [
     "Adasum",
@@ -36,11 +33,8 @@ __all__ = [
     "Mean",
     "Message",
     "NarrowMean",
-    "Pending",
     "PowerSGD",
     "Reduction",
-    "RollCall",
-    "Traffic",
     "choose_reduction",
 ]
 
@@ -51,7 +45,6 @@ _HOME_OF = {
     "GradientNoiseScale": "noise_scale",
     "Lossy": "lossy",
     "PowerSGD": "powersgd",
-    "Traffic": "traffic",
 }
 
 

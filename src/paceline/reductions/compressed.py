@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline.comm.collectives import launch_gather
+from paceline.comm.traffic import gathered
 from paceline.compression import Compressor, Layout, Seeds, widened
 from paceline.errors import ConfigurationError
-from paceline.reductions.collectives import launch_gather
 from paceline.reductions.exchange import launch_mean, sent_for_mean
 from paceline.reductions.lossy import Lossy
 from paceline.reductions.memory import Memory
 from paceline.reductions.reduction import Message
-from paceline.reductions.traffic import gathered
 
 RESIDUAL = "residual"
 VELOCITY = "velocity"

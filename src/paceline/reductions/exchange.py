@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline.comm.collectives import backend_of, launch_gather, launch_sum
+from paceline.comm.pending import PendingWork
+from paceline.comm.traffic import all_reduced
 from paceline.compression import widened
 from paceline.process_group import NAME as OURS
-from paceline.reductions.collectives import backend_of, launch_gather, launch_sum
-from paceline.reductions.pending import PendingWork
-from paceline.reductions.traffic import all_reduced
 
 NARROW = (torch.float16, torch.bfloat16)
 

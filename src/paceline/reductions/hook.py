@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from paceline.comm.pending import Pending, PendingFuture
 from paceline.errors import HookError
-from paceline.reductions.pending import Pending, PendingFuture
 from paceline.reductions.reduction import Message, Reduction
 
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from paceline.comm.pending import Pending
+from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.reductions.memory import Memory
-from paceline.reductions.pending import Pending
 from paceline.reductions.pipeline import Pipeline
 from paceline.reductions.reduction import Message, Reduction
 from paceline.reductions.sparse import launch_sparse_sum
-from paceline.reductions.traffic import Traffic, all_reduced
 
 
 class Lossy(Reduction):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.reductions.collectives import launch_sum
-from paceline.reductions.pending import Done, Pending
+from paceline.comm.collectives import launch_sum
+from paceline.comm.pending import Done, Pending
 from paceline.reductions.reduction import Message, Reduction
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paceline.reductions.collectives import launch_sum
-from paceline.reductions.pending import Done, Pending
+from paceline.comm.collectives import launch_sum
+from paceline.comm.pending import Done, Pending
 from paceline.reductions.reduction import Message, Reduction
 
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from paceline.comm.collectives import launch_sum
+from paceline.comm.pending import Done, Pending
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.reductions.choice import choose_reduction
-from paceline.reductions.collectives import launch_sum
-from paceline.reductions.pending import Done, Pending
 from paceline.reductions.reduction import Message, Reduction
 
 _FEW_STEPS = 10

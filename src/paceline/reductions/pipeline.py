@@ -17,8 +17,8 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from paceline.process_group.lane import Lane, LaneWork
-from paceline.reductions.pending import PendingWork
+from paceline.comm.lane import Lane, LaneWork
+from paceline.comm.pending import PendingWork
 
 UNDER_WAY = 2
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from paceline.comm.pending import Pending
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.reductions.pending import Pending
 from paceline.reductions.sparse import launch_sparse_sum
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.reductions.collectives import backend_of, launch_sum
-from paceline.reductions.pending import Done, Pending
+from paceline.comm.collectives import backend_of, launch_sum
+from paceline.comm.pending import Done, Pending
 
 
 class _PendingSparse:

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.comm.collectives import backend_of, launch_broadcast, launch_gather, launch_sum
+from paceline.comm.gradient_group import group_beside
+from paceline.comm.pending import Pending
+from paceline.comm.roll_call import RollCall, next_name
 from paceline.errors import PeerLostError
-from paceline.process_group.same_host import group_beside
-from paceline.reductions import Pending, RollCall
-from paceline.reductions.collectives import backend_of, launch_broadcast, launch_gather, launch_sum
-from paceline.reductions.roll_call import next_name
 
 _FEW_BYTES = 4096
 _rounding_alike: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()

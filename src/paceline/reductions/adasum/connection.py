@@ -23,15 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline.comm.collectives import device_for_words, launch_broadcast
+from paceline.comm.lane import Lane, LaneWork
+from paceline.comm.pending import PendingWork
 from paceline.errors import ConfigurationError
 from paceline.process_group.executor import Executor
 from paceline.process_group.flat import flat_view
 from paceline.process_group.gloo import address_towards, make_gloo
-from paceline.process_group.lane import Lane, LaneWork
 from paceline.reductions.adasum.operator import Segments
 from paceline.reductions.adasum.performance import Norms, Performance
-from paceline.reductions.collectives import device_for_words, launch_broadcast
-from paceline.reductions.pending import PendingWork
 from paceline.schedules import Topology
 from paceline.schedules.vector_halving import vector_halving
 from paceline.transports import Transport

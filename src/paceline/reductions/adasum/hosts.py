@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.errors import ConfigurationError
-from paceline.observe.processes import whereabouts
+from paceline.host.processes import whereabouts
 from paceline.process_group.executor import Executor
 from paceline.schedules import Topology, circulant
 

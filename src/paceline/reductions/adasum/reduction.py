@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from paceline.comm.pending import Done, Pending
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.process_group.executor import Executor
@@ -19,7 +20,6 @@ from paceline.reductions.adasum.connection import Connection
 from paceline.reductions.adasum.hosts import find_hosts, topology_of
 from paceline.reductions.adasum.operator import Segments
 from paceline.reductions.adasum.performance import Norms
-from paceline.reductions.pending import Done, Pending
 from paceline.reductions.reduction import Message, Reduction
 from paceline.schedules import Topology
 

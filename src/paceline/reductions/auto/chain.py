@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from paceline.reductions.pending import Pending
+from paceline.comm.pending import Pending
 
 
 class Chain:

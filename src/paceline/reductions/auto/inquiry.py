@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch.distributed import ProcessGroup
 
+from paceline.comm.collectives import device_for_words, launch_maximum
+from paceline.comm.pending import Pending
 from paceline.observe import StepTiming
 from paceline.planning import Rules, StepProfile, decide
 from paceline.reductions.auto.course import Course, Pace, Phase, Plan, Question
 from paceline.reductions.auto.ledger import Ledger
 from paceline.reductions.auto.probe import Probe
 from paceline.reductions.auto.samples import Periods, Stopwatch, median_profile, profile_of
-from paceline.reductions.collectives import device_for_words, launch_maximum
-from paceline.reductions.pending import Pending
 
 IDLE = Plan(None, is_sample=False, question=Question.NOTHING)
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.pending import Pending
+from paceline.comm.traffic import Traffic
 from paceline.observe import StepTiming
 from paceline.planning import Line, ReductionCost
 from paceline.reductions.lossy import Lossy
-from paceline.reductions.pending import Pending
 from paceline.reductions.reduction import Message, Reduction
-from paceline.reductions.traffic import Traffic
 
 NUM_TIMES = 3
 LARGE_SHARE = (

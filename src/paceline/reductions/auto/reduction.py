@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from paceline.comm.pending import Pending
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
@@ -24,7 +25,6 @@ from paceline.reductions.auto.ledger import Ledger
 from paceline.reductions.auto.probe import Probe, traffic_of
 from paceline.reductions.lossy import Lossy
 from paceline.reductions.mean import Mean
-from paceline.reductions.pending import Pending
 from paceline.reductions.reduction import Message, Reduction
 
 _PLAIN = "none"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.observe.processes import whereabouts
+from paceline.host.processes import whereabouts
 from paceline.transports.shared_memory import board as boards
 from paceline.transports.shared_memory import futex
 from paceline.transports.shared_memory.arena import Arena

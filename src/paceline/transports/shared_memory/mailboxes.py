@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PeerLostError, ProtocolError
-from paceline.observe.processes import GONE, start_time_of, state_of
+from paceline.host.processes import GONE, start_time_of, state_of
 from paceline.transports.shared_memory import futex
 from paceline.transports.shared_memory.arena import Place
 from paceline.transports.shared_memory.host import Host, Neighbour

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.errors import PeerLostError
-from paceline.observe.processes import GONE, is_stopped, start_time_of, state_of
+from paceline.host.processes import GONE, is_stopped, start_time_of, state_of
 from paceline.transports.shared_memory.host import Host, Neighbour
 
 SLICE_S = 0.1

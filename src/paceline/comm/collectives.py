@@ -1,0 +1,78 @@
+"""The collectives we use, as c10d offers them on any process group, registered by name or handed over as an object.
+
+`at_once` says that the caller waits for the collective anyway: a backend may then perform it on the caller's thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import ProcessGroup
+
+from paceline.comm.pending import PendingWork
+
+
+def launch_sum(tensor: Tensor, group: ProcessGroup, at_once: bool = False) -> PendingWork:
+    """Replace `tensor` by the sum of all ranks' tensors. Collective; does not wait, unless `at_once`."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = not at_once
+    return PendingWork(group.allreduce([tensor], options))
+
+
+def launch_maximum(tensor: Tensor, group: ProcessGroup) -> PendingWork:
+    """Replace `tensor` by the elementwise maximum over the ranks. Collective; does not wait."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+    return PendingWork(group.allreduce([tensor], options))
+
+
+def launch_broadcast(tensor: Tensor, group: ProcessGroup, source: int, at_once: bool = False) -> PendingWork:
+    """Replace `tensor` by that of rank `source` of the group. Collective; does not wait, unless `at_once`."""
+    options = dist.BroadcastOptions()
+    options.asyncOp = not at_once
+    options.rootRank, options.rootTensor = source, 0
+    return PendingWork(group.broadcast([tensor], options))
+
+
+def launch_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup, at_once: bool = False) -> PendingWork:
+    """Fill `rows` with every rank's `row`. Collective; does not wait, unless `at_once`."""
+    options = AllgatherOptions()
+    options.asyncOp = not at_once
+    return PendingWork(group.allgather([rows], [row], options))
+
+
+def allocate_zeros(
+    group: ProcessGroup, num_elements: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return zeros, 1-D; in memory that the group communicates from without a copy, if it has any. Local."""
+    ours: Any = group
+    if getattr(group, "supports_tensor_alloc", None) is not None and ours.supports_tensor_alloc(device):
+        tensor: Tensor = ours.allocate_tensor(num_elements, dtype=dtype, device=device)
+        return tensor
+    return torch.zeros(num_elements, dtype=dtype, device=device)
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """The group's backend, in lower case; of a group that is not registered, what it calls itself."""
+    try:
+        return dist.get_backend(group)
+    except (KeyError, ValueError, RuntimeError):
+        return str(group.name()).lower()
+
+
+def device_for_words(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Where a few words to be gathered should lie: on the host, if the group can communicate from there.
+
+    Args:
+        group: Over whom; Gloo gathers host tensors only, NCCL device tensors only.
+        device: Of the module.
+    """
+    try:
+        on_host = torch.device("cpu") in group._device_types
+    except (AttributeError, RuntimeError):  # a process group written in Python
+        on_host = False
+    return torch.device("cpu") if on_host else device

@@ -1,0 +1,62 @@
+"""A group that reduces in shared memory, beside the Gloo group that a script asked for."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm import BACKEND_NAME
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def on_one_host() -> bool | None:
+    """Whether all ranks of the job run on this host, by what the launcher says; None if it says nothing.
+
+    Torchrun tells LOCAL_WORLD_SIZE; who starts processes alone, as torch.multiprocessing does, sets a MASTER_ADDR.
+    """
+    here, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    if here is not None and ranks is not None:
+        return here == ranks
+    return True if os.environ.get("MASTER_ADDR") in _LOOPBACK else None
+
+
+def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a `paceline` group with the ranks of `group`, or `group` itself where that would gain nothing.
+
+    It gains where tensors go over Gloo and all ranks of the job share this host's memory. Everyone who asks for the
+    same `group` is given the same answer; the group beside it ends with the default group.
+
+    Contract:
+        Collective over the job, for a Gloo group of all its ranks under such a launcher; local otherwise.
+        Blocks: until every rank has come.
+    """
+    if group not in _beside:
+        _beside[group] = _make_beside(group)
+    return _beside[group]
+
+
+def _make_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    gloo: Any = _gloo_of(group)
+    if gloo is None or group.size() == 1 or group.size() < dist.get_world_size() or not on_one_host():
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    ours: Any = dist.new_group(ranks, timeout=gloo.options._timeout, backend=BACKEND_NAME)
+    if len(ours.host.hosts) > 1:  # the same on every rank
+        dist.destroy_process_group(ours)
+        return group
+    beside: dist.ProcessGroup = ours
+    return beside
+
+
+def _gloo_of(group: dist.ProcessGroup) -> Any:
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group written in Python, or one that has nothing for the CPU
+        return None
+    return backend if isinstance(backend, dist.ProcessGroupGloo) else None

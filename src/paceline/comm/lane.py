@@ -1,0 +1,207 @@
+"""One thread that performs a group's collectives, in the order in which they were launched.
+
+Who launches a collective and waits for it at once need not pass it to another thread: when the lane is idle, it is
+performed by the caller.
+
+What a callback of a collective launches is performed before anything else that is queued. So it does not matter on
+which rank the callback was registered before the collective ended, and on which after: the order is the same.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import _profiler_enabled as _is_profiled
+from torch.autograd.profiler import record_function
+from torch.futures import Future
+
+from paceline.comm import BACKEND_NAME
+from paceline.host.exit import end_before_exit
+
+
+class LaneWork(dist.Work):
+    """A collective that has been launched on a lane.
+
+    It is performed without autograd and on the streams that are current now: so the order of an accelerator's work is
+    that of the launches.
+
+    Args:
+        perform: May block.
+        outputs: What it writes; says which devices.
+        what: In words, for the profiler and errors.
+    """
+
+    def __init__(self, perform: Callable[[], None], outputs: list[Tensor], what: str) -> None:
+        super().__init__()
+        self._perform = perform
+        self._outputs = outputs
+        self._what = what
+        self._streams = [torch.cuda.current_stream(device) for device in _accelerators(outputs)]
+        self._ending = threading.Lock()  # held until the end: cheaper than an Event, one a collective
+        self._ending.acquire()
+        self._is_done = False
+        self._error: BaseException | None = None
+        self._ended: Future[None] | None = None
+        self._future: Future[list[Tensor]] | None = None
+        self._lock = threading.Lock()
+        self._recorded = _record(f"{BACKEND_NAME}:{what}") if _is_profiled() else None
+
+    def perform(self) -> None:
+        """Do it, on this thread; an error is kept for whoever waits."""
+        try:
+            with torch.no_grad(), ExitStack() as stack:
+                for stream in self._streams:
+                    stack.enter_context(torch.cuda.stream(stream))
+                self._perform()
+        except BaseException as error:  # noqa: BLE001  whatever it is, the waiters must hear of it
+            self._error = error
+        del self._perform  # and with it the references to inputs
+        if self._recorded is not None:
+            self._recorded.set_result(
+                None
+            )  # before anyone knows of the end: the profiler may be stopped then
+        with self._lock:
+            self._is_done = True
+            self._ending.release()
+            ended = self._ended
+        if ended is not None:
+            ended.set_result(None)
+
+    def _value(self, _: object) -> list[Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._outputs
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end, at most `timeout` (0: as long as the group allows). Raises what went wrong."""
+        limit_s = timeout.total_seconds()
+        if self._ending.acquire(timeout=limit_s if limit_s > 0 else -1):
+            self._ending.release()
+        else:
+            raise RuntimeError(f"{self._what} was not done after {limit_s:g} s; it is still under way")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._is_done
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Return a future of the outputs."""
+        with self._lock:
+            if self._future is None:
+                self._ended = Future()
+                # An error raised by a callback is one for C++ too, which `set_exception` is not.
+                self._future = self._ended.then(self._value)
+                if not self._is_done:
+                    return self._future
+            else:
+                return self._future
+        self._ended.set_result(None)
+        return self._future
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+def _accelerators(tensors: list[Tensor]) -> set[torch.device]:
+    return {tensor.device for tensor in tensors if tensor.is_cuda}
+
+
+def _record(label: str) -> Future[None]:
+    """Begin a range in the profiler of this thread, which ends, on any thread, with the future's result."""
+    ended: Future[None] = Future()
+    with record_function(label) as record:
+        record._call_end_callbacks_on_future(ended)
+    return ended
+
+
+class Lane:
+    """Performs works one after another.
+
+    Args:
+        name: Of the thread, for those who look at stacks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[LaneWork | None] = queue.SimpleQueue()
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._num_queued = 0
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()  # held by whoever performs
+        self._performer = 0  # its thread
+        self._closed = False
+
+    def launch(self, work: LaneWork, at_once: bool) -> LaneWork:
+        """Perform `work` after all that were launched before.
+
+        Args:
+            work: What to do.
+            at_once: The caller waits for it anyway: it may be performed by this very thread.
+        """
+        if self._performer == threading.get_ident():
+            work.perform()  # launched by a callback of the collective that has just ended
+            return work
+        with self._lock:
+            inline = at_once and self._num_queued == 0 and self._turn.acquire(blocking=False)
+            if not inline:
+                self._num_queued += 1
+                self._start()
+                self._queue.put(work)
+        if inline:
+            try:
+                self._perform(work)
+            finally:
+                self._turn.release()
+        return work
+
+    def _perform(self, work: LaneWork) -> None:
+        self._performer = threading.get_ident()
+        try:
+            work.perform()
+        finally:
+            self._performer = 0
+
+    def _start(self) -> None:
+        if self._closed:
+            raise RuntimeError("this process group has been destroyed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+            end_before_exit(self, Lane.close)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            with self._turn:
+                self._perform(work)
+            with self._lock:
+                self._num_queued -= 1
+            del work
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread after what is queued; says whether it has ended."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        self._queue.put(None)
+        thread.join(timeout_s)
+        return not thread.is_alive()

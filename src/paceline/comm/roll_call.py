@@ -1,0 +1,185 @@
+"""Who does not answer? Asked when a collective has failed, or does not return.
+
+A rank that sees a collective fail calls the roll: it writes what it was doing into the job's store and gives the
+others a moment to do the same. Those that wait for something look for a roll call twice a second, so they answer, and
+leave, too. Whoever has not answered is looked up by process id when it lives on this host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from paceline.comm.pending import Pending
+from paceline.host.exit import end_before_exit
+from paceline.host.processes import GONE, UNKNOWN, is_stopped, state_of
+
+SLICE_S = 0.5
+GRACE_S = 2.0
+
+
+_num_named: dict[str, int] = {}
+
+
+def next_name(process_group: ProcessGroup, is_collective: bool) -> str:
+    """A name for a module that is being wrapped: the same on every rank of the group, not used before.
+
+    Args:
+        process_group: Who wraps it.
+        is_collective: Whether all of them do so now; copies are counted apart, as a rank may make some by itself.
+    """
+    try:
+        members = dist.get_process_group_ranks(process_group)
+    except (KeyError, ValueError, RuntimeError):  # a group that is not registered
+        members = list(range(process_group.size()))
+    kind = f"{'wrapped' if is_collective else 'copied'}/{hashlib.sha256(repr(members).encode()).hexdigest()[:16]}"
+    _num_named[kind] = _num_named.get(kind, 0) + 1
+    return f"{kind}/{_num_named[kind]}"
+
+
+class RollCall:
+    """The other ranks, as far as they answer.
+
+    Args:
+        process_group: Whose ranks; they are the ones named in messages.
+        name: Identifies the roll; the same on every rank.
+        first_act: What a rank that was never heard of has not got as far as, for the message.
+    """
+
+    def __init__(self, process_group: ProcessGroup, name: str, first_act: str) -> None:
+        self._rank = process_group.rank()
+        self._num_ranks = process_group.size()
+        self._first_act = first_act
+        self._has_store = True
+        self._question: _Question | None = None
+        try:
+            self._store: dist.Store = dist.PrefixStore(
+                f"paceline/{name}", dist.distributed_c10d._get_default_store()
+            )
+            if self._num_ranks > 1:
+                self._store.set(f"who/{self._rank}", f"{os.getpid()} {socket.gethostname()}")
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # MPI, or no default group: no store, so no roll can be called
+            self._has_store, self._store = False, dist.HashStore()
+
+    def wait_in_slices(self, pending: Pending) -> None:
+        """Wait for a collective, and look for a roll call now and then.
+
+        Raises:
+            RuntimeError: The collective failed, or another rank has called the roll.
+        """
+        while not pending.wait(SLICE_S):
+            self._raise_if_called()
+
+    def _raise_if_called(self) -> None:
+        if self._has_store and (self._question is None or not self._question.is_alive()):
+            self._question = _Question(self._store, "roll_call")
+            if self._question.is_answered_with_yes(SLICE_S):
+                raise RuntimeError("another rank has called the roll")
+
+    def who_is_gone(self, doing: str) -> str:
+        """Call the roll, or answer it, and put the result into words.
+
+        Args:
+            doing: What this rank was doing.
+        """
+        if not self._has_store:
+            return "this job has no store in which to ask who still answers"
+        # A question that hangs holds the store's lock, so nothing else can be asked.
+        hangs = self._question is not None and self._question.is_alive()
+        silent = None if hangs else self._call(doing)
+        if silent is None:
+            return "the job's store does not answer, so the rank that hosts it (usually 0) is gone or out of reach"
+        states = {rank: self._state_of(rank) for rank in silent}
+        gone = {rank: state for rank, state in states.items() if state.is_gone} or states
+        who = "; ".join(f"rank {rank} {state.words}" for rank, state in gone.items())
+        return who or "every rank still answers, so the network between them failed or they no longer agree"
+
+    def _call(self, doing: str) -> list[int] | None:
+        """Ranks that do not answer; None when the store does not."""
+        deadline_s = time.monotonic() + GRACE_S
+        try:
+            self._store.set(f"here/{self._rank}", doing)
+            self._store.set("roll_call", "1")
+            others = (rank for rank in range(self._num_ranks) if rank != self._rank)
+            return [rank for rank in others if not self._answers(rank, deadline_s)]
+        except RuntimeError:
+            return None
+
+    def _answers(self, rank: int, deadline_s: float) -> bool:
+        key = f"here/{rank}"
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return self._store.check([key])
+        try:
+            self._store.wait([key], timedelta(seconds=left_s))
+        except RuntimeError:
+            return self._store.check([key])
+        return True
+
+    def _state_of(self, rank: int) -> _State:
+        try:
+            if not self._store.check([f"who/{rank}"]):
+                return _State(f"has not got as far as {self._first_act}", is_gone=False)
+            pid, host = self._store.get(f"who/{rank}").decode().split(" ", 1)
+        except RuntimeError:
+            return _State("does not answer", is_gone=False)
+        where = f"(process {pid} on {host})"
+        if host != socket.gethostname():
+            return _State(f"{where} does not answer", is_gone=False)
+        return _look_up(int(pid), where)
+
+
+class _Question(threading.Thread):
+    """Asks the store whether it has a key; aside, because a store that a cut network hides never answers."""
+
+    def __init__(self, store: dist.Store, key: str) -> None:
+        super().__init__(name="paceline-roll-call", daemon=True)
+        self._store = store
+        self._key = key
+        self._answer = False
+        self._error: RuntimeError | None = None
+        self.start()
+        end_before_exit(self, threading.Thread.join)
+
+    def run(self) -> None:
+        try:
+            self._answer = self._store.check([self._key])
+        except RuntimeError as error:
+            self._error = error
+
+    def is_answered_with_yes(self, patience_s: float) -> bool:
+        """Whether the key is there; False also while there is no answer."""
+        self.join(patience_s)
+        if self._error is not None:
+            raise self._error
+        return self._answer and not self.is_alive()
+
+
+@dataclass(frozen=True)
+class _State:
+    words: str
+    is_gone: bool
+
+
+def _look_up(pid: int, where: str) -> _State:
+    """What the kernel says about a process of this host."""
+    state = state_of(pid)
+    if state == GONE:
+        return _State(f"{where} has died", is_gone=True)
+    if is_stopped(state):
+        return _State(f"{where} is stopped", is_gone=True)
+    if state == UNKNOWN:
+        return _State(f"{where} does not answer", is_gone=False)
+    return _State(f"{where} is running but does not answer", is_gone=False)

@@ -1,0 +1,1 @@
+"""What is not used while training: benchmarks, studies, emulated clusters, the demo. Nothing below imports it."""

@@ -1,0 +1,213 @@
+"""`paceline bench allreduce`: run the launches, check the sums, tell."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.lab.bench.allreduce import NUM_LAUNCHES, ReduceConfig, ReduceSamples, launches, measure_sides
+from paceline.lab.bench.errors import WrongAnswerError
+from paceline.lab.bench.exchange import REDUCE_SIDES, ResidentExchange
+from paceline.lab.bench.job import TellProgress
+from paceline.lab.bench.limit import bus_rate, ring_bytes_per_rank
+from paceline.lab.bench.protocol.figure import save_lines
+from paceline.lab.bench.protocol.provenance import collect
+from paceline.lab.bench.protocol.report import Report
+from paceline.lab.bench.protocol.summary import Summary, ratios
+from paceline.lab.bench.ranks import Ranks
+from paceline.lab.emulation.quantities import show_size
+
+COLUMNS = (
+    "size",
+    "side",
+    "time ms",
+    "ratio",
+    "algbw MB/s",
+    "busbw MB/s",
+    "link limit ms",
+    "of the link's rate",
+)
+
+
+def measure(config: ReduceConfig, tell: TellProgress) -> ReduceSamples:
+    """Measure all of the configuration's sides in these processes. Collective."""
+    return measure_sides(config, {name: REDUCE_SIDES[name].open() for name in config.side_names})
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All launches together.
+
+    Attributes:
+        times_s: By side and size, in the order of rounds.
+        copy_bytes_per_s: The memory's rate, as of `ReduceSamples`.
+    """
+
+    times_s: Mapping[str, Mapping[int, list[float]]]
+    copy_bytes_per_s: float
+
+
+def run(config: ReduceConfig, ranks: Ranks) -> Measured:
+    """Launch all sides.
+
+    Raises:
+        WrongAnswerError: A side's sum is not the sum.
+    """
+    plan = launches(config.side_names)
+    alternate = len(plan) > 1
+    rounds = max(2, -(-config.num_rounds // NUM_LAUNCHES)) if alternate else config.num_rounds
+    times: dict[str, dict[int, list[float]]] = {
+        name: {size: [] for size in config.sizes_bytes} for name in config.side_names
+    }
+    copy_rates = []
+    for number, names in enumerate(plan):
+        this = dataclasses.replace(config, side_names=names, num_rounds=rounds)
+        title = (
+            f"all-reduce on {ranks.num_ranks} ranks, launch {number + 1} of {len(plan)}: {', '.join(names)}"
+        )
+        samples = _launch(this, ranks, title)
+        copy_rates.append(samples.copy_bytes_per_s)
+        for name in names:
+            if not samples.right[name]:
+                raise WrongAnswerError(
+                    f"the sum that {name} left is not the sum over the ranks, so its times mean nothing. Leave it "
+                    "out of --vs."
+                )
+            for size in config.sizes_bytes:
+                times[name][size] += samples.times_s[name][size]
+    return Measured(times, max(copy_rates))
+
+
+def _launch(config: ReduceConfig, ranks: Ranks, title: str) -> ReduceSamples:
+    first = config.side_names[0]
+    if REDUCE_SIDES[first].starter == "torchrun":
+        return ranks.run(measure, config, title)[0]
+    return ranks.run_mpi(measure, config, title, tcp_only=first.endswith("-tcp"))[0]
+
+
+def explain(config: ReduceConfig, ranks: Ranks) -> tuple[str, ...]:
+    """Return, a sentence a size, which algorithm our backend takes on these ranks, and why."""
+    title = f"what our backend chooses on {ranks.num_ranks} ranks"
+    return tuple(ranks.run(_choices, config, title)[0])
+
+
+def _choices(config: ReduceConfig, tell: TellProgress) -> list[str]:
+    ours = ResidentExchange("paceline")
+    return [ours.explain(size) for size in config.sizes_bytes]
+
+
+def report(
+    config: ReduceConfig,
+    measured: Measured,
+    ranks: Ranks,
+    load_before: float,
+    choices: tuple[str, ...] = (),
+) -> Report:
+    """Turn times into rows: one per size and side; `choices` become notes."""
+    rows, summaries, times = [], [], measured.times_s
+    for size in config.sizes_bytes:
+        for name in config.side_names:
+            summary = _summary(config, times, ranks, size, name)
+            summaries.append(summary)
+            rows.append(_row(summary))
+    base = config.side_names[0]
+    return Report(
+        name=f"allreduce-{ranks.label}",
+        question=f"How long does an all-reduce take on {ranks.num_ranks} ranks?",
+        columns=tuple(f"ratio to {base}" if column == "ratio" else column for column in COLUMNS),
+        rows=tuple(rows),
+        verdicts=(),
+        notes=(*_notes(config, ranks), *_memory_notes(measured, ranks), *choices),
+        config=config,
+        summaries={"cases": summaries, "copy_bytes_per_s": measured.copy_bytes_per_s},
+        samples={
+            name: {str(size): list(values) for size, values in by.items()} for name, by in times.items()
+        },
+        provenance=collect(ranks.num_ranks, load_before),
+        place=ranks.describe(),
+    )
+
+
+def _summary(
+    config: ReduceConfig, times: Mapping[str, Mapping[int, list[float]]], ranks: Ranks, size: int, name: str
+) -> dict[str, Any]:
+    own, base = times[name][size], times[config.side_names[0]][size]
+    time = Summary.of(own)
+    rate = ranks.rate_bytes_per_s
+    link_s = ring_bytes_per_rank(ranks.num_ranks, size) / rate if rate else None
+    return {
+        "size_bytes": size,
+        "side": name,
+        "time_s": asdict(time),
+        "ratio": asdict(Summary.of(ratios(own, base))),
+        "algbw_bytes_per_s": size / time.median,
+        "busbw_bytes_per_s": asdict(Summary.of([bus_rate(ranks.num_ranks, size, one_s) for one_s in own])),
+        "link_s": link_s,
+        "link_share": link_s / time.median if link_s else None,
+    }
+
+
+def _row(summary: Mapping[str, Any]) -> tuple[str, ...]:
+    link_s, share = summary["link_s"], summary["link_share"]
+    return (
+        show_size(summary["size_bytes"]),
+        summary["side"],
+        Summary(**summary["time_s"]).text(1e3),
+        Summary(**summary["ratio"]).text(digits=3),
+        f"{summary['algbw_bytes_per_s'] * 1e-6:.1f}",
+        f"{summary['busbw_bytes_per_s']['median'] * 1e-6:.1f}",
+        "-" if link_s is None else f"{link_s * 1e3:.2f}",
+        "-" if share is None else f"{share:.0%}",
+    )
+
+
+def _notes(config: ReduceConfig, ranks: Ranks) -> tuple[str, ...]:
+    alternate = len(launches(config.side_names)) > 1
+    return (
+        "busbw = 2(P-1)/P * bytes / time; the link limit is a flat ring's, its bytes over the slowest link's rate",
+        *(["sides that cannot share a process ran in alternating launches"] if alternate else []),
+        *[REDUCE_SIDES[name].note for name in config.side_names if REDUCE_SIDES[name].note],
+        *([] if ranks.rate_bytes_per_s else ["no link has a rate here: the network's limit is not known"]),
+    )
+
+
+def _memory_notes(measured: Measured, ranks: Ranks) -> tuple[str, ...]:
+    """How far ours is from what the memory allows, where no network is between the ranks."""
+    if "paceline" not in measured.times_s or ranks.rate_bytes_per_s:
+        return ()
+    rate = measured.copy_bytes_per_s
+    shares = [
+        f"{show_size(size)}: {2 * size / rate / Summary.of(times).median:.0%}"
+        for size, times in measured.times_s["paceline"].items()
+    ]
+    note = f"memory: copying reads and writes {rate * 1e-9:.1f} GB/s a rank while all copy; "
+    note += (
+        f"paceline reads and writes twice the message a rank, and reaches of that rate {', '.join(shares)}"
+    )
+    return (note,)
+
+
+def draw(result: Report, path: Path) -> bool:
+    """Draw busbw over size, one line a side. Returns whether it was drawn."""
+    lines: dict[str, list[tuple[float, Summary]]] = {}
+    for case in result.summaries["cases"]:
+        busbw = Summary(**case["busbw_bytes_per_s"])
+        in_mb = dataclasses.replace(
+            busbw,
+            median=busbw.median * 1e-6,
+            lower_quartile=busbw.lower_quartile * 1e-6,
+            upper_quartile=busbw.upper_quartile * 1e-6,
+        )
+        lines.setdefault(case["side"], []).append((float(case["size_bytes"]), in_mb))
+    case = result.summaries["cases"][-1]
+    reference = {}
+    if case["link_s"] is not None:
+        reference["link"] = (
+            case["link_share"] and case["busbw_bytes_per_s"]["median"] / case["link_share"] * 1e-6
+        )
+    return save_lines(
+        path, result.question, ("bytes", "busbw, MB/s"), lines, log_x=True, references=reference
+    )

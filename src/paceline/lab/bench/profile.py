@@ -1,0 +1,166 @@
+"""How long does each layer of a model compute? Recorded, given, or from published timings; kept as a JSON file.
+
+Without a file, a total is shared out: forward to backward 1 to 2 (two products for each one of forward), and among
+the layers by their operations (`shapes`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigurationError
+from paceline.lab.bench.shapes import Layer, Shape, layers_of
+from paceline.lab.bench.workloads import make_workload
+
+BACKWARD_TO_FORWARD = 2.0
+OPTIMIZER_TO_COMPUTE = 0.025  # Li et al. 2020, figure 6: .014 of .014 + .15 + .40
+DEFAULT_OPERATIONS_PER_S = 7.5e12  # ResNet-50's below, 32 images: what one V100 did in float32
+
+
+@dataclass(frozen=True)
+class Published:
+    """Seconds of one step's forward and backward on one device, and who says so."""
+
+    compute_s: float
+    source: str
+
+
+PUBLISHED = {
+    "resnet50": Published(0.105, "Li et al. 2020, figure 7, fitted: one V100"),
+    "bert": Published(0.324, "Li et al. 2020, figure 9: one V100"),
+    "mlstm-4k": Published(
+        0.94, "Puri et al. 2018: 40 GB in 20 h on 8 V100, 256 segments of 256 bytes a rank, mixed precision"
+    ),
+    "mlstm-8k": Published(3.71, "mlstm-4k's published time, times the operations' ratio of 3.95"),
+}
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """One layer's gradients and seconds."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How long every layer of a workload computes.
+
+    Attributes:
+        workload: Its name.
+        source: Where the times are from, in words for a report.
+        layers: In the order of forward; backward takes them in reverse.
+        optimizer_s: What the optimizer takes after backward.
+    """
+
+    workload: str
+    source: str
+    layers: tuple[LayerTime, ...]
+    optimizer_s: float
+
+    def __post_init__(self) -> None:
+        times = [self.optimizer_s, *[s for layer in self.layers for s in (layer.forward_s, layer.backward_s)]]
+        if not self.layers or any(not 0 <= seconds < float("inf") for seconds in times):
+            raise ConfigurationError(
+                f"the profile of {self.workload} has {len(self.layers)} layers and times from {min(times)} to "
+                f"{max(times)} s; it needs at least one layer and times of 0 or more."
+            )
+
+    @property
+    def forward_s(self) -> float:
+        return sum(layer.forward_s for layer in self.layers)
+
+    @property
+    def backward_s(self) -> float:
+        return sum(layer.backward_s for layer in self.layers)
+
+    def taking(self, compute_s: float) -> Profile:
+        """Return the same proportions, with forward and backward of `compute_s` together."""
+        if not 0 <= compute_s < float("inf"):
+            raise ConfigurationError(f"--compute-s {compute_s} is not a time. Pass seconds, 0 or more.")
+        before_s = self.forward_s + self.backward_s
+        factor = compute_s / before_s if before_s else 0.0
+        layers = tuple(
+            dataclasses.replace(x, forward_s=x.forward_s * factor, backward_s=x.backward_s * factor)
+            for x in self.layers
+        )
+        source = f"{compute_s:g} s, in the proportions of: {self.source}"
+        return dataclasses.replace(self, layers=layers, optimizer_s=self.optimizer_s * factor, source=source)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path, workload: str) -> Profile:
+        """Read a profile and check that it is one of this workload.
+
+        Raises:
+            ConfigurationError: It cannot be read, or its layers are not the model's.
+        """
+        try:
+            record = json.loads(path.read_text())
+            profile = cls(
+                record["workload"],
+                record["source"],
+                tuple(_layer_time(layer) for layer in record["layers"]),
+                float(record["optimizer_s"]),
+            )
+        except OSError as error:
+            raise ConfigurationError(f"the profile {path} cannot be read ({error.strerror}).") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigurationError(
+                f"{path} is not a profile ({type(error).__name__}: {error}). "
+                f"`paceline bench profile --workload {workload} --out {path}` records one."
+            ) from error
+        profile.check_fits(layers_of(make_workload(workload)), path)
+        return dataclasses.replace(profile, workload=workload)
+
+    def check_fits(self, layers: tuple[Layer, ...], path: Path) -> None:
+        """Refuse a profile whose layers are not these."""
+        ours, theirs = [(x.name, x.shapes) for x in self.layers], [(x.name, x.shapes) for x in layers]
+        if ours == theirs:
+            return
+        pairs = zip(ours, theirs, strict=False)
+        different = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        detail = (
+            f"it has {len(ours)} layers, the model {len(theirs)}"
+            if different is None
+            else f"it has {different[0][0]!r} {different[0][1]}, the model {different[1][0]!r} {different[1][1]}"
+        )
+        raise ConfigurationError(
+            f"the profile {path} (of {self.workload}) does not fit the model: {detail}. Record one of this "
+            "workload with `paceline bench profile`."
+        )
+
+
+def default_profile(workload: str) -> Profile:
+    """Share out the published time of a step, or one from the number of operations, among the layers."""
+    layers = layers_of(make_workload(workload))
+    operations = sum(layer.operations for layer in layers)
+    assumed_s = operations * (1 + BACKWARD_TO_FORWARD) / DEFAULT_OPERATIONS_PER_S
+    published = PUBLISHED.get(workload) or Published(
+        assumed_s, f"{operations:.3g} operations forward, three times that in all, at 7.5e12 a second"
+    )
+    forward_s = published.compute_s / (1 + BACKWARD_TO_FORWARD)
+    shares = [layer.operations / operations for layer in layers]
+    return Profile(
+        workload,
+        published.source,
+        tuple(
+            LayerTime(x.name, x.shapes, forward_s * share, forward_s * BACKWARD_TO_FORWARD * share)
+            for x, share in zip(layers, shares, strict=True)
+        ),
+        published.compute_s * OPTIMIZER_TO_COMPUTE,
+    )
+
+
+def _layer_time(record: Any) -> LayerTime:
+    shapes = tuple(tuple(int(size) for size in shape) for shape in record["shapes"])
+    return LayerTime(record["name"], shapes, float(record["forward_s"]), float(record["backward_s"]))

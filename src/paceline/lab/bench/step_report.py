@@ -1,0 +1,221 @@
+"""What `paceline bench step` tells: rows, the limit beside them, and where it comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.lab.bench.limit import StepLimit, backward_and_communication_s, ring_bytes_per_rank
+from paceline.lab.bench.protocol.figure import save_bars
+from paceline.lab.bench.protocol.provenance import collect
+from paceline.lab.bench.protocol.report import Report
+from paceline.lab.bench.protocol.summary import Summary, ratios, slowest_rank
+from paceline.lab.bench.ranks import Ranks
+from paceline.lab.bench.sides import labels
+from paceline.lab.bench.step import StepConfig, StepOutcome, per_round
+from paceline.lab.bench.timed import scaled
+from paceline.lab.bench.training import StepTimes
+
+PHASES = ("forward_s", "backward_s", "optimizer_s")
+COLUMNS = ("side", "step ms", "ratio", "beyond computing ms", "of ideal overlap", "error of the mean")
+
+
+@dataclass(frozen=True)
+class SideSummary:
+    """One side over all rounds.
+
+    Attributes:
+        step_s: Mean of a round's steps, each the slowest rank's.
+        ratio: To the side that the others are set against, round by round.
+        exposed_s: Step less computing alone, round by round.
+        realised: Share of the ideal overlap, round by round.
+        error: Distance from the exact mean, relative; None where it is not known.
+        bucket_bytes: In the order of launch.
+    """
+
+    step_s: Summary
+    ratio: Summary
+    exposed_s: Summary
+    realised: Summary
+    error: float | None
+    bucket_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepFindings:
+    """What follows from the samples.
+
+    Attributes:
+        limit: From what was measured alone; medians.
+        link_s: Bytes per rank over the slowest link's rate; None without a rate.
+        reachable_s: The least step of any implementation, since what is ready last cannot be hidden; None: not known.
+        bytes_per_rank: What a ring sends.
+        sides: By label.
+    """
+
+    limit: StepLimit
+    link_s: float | None
+    reachable_s: float | None
+    bytes_per_rank: float
+    sides: Mapping[str, SideSummary]
+
+    @property
+    def link_ideal_s(self) -> float | None:
+        """The ideal step if communication ran at the link's rate."""
+        if self.link_s is None:
+            return None
+        limit = self.limit
+        return limit.forward_s + max(limit.backward_s, self.link_s) + limit.optimizer_s
+
+
+def findings(config: StepConfig, outcome: StepOutcome, ranks: Ranks) -> StepFindings:
+    """Summarise; sides are compared within a round."""
+    alone = [_phase_rounds(outcome.alone, phase, config) for phase in PHASES]
+    communication = per_round(slowest_rank(outcome.communication_s), 1)
+    limits = [
+        StepLimit(forward, backward, communicating, optimizer)
+        for forward, backward, optimizer, communicating in zip(*alone, communication, strict=True)
+    ]
+    names = labels([side.name for side in outcome.sides])
+    steps = {name: _rounds(side.per_rank, config) for name, side in zip(names, outcome.sides, strict=True)}
+    base = steps[names[config.baseline]]
+    num_bytes = ring_bytes_per_rank(ranks.num_ranks, config.gradient_bytes)
+    limit = StepLimit(*(Summary.of(x).median for x in (alone[0], alone[1], communication, alone[2])))
+    return StepFindings(
+        limit=limit,
+        reachable_s=_reachable_s(config, limit),
+        link_s=num_bytes / ranks.rate_bytes_per_s if ranks.rate_bytes_per_s else None,
+        bytes_per_rank=num_bytes,
+        sides={
+            name: SideSummary(
+                Summary.of(steps[name]),
+                Summary.of(ratios(steps[name], base)),
+                Summary.of([step - x.compute_s for step, x in zip(steps[name], limits, strict=True)]),
+                Summary.of([x.realised(step) for step, x in zip(steps[name], limits, strict=True)]),
+                side.error,
+                side.bucket_bytes,
+            )
+            for name, side in zip(names, outcome.sides, strict=True)
+        },
+    )
+
+
+def _reachable_s(config: StepConfig, limit: StepLimit) -> float | None:
+    profile = config.profile
+    if profile is None:
+        return None
+    slower = limit.backward_s / profile.backward_s if profile.backward_s else 1.0
+    layers = [
+        (layer.backward_s * slower, sum(4 * math.prod(scaled(shape, config.scale)) for shape in layer.shapes))
+        for layer in reversed(profile.layers)
+    ]
+    return limit.forward_s + backward_and_communication_s(layers, limit.communication_s) + limit.optimizer_s
+
+
+def _rounds(per_rank: tuple[StepTimes, ...], config: StepConfig) -> list[float]:
+    return per_round(slowest_rank([times.totals_s() for times in per_rank]), config.steps_per_turn)
+
+
+def _phase_rounds(per_rank: tuple[StepTimes, ...], phase: str, config: StepConfig) -> list[float]:
+    return per_round(slowest_rank([getattr(times, phase) for times in per_rank]), config.steps_per_turn)
+
+
+def report(config: StepConfig, outcome: StepOutcome, ranks: Ranks, load_before: float) -> Report:
+    """Turn an outcome into rows, notes and JSON."""
+    found = findings(config, outcome, ranks)
+    compute = "real" if config.profile is None else "timed"
+    base = tuple(found.sides)[config.baseline]
+    return Report(
+        name=f"step-{config.workload}-{ranks.label}-{compute}",
+        question=f"How long is a step of {config.workload} on {ranks.num_ranks} ranks ({compute} compute)?",
+        columns=tuple(f"ratio to {base}" if column == "ratio" else column for column in COLUMNS),
+        rows=tuple(_row(name, side) for name, side in found.sides.items()),
+        verdicts=(),
+        notes=(*_limit_notes(config, found, ranks), *_compute_notes(config), *outcome.notes),
+        config=config,
+        summaries={
+            "compute": compute,
+            "limit": {
+                **asdict(found.limit),
+                "no_overlap_s": found.limit.no_overlap_s,
+                "ideal_s": found.limit.ideal_s,
+                "bytes_per_rank": found.bytes_per_rank,
+                "reachable_s": found.reachable_s,
+                "link_s": found.link_s,
+                "link_ideal_s": found.link_ideal_s,
+            },
+            "sides": {name: asdict(side) for name, side in found.sides.items()},
+        },
+        samples={
+            "alone": [asdict(times) for times in outcome.alone],
+            "communication_s": list(outcome.communication_s),
+            "sides": {
+                name: [asdict(times) for times in side.per_rank]
+                for name, side in zip(found.sides, outcome.sides, strict=True)
+            },
+        },
+        provenance=collect(ranks.num_ranks, load_before),
+        place=ranks.describe(),
+    )
+
+
+def _row(name: str, side: SideSummary) -> tuple[str, ...]:
+    error = "" if side.error is None else ("0" if side.error == 0 else f"{side.error:.1e}")
+    return (
+        name,
+        side.step_s.text(1e3, 1),
+        side.ratio.text(digits=3),
+        side.exposed_s.text(1e3, 1),
+        side.realised.text(),
+        error,
+    )
+
+
+def _limit_notes(config: StepConfig, found: StepFindings, ranks: Ranks) -> tuple[str, ...]:
+    limit = found.limit
+    measured = (
+        f"alone: forward {limit.forward_s * 1e3:.1f}, backward {limit.backward_s * 1e3:.1f}, optimizer "
+        f"{limit.optimizer_s * 1e3:.1f}, communication {limit.communication_s * 1e3:.1f} ms; without overlap "
+        f"{limit.no_overlap_s * 1e3:.1f}, with an ideal one {limit.ideal_s * 1e3:.1f} ms"
+    )
+    if found.reachable_s is not None:
+        measured += (
+            f"; what is ready last cannot be hidden, so no implementation goes below {found.reachable_s * 1e3:.1f} ms, "
+            f"{limit.realised(found.reachable_s):.2f} of the ideal overlap"
+        )
+    size = (
+        f"{config.gradient_bytes / 1e6:.1f} MB of float32 gradients; a flat ring sends 2(P-1)/P of them, "
+        f"{found.bytes_per_rank / 1e6:.1f} MB a rank"
+    )
+    if found.link_s is None or found.link_ideal_s is None:
+        return measured, f"{size}; no link has a rate here, so the network's limit is not known"
+    rate = (ranks.rate_bytes_per_s or 0) * 8e-6
+    limit_line = (
+        f"limit: {size}, over {rate:,.0f} Mbit/s: {found.link_s * 1e3:.1f} ms (communication alone reached "
+        f"{found.link_s / limit.communication_s:.0%} of the rate); an ideal step is then "
+        f"{found.link_ideal_s * 1e3:.1f} ms"
+    )
+    return measured, limit_line
+
+
+def _compute_notes(config: StepConfig) -> tuple[str, ...]:
+    if config.profile is None:
+        return ("real compute: ranks and Gloo's threads share the cores, as they would not on accelerators",)
+    scaled = f"; gradients divided by {config.scale:g}, times not" if config.scale != 1 else ""
+    return (
+        f"timed compute: layers sleep, gradients and traffic are real{scaled}; times from: {config.profile.source}",
+    )
+
+
+def draw(result: Report, path: Any) -> bool:
+    """Draw a bar a side, and lines at computing alone, the ideal and no overlap. Returns whether it was drawn."""
+    limit, sides = result.summaries["limit"], result.summaries["sides"]
+    compute_s = limit["forward_s"] + limit["backward_s"] + limit["optimizer_s"]
+    lines = {"computing alone": compute_s, "ideal overlap": limit["ideal_s"]}
+    if limit["reachable_s"] is not None:
+        lines["least that can be reached"] = limit["reachable_s"]
+    lines["no overlap"] = limit["no_overlap_s"]
+    bars = {name: Summary(**side["step_s"]) for name, side in sides.items()}
+    return save_bars(path, result.question, "seconds a step", bars, lines)

@@ -1,0 +1,263 @@
+"""A cluster of hosts on this machine: made on entry, gone on exit.
+
+Rules
+1. The cluster belongs to this process. When it ends, however it ends, hosts, links and processes go with it: the
+   laboratory (see `lab`) holds them only as long as this process holds its end of a socket.
+2. Namespaces have no names, so two emulations cannot collide; what has one carries its owner (see `owner`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from paceline.errors import ConfigurationError, EmulationError, UnsupportedError
+from paceline.lab.emulation import cpu, job, owner
+from paceline.lab.emulation.job import Outcome
+from paceline.lab.emulation.spec import ClusterSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_PATIENCE_S = 60.0
+_AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What one host's links carried since the start, over all its links.
+
+    Attributes:
+        sent_bytes: Bytes with Ethernet headers that reached the switch from the host.
+        sent_packets: The same in packets.
+        received_bytes: Bytes with Ethernet headers that the switch passed on to the host.
+        received_packets: The same in packets.
+        lost_packets: Of those sent, lost at random.
+        port_drops: Packets for the host that did not fit into its switch port's queue.
+        host_drops: Packets that did not fit into the host's own queue.
+        wire_drops: Packets that the emulation itself lost, because this machine was too slow for a user-space delay.
+        marked_packets: Packets for the host that got an ECN mark.
+        not_ecn_drops: Packets for the host that were dropped instead of marked.
+        retransmits: TCP segments that the host sent more than once.
+    """
+
+    sent_bytes: int
+    sent_packets: int
+    received_bytes: int
+    received_packets: int
+    lost_packets: int
+    port_drops: int
+    host_drops: int
+    wire_drops: int
+    marked_packets: int
+    not_ecn_drops: int
+    retransmits: int
+
+
+class EmulatedHost:
+    """One host of a cluster.
+
+    Attributes:
+        index: Its number.
+        name: Its host name, which the other hosts know.
+        address: Its address.
+        interface: The interface that has it.
+    """
+
+    def __init__(self, cluster: EmulatedCluster, index: int, made: Mapping[str, Any]) -> None:
+        self._cluster = cluster
+        self._made = made
+        self.index = index
+        self.name: str = made["name"]
+        self.address: str = made["address"]
+        self.interface = cluster.spec.interface
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """The words that run `argv` inside this host; they pass on signals and the exit code."""
+        script = str(Path(__file__).with_name("enter.py"))
+        return [sys.executable, "-I", "-S", script, str(self._made["pid"]), self._made["group"], *argv]
+
+    def set_link(self, *, up: bool, link: int = 0) -> None:
+        """Pull one of the host's plugs at the switch, or put it back."""
+        if not 0 <= link < self._cluster.spec.links:
+            raise ConfigurationError(f"{self.name} has no link {link}; it has {self._cluster.spec.links}.")
+        self._cluster._ask({"do": "set_link", "host": self.index, "link": link, "up": up})
+
+
+class EmulatedCluster:
+    """Hosts on this machine; a context manager.
+
+    Limits first: Linux; root, or a kernel that lets users make namespaces; IPv4.
+
+    Args:
+        spec: What to emulate.
+
+    Attributes:
+        spec: The same.
+        hosts: The hosts, while the cluster stands.
+        folder: For temporary files; goes with the cluster.
+
+    Raises:
+        ConfigurationError: On entry, before anything is made: the kernel does not have what the spec names.
+        UnsupportedError: On entry: the rights or the kernel do not allow it.
+        EmulationError: On entry: building failed; nothing is left.
+    """
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.spec = spec
+        self.hosts: list[EmulatedHost] = []
+
+    def __enter__(self) -> Self:
+        _check_machine(self.spec)
+        clean()
+        self._id = owner.new_id()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._lab = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "paceline.lab.emulation.lab",
+                    self._id,
+                    str(theirs.fileno()),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C in the terminal must not reach it
+                env=_environment(),
+            )
+        self._socket = ours
+        self._lines = ours.makefile("rw")
+        try:
+            built = self._receive_after(self.spec.to_json())["built"]
+        except BaseException:
+            self._close()
+            raise
+        self.folder = Path(built["folder"])
+        self.hosts = [EmulatedHost(self, i, made) for i, made in enumerate(built["hosts"])]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        on_line: Callable[[int, int | None, str], None] | None = None,
+        timeout_s: float | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Outcome:
+        """Run a script on every rank: one agent a host, as `torchrun --nnodes` on real hosts.
+
+        Args:
+            argv: What follows torchrun's own flags: a script and its arguments, or `-m`, a module and its own.
+            on_line: Called with the host's index, the rank (None: the host's agent) and the text of every line of
+                output, from one thread at a time; None prints each with its prefix.
+            timeout_s: The job is ended after this long.
+            environment: Added to the ranks'.
+
+        Contract:
+            Blocks: until every host's agent has ended. A host that fails ends the others after a grace in which
+            they can say why themselves. Afterwards no process of the job is left.
+
+        Raises:
+            ConfigurationError: There is nothing to run; nothing was started.
+            EmulationError: The cluster was lost.
+        """
+        before = self.counters()
+        started = job.Job(self, argv, on_line or print_line, environment or {})
+        try:
+            ended = started.wait(timeout_s)
+        finally:
+            started.close()
+        after = self.counters()
+        return ended.outcome([_difference(new, old) for new, old in zip(after, before, strict=True)])
+
+    def counters(self) -> list[Counters]:
+        """What each host's links carried since the cluster was built."""
+        return [Counters(**record) for record in self._ask({"do": "counters"})]
+
+    def _ask(self, request: Mapping[str, Any]) -> Any:
+        return self._receive_after(json.dumps(request))["answer"]
+
+    def _receive_after(self, line: str) -> dict[str, Any]:
+        try:
+            self._lines.write(line + "\n")
+            self._lines.flush()
+            said = self._lines.readline()
+        except OSError:
+            said = ""
+        if not said:
+            raise EmulationError(
+                f"the laboratory that holds the emulated hosts is gone (exit code {self._lab.wait(_PATIENCE_S)}); the "
+                "hosts went with it. Somebody may have killed it, or the machine ran out of memory."
+            )
+        answer: dict[str, Any] = json.loads(said)
+        if "refused" in answer:
+            raise UnsupportedError(answer["refused"])
+        if "failed" in answer:
+            raise EmulationError(
+                f"the emulated cluster failed: {answer['failed']}. Nothing of it is left. "
+                "See docs/troubleshooting.md#the-emulated-cluster-failed."
+            )
+        return answer
+
+    def _close(self) -> None:
+        self.hosts = []
+        with contextlib.suppress(OSError):
+            self._lines.close()
+        self._socket.close()
+        if self._lab.wait(_PATIENCE_S) != 0:  # it was killed: what it would have removed is left to us
+            cpu.remove(self._id)
+            owner.remove_folder(self._id)
+
+
+def print_line(host: int, rank: int | None, text: str, stream: IO[str] | None = None) -> None:
+    """Print a line of output behind its host and rank; to standard output unless told otherwise."""
+    who = f"host{host}" if rank is None else f"host{host} rank {rank}"
+    print(f"[{who}] {text}", file=stream, flush=True)
+
+
+def clean() -> list[str]:
+    """Remove what killed emulations left; returns the names of what was removed."""
+    return cpu.remove_orphans() + owner.remove_orphaned_folders()
+
+
+def _check_machine(spec: ClusterSpec) -> None:
+    if sys.platform != "linux":
+        raise UnsupportedError("emulating hosts needs Linux's network namespaces. Nothing was created.")
+    if importlib.util.find_spec("pyroute2") is None:
+        raise UnsupportedError(
+            "emulating hosts needs the package pyroute2: pip install 'paceline[emulate]'. Nothing was created."
+        )
+    with contextlib.suppress(FileNotFoundError):
+        known = _AVAILABLE.read_text().split()
+        if spec.congestion_control not in known:
+            raise ConfigurationError(
+                f"--congestion-control {spec.congestion_control} is not loaded here; this kernel offers "
+                f"{', '.join(known)}."
+            )
+
+
+def _environment() -> dict[str, str]:
+    """The laboratory has to find this package, from wherever it was imported."""
+    source = str(Path(__file__).parents[3])
+    path = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _difference(new: Counters, old: Counters) -> Counters:
+    return Counters(**{name: value - getattr(old, name) for name, value in vars(new).items()})

@@ -1,0 +1,309 @@
+"""Links, switches and queues of an emulated cluster, built by pyroute2 in the laboratory's network namespace.
+
+    host 0           switch (this namespace)              host 1
+    eth0 ----------- p0 [bridge sw0r0] p1 --------------- eth0
+    rate, fifo       loss in, rate and fifo out           rate, fifo
+
+Rules
+1. The current namespace is the switch; a host's is entered through its first process.
+2. A link's rate is HTB's at both ends: the host's as it sends, the switch port's towards the host. What exceeds it
+   waits in a byte-limited FIFO, and what exceeds that is dropped.
+3. With several racks each has a bridge, joined to a bridge "spine" by a shaped link. With several links a host has
+   one to each of several such networks; an address that lies on none of them is reached over all, flow by flow.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from pyroute2 import IPRoute
+
+from paceline.errors import UnsupportedError
+from paceline.lab.emulation import delay, filters, marking
+from paceline.lab.emulation.device import find, needs, quiet, send_single_packets, set_kernel, shape
+from paceline.lab.emulation.hosts import inside
+from paceline.lab.emulation.spec import ClusterSpec
+
+HOST_QUEUE_BYTES = 1 << 20
+_NO_PREFIX_ROUTE = 0x200
+_LINK_SCOPE, _KERNEL_PROTOCOL = 253, 2
+
+
+@dataclass(frozen=True)
+class Port:
+    """A host's link.
+
+    Attributes:
+        index: Its interface at the switch.
+        index_at_host: Its interface at the host.
+        marks: The open file of the marking program's counters.
+    """
+
+    index: int
+    index_at_host: int
+    marks: int | None
+
+
+class Network:
+    """The switch's side of a cluster, and what the hosts' sides were given.
+
+    Args:
+        spec: What to build.
+        pids: The hosts' first processes.
+
+    Attributes:
+        ip: Talks to the kernel about the switch's network.
+        wires: The processes of links with a user-space delay.
+    """
+
+    def __init__(self, spec: ClusterSpec, pids: list[int]) -> None:
+        self._spec = spec
+        self._pids = pids
+        self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
+        self.ip = IPRoute()
+        self._ip_of: list[IPRoute] = []
+        self.wires: list[int] = []
+        self._marks: dict[tuple[int, int], int] = {}
+
+    def build(self) -> None:
+        """Create all of it.
+
+        Raises:
+            OSError: The kernel refused something. pyroute2's NetlinkError is raised as it is.
+        """
+        with needs("rights over a network namespace"):
+            self._up("lo")
+        self._netem = bool(self._spec.delay_s) and delay.has_netem(self.ip, self._index("lo"))
+        for link in range(self._spec.links):
+            self._add_switches(link)
+            for host, pid in enumerate(self._pids):
+                self._add_link(host, pid, link)
+            self._teach_switches(link)
+        for host, pid in enumerate(self._pids):
+            with inside(pid, self._home):
+                self._ip_of.append(IPRoute())
+                self._furnish_host(self._ip_of[host], host)
+
+    def set_link(self, host: int, link: int, *, up: bool) -> None:
+        """Pull a host's plug at the switch, or put it back."""
+        state = "up" if up else "down"
+        self.ip.link("set", index=self._index(port_name(host, link)), state=state)
+
+    def port(self, host: int, link: int) -> Port:
+        """The two ends of a host's link."""
+        return Port(
+            self._index(port_name(host, link)),
+            find(self._ip_of[host], f"eth{link}"),
+            self._marks.get((host, link)),
+        )
+
+    def ip_of(self, host: int) -> IPRoute:
+        """Talks to the kernel about a host's network."""
+        return self._ip_of[host]
+
+    @property
+    def num_links(self) -> int:
+        """Links of a host."""
+        return self._spec.links
+
+    def _add_switches(self, link: int) -> None:
+        spec = self._spec
+        for rack in range(spec.racks):
+            self._add_bridge(switch_name(link, rack))
+        if spec.racks == 1:
+            return
+        spine = f"spine{link}"
+        self._add_bridge(spine)
+        for rack in range(spec.racks):
+            up, down = f"up{link}r{rack}", f"down{link}r{rack}"
+            self._add_veth(up, {"ifname": down})
+            for port, bridge in ((up, switch_name(link, rack)), (down, spine)):
+                self.ip.link("set", index=self._index(port), mtu=spec.mtu, master=self._index(bridge))
+                quiet(port)
+                self._single_packets(port)
+                shape(self.ip, port, spec.uplink_bits_per_s, spec.queue_bytes, spec.mtu)
+                self._up(port)
+
+    def _add_bridge(self, name: str) -> None:
+        with needs("bridges"):
+            self.ip.link(
+                "add", ifname=name, kind="bridge", mtu=self._spec.mtu, br_stp_state=0, br_mcast_snooping=0
+            )
+        quiet(name)
+        self._up(name)
+
+    def _add_link(self, host: int, pid: int, link: int) -> None:
+        spec, port = self._spec, port_name(host, link)
+        self._add_pair(host, pid, link)
+        index = self._index(port)
+        self.ip.link(
+            "set", index=index, mtu=spec.mtu, master=self._index(switch_name(link, spec.rack_of(host)))
+        )
+        quiet(port)
+        self._single_packets(port)
+        rate = spec.port_rate_bits_per_s[host]
+        shape(self.ip, port, rate, spec.queue_bytes, spec.mtu, priority=spec.priority)
+        self._add_filters(host, link, index)
+        self._up(port)
+
+    def _add_pair(self, host: int, pid: int, link: int) -> None:
+        """The two ends of a link and what lies between them: nothing, or a delay."""
+        spec, port, at_host = self._spec, port_name(host, link), f"eth{link}"
+        if not spec.delay_s:
+            self._add_veth(port, {"ifname": at_host, "net_ns_pid": pid})
+        elif not self._netem:
+            self.wires.append(delay.add_wire(pid, at_host, port, self._home, spec))
+        else:  # host - near [bridge] far - port, where far delays what it sends towards the port
+            near, far, wire = f"n{host}.{link}", f"f{host}.{link}", f"w{host}.{link}"
+            self._add_veth(near, {"ifname": at_host, "net_ns_pid": pid})
+            self._add_veth(port, {"ifname": far})
+            self._add_bridge(wire)
+            for end in (near, far):
+                index = self._index(end)
+                self.ip.link("set", index=index, mtu=spec.mtu, master=self._index(wire), state="up")
+                quiet(end)
+                self._single_packets(end)
+            delay.add_netem(self.ip, self._index(far), spec)
+
+    def _add_veth(self, name: str, peer: dict[str, object]) -> None:
+        with needs("veth links"):
+            self.ip.link("add", ifname=name, kind="veth", mtu=self._spec.mtu, peer=peer)
+
+    def _teach_switches(self, link: int) -> None:
+        """Tell every bridge behind which port each host lies: without ARP nobody would ever say."""
+        spec = self._spec
+        for host in range(spec.hosts):
+            home_rack = spec.rack_of(host)
+            ports = {switch_name(link, home_rack): port_name(host, link)}
+            if spec.racks > 1:
+                ports |= {
+                    switch_name(link, rack): f"up{link}r{rack}"
+                    for rack in range(spec.racks)
+                    if rack != home_rack
+                }
+                ports |= {f"spine{link}": f"down{link}r{home_rack}"}
+            for port in ports.values():
+                self.ip.fdb("add", ifindex=self._index(port), lladdr=_hardware_address(host, link))
+
+    def _add_filters(self, host: int, link: int, index: int) -> None:
+        spec, rate = self._spec, self._spec.port_rate_bits_per_s[host]
+        marks = rate is not None and (spec.mark_bytes is not None or spec.drop_bytes is not None)
+        if not marks and not spec.loss_ratio[host]:
+            return
+        with needs("the clsact queue and BPF filters (sch_ingress, cls_bpf)"):
+            self.ip.tc("add", "clsact", index)
+        if spec.loss_ratio[host]:
+            filters.attach(filters.loss(spec.loss_ratio[host]), index, filters.INGRESS)
+        if marks and rate is not None:
+            try:
+                program, self._marks[host, link] = marking.load(rate, spec.mark_bytes, spec.drop_bytes)
+            except PermissionError as error:
+                raise UnsupportedError(
+                    "--mark and --drop load a program into the kernel, which only root may do. Run as root, or leave "
+                    "them out. Nothing was created."
+                ) from error
+            filters.attach(program, index, filters.EGRESS)
+            os.close(program.program)
+
+    def _furnish_host(self, ip: IPRoute, host: int) -> None:
+        spec = self._spec
+        ip.link("set", index=find(ip, "lo"), state="up")
+        for link in range(spec.links):
+            name = f"eth{link}"
+            quiet(name)
+            self._single_packets(name)
+            shape(ip, name, spec.rate_bits_per_s[host], HOST_QUEUE_BYTES, spec.mtu)
+            index = find(ip, name)
+            ip.link("set", index=index, mtu=spec.mtu, address=_hardware_address(host, link))
+            ip.link("set", index=index, state="up", txqlen=delay.TAP_QUEUE_PACKETS)
+            own = link_address(host, link)
+            ip.addr("add", index=index, address=own, prefixlen=24, flags=_NO_PREFIX_ROUTE)
+            ip.route(
+                "replace",
+                dst=f"10.77.{link}.0/24",
+                oif=index,
+                prefsrc=own,
+                scope=_LINK_SCOPE,
+                proto=_KERNEL_PROTOCOL,
+                metrics=self._metrics(),
+            )
+            self._introduce_peers(ip, host, link, index)
+        if spec.mark_bytes is not None:
+            set_kernel("net/ipv4/tcp_ecn", "1")
+        if spec.links > 1:
+            self._join_links(ip, host)
+
+    def _introduce_peers(self, ip: IPRoute, host: int, link: int, index: int) -> None:
+        """Instead of ARP, which would drop packets until it is answered, and be counted as traffic."""
+        for peer in range(self._spec.hosts):
+            if peer != host:
+                ip.neigh(
+                    "add",
+                    dst=link_address(peer, link),
+                    lladdr=_hardware_address(peer, link),
+                    ifindex=index,
+                    state="permanent",
+                )
+
+    def _join_links(self, ip: IPRoute, host: int) -> None:
+        """Give the host an address that others reach over any of its links; a flow stays on one."""
+        set_kernel("net/ipv4/fib_multipath_hash_policy", "1")
+        ip.link("add", ifname=self._spec.interface, kind="bridge", mtu=self._spec.mtu)
+        index = find(ip, self._spec.interface)
+        quiet(self._spec.interface)
+        ip.link("set", index=index, state="up")
+        ip.addr("add", index=index, address=address(self._spec, host), prefixlen=32)
+        for peer in range(self._spec.hosts):
+            if peer == host:
+                continue
+            ip.route(
+                "replace",
+                dst=f"{address(self._spec, peer)}/32",
+                prefsrc=address(self._spec, host),
+                metrics=self._metrics(),
+                multipath=[
+                    {"gateway": link_address(peer, link), "oif": find(ip, f"eth{link}"), "hops": 0}
+                    for link in range(self._spec.links)
+                ],
+            )
+
+    def _metrics(self) -> dict[str, object]:
+        metrics: dict[str, object] = {"cc_algo": self._spec.congestion_control}
+        if self._spec.min_rto_s is not None:
+            metrics["rto_min"] = round(self._spec.min_rto_s * 1000)
+        return metrics
+
+    def _single_packets(self, name: str) -> None:
+        if not self._spec.offload:
+            send_single_packets(name)
+
+    def _index(self, name: str) -> int:
+        return find(self.ip, name)
+
+    def _up(self, name: str) -> None:
+        self.ip.link("set", index=self._index(name), state="up")
+
+
+def address(spec: ClusterSpec, host: int) -> str:
+    """The address that stands for a host."""
+    return link_address(host, 0) if spec.links == 1 else f"10.78.0.{host + 1}"
+
+
+def link_address(host: int, link: int) -> str:
+    """The address of one of a host's links."""
+    return f"10.77.{link}.{host + 1}"
+
+
+def _hardware_address(host: int, link: int) -> str:
+    return f"02:00:00:00:{link:02x}:{host:02x}"
+
+
+def port_name(host: int, link: int) -> str:
+    """The switch's side of a host's link."""
+    return f"p{host}" if link == 0 else f"p{host}.{link}"
+
+
+def switch_name(link: int, rack: int) -> str:
+    """The bridge of a rack."""
+    return f"sw{link}r{rack}"
