@@ -275,7 +275,7 @@ def test_a_killed_laboratory_is_noticed_and_cleaned_up_after(possible):
     made = EmulatedCluster(ClusterSpec.parse(hosts=2, cpu="100%"))
     with made:
         group = Path(made.hosts[0].command([])[5])
-        made._lab.kill()
+        made._laboratory.kill()
         with pytest.raises(EmulationError, match="the laboratory that holds the emulated hosts is gone"):
             made.counters()
     assert not group.parent.parent.exists()
@@ -328,8 +328,8 @@ import runpy, sys
 from paceline.lab.emulation import delay
 delay.has_netem = lambda *_: True
 delay.add_netem = lambda ip, interface, spec: ip.tc("add", "pfifo", interface, 0x10000, limit=1000)
-sys.argv = ["lab", *sys.argv[1:]]
-runpy.run_module("paceline.lab.emulation.lab", run_name="__main__")
+sys.argv = ["laboratory", *sys.argv[1:]]
+runpy.run_module("paceline.lab.emulation.laboratory", run_name="__main__")
 """
 
 
@@ -338,7 +338,7 @@ def test_the_wiring_around_netem_carries_packets(cluster, monkeypatch):
     start = subprocess.Popen
 
     def start_with_the_stand_in(command, **settings):
-        if "paceline.lab.emulation.lab" in command:
+        if "paceline.lab.emulation.laboratory" in command:
             command = [command[0], "-c", WITH_A_STAND_IN_FOR_NETEM, *command[3:]]
         return start(command, **settings)
 

@@ -154,10 +154,11 @@ def test_nothing_survives_sigkill(possible, scripts, also_the_laboratory):
             assert process.poll() is None
         ours = _networks() - before
         assert len(ours) >= 3  # two hosts and their switch
-        lab = [pid for pid, command in alive(process).items() if "paceline.lab.emulation.lab" in command]
+        name = "paceline.lab.emulation.laboratory"
+        laboratory = [pid for pid, command in alive(process).items() if name in command]
         process.kill()
         if also_the_laboratory:
-            os.kill(min(lab), signal.SIGKILL)
+            os.kill(min(laboratory), signal.SIGKILL)
         _eventually(lambda: not alive(process))
         _eventually(lambda: not ours & _networks())
     if also_the_laboratory:
@@ -185,7 +186,7 @@ def test_an_interrupt_ends_everything_in_order(possible, scripts):
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_job_and_is_named(possible, scripts, monkeypatch):
     """The other host, asleep, is stopped after a grace; here none."""
-    monkeypatch.setattr("paceline.lab.emulation.job.GRACE_S", 0.0)
+    monkeypatch.setattr("paceline.lab.emulation.cluster_job.GRACE_S", 0.0)
     monkeypatch.chdir(scripts)
     lines = []
     with EmulatedCluster(ClusterSpec.parse(hosts=2)) as cluster:

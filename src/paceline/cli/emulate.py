@@ -13,8 +13,9 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-    from paceline.lab.emulation import EmulatedCluster
+    from paceline.lab.emulation import EmulatedCluster, Outcome
 
 SETTINGS: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": False, "allow_interspersed_args": False},
@@ -90,18 +91,13 @@ def emulate(
     from rich.console import Console
 
     from paceline.errors import ConfigurationError
-    from paceline.lab.emulation import (
-        ClusterSpec,
-        EmulatedCluster,
-        check_script,
-        print_line,
-        quantities,
-        show,
-    )
-    from paceline.lab.emulation import clean as remove_orphans
+    from paceline.lab.emulation import ClusterSpec, EmulatedCluster, owned_resources, quantities
+    from paceline.lab.emulation.cluster import print_line
+    from paceline.lab.emulation.cluster_job import check_script
+    from paceline.lab.report import table
 
     if clean:
-        removed = remove_orphans()
+        removed = owned_resources.remove_orphans()
         print("\n".join(["removed:", *removed]) if removed else "nothing was left behind")
         return 0
     timeout_s = None if timeout is None else quantities.seconds(timeout, "--timeout")
@@ -133,18 +129,18 @@ def emulate(
     console = Console(stderr=as_json)
     _end_on_signals()
     with EmulatedCluster(spec) as cluster:
-        console.print(show.settings(spec))
+        console.print(table("Emulated cluster", ("", "asked"), spec.describe()))
         if check:
             return _check(cluster, console, as_json=as_json)
         console.print(f"{hosts} host(s) are up; starting {spec.num_ranks} rank(s)...")
         outcome = cluster.run(
             script or [], on_line=partial(print_line, stream=console.file), timeout_s=timeout_s
         )
-    console.print(show.traffic(outcome))
-    for remark in show.remarks(outcome):
+    console.print(_traffic(outcome))
+    for remark in outcome.remarks():
         console.print(remark, markup=False)
     if as_json:
-        print(json.dumps(show.outcome_as_json(outcome)))
+        print(json.dumps(outcome.as_dict()))
     if failure := outcome.failure():
         print(f"paceline: {failure}", file=sys.stderr)
     return outcome.exit_code
@@ -152,15 +148,17 @@ def emulate(
 
 def _check(cluster: EmulatedCluster, console: Console, *, as_json: bool) -> int:
     """Measure and show; 0 if everything agrees."""
-    from paceline.lab.emulation import show
-    from paceline.lab.emulation.check import check
+    from paceline.lab.emulation.cluster_check import check
+    from paceline.lab.report import table
 
     found = []
     with console.status("measuring...") as status:
         for finding in check(cluster):
             found.append(finding)
             status.update(f"measured {finding.what}: {finding.measured}")
-    console.print(show.findings(found))
+    verdicts = {True: "yes", False: "NO", None: ""}
+    rows = [(f.what, f.asked, f.measured, verdicts[f.ok], f.note) for f in found]
+    console.print(table("Check", ("", "asked", "measured", "agrees", ""), rows))
     if as_json:
         print(json.dumps([asdict(finding) for finding in found]))
     wrong = [finding.what for finding in found if finding.ok is False]
@@ -171,6 +169,30 @@ def _check(cluster: EmulatedCluster, console: Console, *, as_json: bool) -> int:
             file=sys.stderr,
         )
     return 1 if wrong else 0
+
+
+def _traffic(outcome: Outcome) -> Table:
+    """What became of each host, and what its links carried."""
+    from paceline.lab.emulation.quantities import show_size
+    from paceline.lab.report import table
+
+    columns = ["host", "exit code", "sent", "received", "packets lost", "queue drops", "TCP retransmits"]
+    marks = outcome.spec.mark_bytes is not None or outcome.spec.drop_bytes is not None
+    if marks:
+        columns += ["ECN marks", "not-ECN drops"]
+    rows = []
+    for host, (code, counted) in enumerate(zip(outcome.exit_codes, outcome.counters, strict=True)):
+        row = [
+            f"host{host}",
+            "stopped" if code is None else str(code),
+            show_size(counted.sent_bytes),
+            show_size(counted.received_bytes),
+            str(counted.lost_packets),
+            str(counted.port_drops + counted.host_drops),
+            str(counted.retransmits),
+        ]
+        rows.append([*row, str(counted.marked_packets), str(counted.not_ecn_drops)] if marks else row)
+    return table(f"Job, {outcome.wall_s:.1f} s", columns, rows)
 
 
 def _end_on_signals() -> None:

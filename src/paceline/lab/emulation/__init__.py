@@ -1,16 +1,7 @@
-"""A cluster of emulated hosts on one Linux machine: real kernels' TCP over links of a given rate, loss and delay."""
+"""Emulated clusters: hosts are network namespaces of one Linux machine; their links have a rate, loss and delay."""
 
-from paceline.lab.emulation.cluster import Counters, EmulatedCluster, EmulatedHost, clean, print_line
-from paceline.lab.emulation.job import Outcome, check_script
-from paceline.lab.emulation.spec import ClusterSpec
+from paceline.lab.emulation.cluster import Counters, EmulatedCluster, EmulatedHost
+from paceline.lab.emulation.cluster_job import Outcome
+from paceline.lab.emulation.cluster_spec import ClusterSpec
 
-__all__ = [
-    "ClusterSpec",
-    "Counters",
-    "EmulatedCluster",
-    "EmulatedHost",
-    "Outcome",
-    "check_script",
-    "clean",
-    "print_line",
-]
+__all__ = ["ClusterSpec", "Counters", "EmulatedCluster", "EmulatedHost", "Outcome"]

@@ -1,9 +1,9 @@
-"""A cluster of hosts on this machine: made on entry, gone on exit.
+"""`EmulatedCluster`: emulated hosts on this machine, as a context manager that builds and removes them.
 
 Rules
 1. The cluster belongs to this process. When it ends, however it ends, hosts, links and processes go with it: the
-   laboratory (see `lab`) holds them only as long as this process holds its end of a socket.
-2. Namespaces have no names, so two emulations cannot collide; what has one carries its owner (see `owner`).
+   laboratory (see `laboratory`) holds them only as long as this process holds its end of a socket.
+2. Namespaces have no names, so two emulations cannot collide; what has one carries its owner (see `owned_resources`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from paceline.errors import ConfigurationError, EmulationError, UnsupportedError
-from paceline.lab.emulation import cpu, job, owner
-from paceline.lab.emulation.job import Outcome
-from paceline.lab.emulation.spec import ClusterSpec
+from paceline.lab.emulation import namespaces, owned_resources
+from paceline.lab.emulation.cluster_job import Job, Outcome
+from paceline.lab.emulation.cluster_spec import ClusterSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -83,12 +83,11 @@ class EmulatedHost:
         self.interface = cluster.spec.interface
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """The words that run `argv` inside this host; they pass on signals and the exit code."""
-        script = str(Path(__file__).with_name("enter.py"))
-        return [sys.executable, "-I", "-S", script, str(self._made["pid"]), self._made["group"], *argv]
+        """The command line that runs `argv` inside this host; it passes on signals and the exit code."""
+        return namespaces.command_inside(self._made["pid"], self._made["group"], argv)
 
     def set_link(self, *, up: bool, link: int = 0) -> None:
-        """Pull one of the host's plugs at the switch, or put it back."""
+        """Take one of the host's links down at the switch, or up again."""
         if not 0 <= link < self._cluster.spec.links:
             raise ConfigurationError(f"{self.name} has no link {link}; it has {self._cluster.spec.links}.")
         self._cluster._ask({"do": "set_link", "host": self.index, "link": link, "up": up})
@@ -119,15 +118,15 @@ class EmulatedCluster:
 
     def __enter__(self) -> Self:
         _check_machine(self.spec)
-        clean()
-        self._id = owner.new_id()
+        owned_resources.remove_orphans()
+        self._id = owned_resources.new_owner_id()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._lab = subprocess.Popen(
+            self._laboratory = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
-                    "paceline.lab.emulation.lab",
+                    "paceline.lab.emulation.laboratory",
                     self._id,
                     str(theirs.fileno()),
                 ],
@@ -178,7 +177,7 @@ class EmulatedCluster:
             EmulationError: The cluster was lost.
         """
         before = self.counters()
-        started = job.Job(self, argv, on_line or print_line, environment or {})
+        started = Job(self, argv, on_line or print_line, environment or {})
         try:
             ended = started.wait(timeout_s)
         finally:
@@ -201,9 +200,10 @@ class EmulatedCluster:
         except OSError:
             said = ""
         if not said:
+            code = self._laboratory.wait(_PATIENCE_S)
             raise EmulationError(
-                f"the laboratory that holds the emulated hosts is gone (exit code {self._lab.wait(_PATIENCE_S)}); the "
-                "hosts went with it. Somebody may have killed it, or the machine ran out of memory."
+                f"the laboratory that holds the emulated hosts is gone (exit code {code}); the hosts went with it. "
+                "Somebody may have killed it, or the machine ran out of memory."
             )
         answer: dict[str, Any] = json.loads(said)
         if "refused" in answer:
@@ -220,20 +220,14 @@ class EmulatedCluster:
         with contextlib.suppress(OSError):
             self._lines.close()
         self._socket.close()
-        if self._lab.wait(_PATIENCE_S) != 0:  # it was killed: what it would have removed is left to us
-            cpu.remove(self._id)
-            owner.remove_folder(self._id)
+        if self._laboratory.wait(_PATIENCE_S) != 0:  # it was killed: what it would have removed is left to us
+            owned_resources.remove(self._id)
 
 
 def print_line(host: int, rank: int | None, text: str, stream: IO[str] | None = None) -> None:
     """Print a line of output behind its host and rank; to standard output unless told otherwise."""
     who = f"host{host}" if rank is None else f"host{host} rank {rank}"
     print(f"[{who}] {text}", file=stream, flush=True)
-
-
-def clean() -> list[str]:
-    """Remove what killed emulations left; returns the names of what was removed."""
-    return cpu.remove_orphans() + owner.remove_orphaned_folders()
 
 
 def _check_machine(spec: ClusterSpec) -> None:

@@ -1,4 +1,4 @@
-"""A link with delay: netem where the kernel has it, else a wire in user space between two TAP devices.
+"""Links with delay: the kernel's netem where it has it, else a process that forwards packets between two TAP devices.
 
 Rules
 1. Only what a host sends is delayed, so a packet between two hosts meets the delay once, and a round trip twice.
@@ -24,9 +24,8 @@ import time
 from pyroute2 import IPRoute, NetlinkError
 
 from paceline.errors import UnsupportedError
-from paceline.lab.emulation import kernel
-from paceline.lab.emulation.hosts import forget_the_lab, inside
-from paceline.lab.emulation.spec import ClusterSpec
+from paceline.lab.emulation import namespaces
+from paceline.lab.emulation.cluster_spec import ClusterSpec
 
 TAP_QUEUE_PACKETS = 5000
 _NETEM_LIMIT = 1_000_000  # packets; never reached, because the rate bounds what is under way
@@ -64,18 +63,18 @@ def add_netem(ip: IPRoute, interface: int, spec: ClusterSpec) -> None:
 
 
 def add_wire(host: int, at_host: str, at_switch: str, home: int, spec: ClusterSpec) -> int:
-    """Make a device in the host, whose first process is `host`, and one here; returns the process that joins them."""
+    """Make a device in the host whose first process is `host`, and one here; returns the process between them."""
     offload = bool(spec.offload)
-    with inside(host, home):
+    with namespaces.inside(host, home):
         near = _tap(at_host, offload=offload)
     far = _tap(at_switch, offload=offload)
-    lab = os.getpid()
+    laboratory = os.getpid()
     wire = os.fork()
     if wire == 0:
         try:
-            forget_the_lab(near, far)
-            kernel.die_with_parent(lab)
-            kernel.sleep_exactly()
+            namespaces.forget_the_laboratory(near, far)
+            namespaces.die_with_parent(laboratory)
+            namespaces.sleep_exactly()
             largest = (_LARGEST_SEGMENT if offload else spec.mtu) + _FRAME_HEADERS
             _carry(near, far, largest, round(spec.delay_s * 1e9), round(spec.jitter_s * 1e9))
         finally:
@@ -105,7 +104,7 @@ def _tap(name: str, *, offload: bool) -> int:
 
 
 def _carry(near: int, far: int, largest: int, delay_ns: int, jitter_ns: int) -> None:
-    """For ever: what `near` sends arrives at `far` after the delay, what `far` sends arrives at once."""
+    """Forward frames for ever: what `near` sends arrives at `far` after the delay, what `far` sends at once."""
     under_way: collections.deque[tuple[int, bytes]] = collections.deque()
     now_ns = time.monotonic_ns
     both, arrival_ns = [near, far], 0
@@ -130,7 +129,7 @@ def _carry(near: int, far: int, largest: int, delay_ns: int, jitter_ns: int) -> 
 
 
 def _frames(device: int, largest: int) -> list[bytes]:
-    """What a device has to say now, up to a batch."""
+    """The frames that wait at a device, up to a batch."""
     frames = []
     with contextlib.suppress(OSError):
         for _ in range(_BATCH):

@@ -1,4 +1,4 @@
-"""Links, switches and queues of an emulated cluster, built by pyroute2 in the laboratory's network namespace.
+"""Network of an emulated cluster: links and switches, built by pyroute2 in the laboratory, and their counters.
 
     host 0           switch (this namespace)              host 1
     eth0 ----------- p0 [bridge sw0r0] p1 --------------- eth0
@@ -15,34 +15,33 @@ Rules
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from pathlib import Path
 
 from pyroute2 import IPRoute
 
 from paceline.errors import UnsupportedError
-from paceline.lab.emulation import delay, filters, marking
-from paceline.lab.emulation.device import find, needs, quiet, send_single_packets, set_kernel, shape
-from paceline.lab.emulation.hosts import inside
-from paceline.lab.emulation.spec import ClusterSpec
+from paceline.lab.emulation import delay, ecn_marking
+from paceline.lab.emulation.cluster_spec import ClusterSpec
+from paceline.lab.emulation.namespaces import inside
+from paceline.lab.emulation.traffic_control import (
+    EGRESS,
+    INGRESS,
+    QDISC_CLSACT,
+    QDISC_ROOT,
+    attach,
+    disable_ipv6,
+    drops_by_queue,
+    index_of,
+    needs,
+    random_loss,
+    send_single_packets,
+    set_kernel,
+    shape,
+)
 
-HOST_QUEUE_BYTES = 1 << 20
+_HOST_QUEUE_BYTES = 1 << 20
 _NO_PREFIX_ROUTE = 0x200
 _LINK_SCOPE, _KERNEL_PROTOCOL = 253, 2
-
-
-@dataclass(frozen=True)
-class Port:
-    """A host's link.
-
-    Attributes:
-        index: Its interface at the switch.
-        index_at_host: Its interface at the host.
-        marks: The open file of the marking program's counters.
-    """
-
-    index: int
-    index_at_host: int
-    marks: int | None
 
 
 class Network:
@@ -86,31 +85,47 @@ class Network:
                 self._furnish_host(self._ip_of[host], host)
 
     def set_link(self, host: int, link: int, *, up: bool) -> None:
-        """Pull a host's plug at the switch, or put it back."""
+        """Take a host's link down at the switch, or up again."""
         state = "up" if up else "down"
-        self.ip.link("set", index=self._index(port_name(host, link)), state=state)
+        self.ip.link("set", index=self._index(_port_name(host, link)), state=state)
 
-    def port(self, host: int, link: int) -> Port:
-        """The two ends of a host's link."""
-        return Port(
-            self._index(port_name(host, link)),
-            find(self._ip_of[host], f"eth{link}"),
-            self._marks.get((host, link)),
-        )
+    def counters(self) -> list[dict[str, int]]:
+        """One record a host, totals since the start; the fields are those of `cluster.Counters`."""
+        records = []
+        for host, pid in enumerate(self._pids):
+            total: dict[str, int] = {}
+            for link in range(self._spec.links):
+                for name, value in self._counters_of_link(host, link).items():
+                    total[name] = total.get(name, 0) + value
+            records.append(total | {"retransmits": _retransmits(pid)})
+        return records
 
-    def ip_of(self, host: int) -> IPRoute:
-        """Talks to the kernel about a host's network."""
-        return self._ip_of[host]
-
-    @property
-    def num_links(self) -> int:
-        """Links of a host."""
-        return self._spec.links
+    def _counters_of_link(self, host: int, link: int) -> dict[str, int]:
+        """Read at the switch's port, which receives what the host sends, and at the host's end."""
+        port, at_host = self._index(_port_name(host, link)), index_of(self._ip_of[host], f"eth{link}")
+        stats = self.ip.get_links(port)[0].get_attr("IFLA_STATS64")
+        stats_at_host = self._ip_of[host].get_links(at_host)[0].get_attr("IFLA_STATS64")
+        drops = drops_by_queue(self.ip, port)
+        drops_at_host = drops_by_queue(self._ip_of[host], at_host)
+        marks = self._marks.get((host, link))
+        marked, not_ecn = (0, 0) if marks is None else ecn_marking.read(marks)
+        return {
+            "sent_bytes": stats["rx_bytes"],
+            "sent_packets": stats["rx_packets"],
+            "received_bytes": stats["tx_bytes"],
+            "received_packets": stats["tx_packets"],
+            "lost_packets": drops.get(QDISC_CLSACT, 0) - not_ecn,
+            "port_drops": drops.get(QDISC_ROOT, 0),
+            "host_drops": drops_at_host.get(QDISC_ROOT, 0),
+            "wire_drops": stats["tx_dropped"] + stats_at_host["tx_dropped"] if self.wires else 0,
+            "marked_packets": marked,
+            "not_ecn_drops": not_ecn,
+        }
 
     def _add_switches(self, link: int) -> None:
         spec = self._spec
         for rack in range(spec.racks):
-            self._add_bridge(switch_name(link, rack))
+            self._add_bridge(_switch_name(link, rack))
         if spec.racks == 1:
             return
         spine = f"spine{link}"
@@ -118,9 +133,9 @@ class Network:
         for rack in range(spec.racks):
             up, down = f"up{link}r{rack}", f"down{link}r{rack}"
             self._add_veth(up, {"ifname": down})
-            for port, bridge in ((up, switch_name(link, rack)), (down, spine)):
+            for port, bridge in ((up, _switch_name(link, rack)), (down, spine)):
                 self.ip.link("set", index=self._index(port), mtu=spec.mtu, master=self._index(bridge))
-                quiet(port)
+                disable_ipv6(port)
                 self._single_packets(port)
                 shape(self.ip, port, spec.uplink_bits_per_s, spec.queue_bytes, spec.mtu)
                 self._up(port)
@@ -130,17 +145,17 @@ class Network:
             self.ip.link(
                 "add", ifname=name, kind="bridge", mtu=self._spec.mtu, br_stp_state=0, br_mcast_snooping=0
             )
-        quiet(name)
+        disable_ipv6(name)
         self._up(name)
 
     def _add_link(self, host: int, pid: int, link: int) -> None:
-        spec, port = self._spec, port_name(host, link)
+        spec, port = self._spec, _port_name(host, link)
         self._add_pair(host, pid, link)
         index = self._index(port)
         self.ip.link(
-            "set", index=index, mtu=spec.mtu, master=self._index(switch_name(link, spec.rack_of(host)))
+            "set", index=index, mtu=spec.mtu, master=self._index(_switch_name(link, spec.rack_of(host)))
         )
-        quiet(port)
+        disable_ipv6(port)
         self._single_packets(port)
         rate = spec.port_rate_bits_per_s[host]
         shape(self.ip, port, rate, spec.queue_bytes, spec.mtu, priority=spec.priority)
@@ -149,7 +164,7 @@ class Network:
 
     def _add_pair(self, host: int, pid: int, link: int) -> None:
         """The two ends of a link and what lies between them: nothing, or a delay."""
-        spec, port, at_host = self._spec, port_name(host, link), f"eth{link}"
+        spec, port, at_host = self._spec, _port_name(host, link), f"eth{link}"
         if not spec.delay_s:
             self._add_veth(port, {"ifname": at_host, "net_ns_pid": pid})
         elif not self._netem:
@@ -162,7 +177,7 @@ class Network:
             for end in (near, far):
                 index = self._index(end)
                 self.ip.link("set", index=index, mtu=spec.mtu, master=self._index(wire), state="up")
-                quiet(end)
+                disable_ipv6(end)
                 self._single_packets(end)
             delay.add_netem(self.ip, self._index(far), spec)
 
@@ -171,14 +186,14 @@ class Network:
             self.ip.link("add", ifname=name, kind="veth", mtu=self._spec.mtu, peer=peer)
 
     def _teach_switches(self, link: int) -> None:
-        """Tell every bridge behind which port each host lies: without ARP nobody would ever say."""
+        """Tell every bridge behind which port each host lies: there is no ARP from which it could learn that."""
         spec = self._spec
         for host in range(spec.hosts):
             home_rack = spec.rack_of(host)
-            ports = {switch_name(link, home_rack): port_name(host, link)}
+            ports = {_switch_name(link, home_rack): _port_name(host, link)}
             if spec.racks > 1:
                 ports |= {
-                    switch_name(link, rack): f"up{link}r{rack}"
+                    _switch_name(link, rack): f"up{link}r{rack}"
                     for rack in range(spec.racks)
                     if rack != home_rack
                 }
@@ -194,30 +209,30 @@ class Network:
         with needs("the clsact queue and BPF filters (sch_ingress, cls_bpf)"):
             self.ip.tc("add", "clsact", index)
         if spec.loss_ratio[host]:
-            filters.attach(filters.loss(spec.loss_ratio[host]), index, filters.INGRESS)
+            attach(random_loss(spec.loss_ratio[host]), index, INGRESS)
         if marks and rate is not None:
             try:
-                program, self._marks[host, link] = marking.load(rate, spec.mark_bytes, spec.drop_bytes)
+                program, self._marks[host, link] = ecn_marking.load(rate, spec.mark_bytes, spec.drop_bytes)
             except PermissionError as error:
                 raise UnsupportedError(
                     "--mark and --drop load a program into the kernel, which only root may do. Run as root, or leave "
                     "them out. Nothing was created."
                 ) from error
-            filters.attach(program, index, filters.EGRESS)
+            attach(program, index, EGRESS)
             os.close(program.program)
 
     def _furnish_host(self, ip: IPRoute, host: int) -> None:
         spec = self._spec
-        ip.link("set", index=find(ip, "lo"), state="up")
+        ip.link("set", index=index_of(ip, "lo"), state="up")
         for link in range(spec.links):
             name = f"eth{link}"
-            quiet(name)
+            disable_ipv6(name)
             self._single_packets(name)
-            shape(ip, name, spec.rate_bits_per_s[host], HOST_QUEUE_BYTES, spec.mtu)
-            index = find(ip, name)
+            shape(ip, name, spec.rate_bits_per_s[host], _HOST_QUEUE_BYTES, spec.mtu)
+            index = index_of(ip, name)
             ip.link("set", index=index, mtu=spec.mtu, address=_hardware_address(host, link))
             ip.link("set", index=index, state="up", txqlen=delay.TAP_QUEUE_PACKETS)
-            own = link_address(host, link)
+            own = _link_address(host, link)
             ip.addr("add", index=index, address=own, prefixlen=24, flags=_NO_PREFIX_ROUTE)
             ip.route(
                 "replace",
@@ -235,12 +250,12 @@ class Network:
             self._join_links(ip, host)
 
     def _introduce_peers(self, ip: IPRoute, host: int, link: int, index: int) -> None:
-        """Instead of ARP, which would drop packets until it is answered, and be counted as traffic."""
+        """Fill the neighbour table: ARP would drop packets until it is answered, and be counted as traffic."""
         for peer in range(self._spec.hosts):
             if peer != host:
                 ip.neigh(
                     "add",
-                    dst=link_address(peer, link),
+                    dst=_link_address(peer, link),
                     lladdr=_hardware_address(peer, link),
                     ifindex=index,
                     state="permanent",
@@ -250,8 +265,8 @@ class Network:
         """Give the host an address that others reach over any of its links; a flow stays on one."""
         set_kernel("net/ipv4/fib_multipath_hash_policy", "1")
         ip.link("add", ifname=self._spec.interface, kind="bridge", mtu=self._spec.mtu)
-        index = find(ip, self._spec.interface)
-        quiet(self._spec.interface)
+        index = index_of(ip, self._spec.interface)
+        disable_ipv6(self._spec.interface)
         ip.link("set", index=index, state="up")
         ip.addr("add", index=index, address=address(self._spec, host), prefixlen=32)
         for peer in range(self._spec.hosts):
@@ -263,7 +278,7 @@ class Network:
                 prefsrc=address(self._spec, host),
                 metrics=self._metrics(),
                 multipath=[
-                    {"gateway": link_address(peer, link), "oif": find(ip, f"eth{link}"), "hops": 0}
+                    {"gateway": _link_address(peer, link), "oif": index_of(ip, f"eth{link}"), "hops": 0}
                     for link in range(self._spec.links)
                 ],
             )
@@ -279,7 +294,7 @@ class Network:
             send_single_packets(name)
 
     def _index(self, name: str) -> int:
-        return find(self.ip, name)
+        return index_of(self.ip, name)
 
     def _up(self, name: str) -> None:
         self.ip.link("set", index=self._index(name), state="up")
@@ -287,23 +302,30 @@ class Network:
 
 def address(spec: ClusterSpec, host: int) -> str:
     """The address that stands for a host."""
-    return link_address(host, 0) if spec.links == 1 else f"10.78.0.{host + 1}"
+    return _link_address(host, 0) if spec.links == 1 else f"10.78.0.{host + 1}"
 
 
-def link_address(host: int, link: int) -> str:
+def _link_address(host: int, link: int) -> str:
     """The address of one of a host's links."""
     return f"10.77.{link}.{host + 1}"
+
+
+def _retransmits(pid: int) -> int:
+    """TCP segments that a host sent more than once."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/net/snmp").read_text().splitlines()]
+    names, values = (line for line in lines if line[0] == "Tcp:")
+    return int(values[names.index("RetransSegs")])
 
 
 def _hardware_address(host: int, link: int) -> str:
     return f"02:00:00:00:{link:02x}:{host:02x}"
 
 
-def port_name(host: int, link: int) -> str:
+def _port_name(host: int, link: int) -> str:
     """The switch's side of a host's link."""
     return f"p{host}" if link == 0 else f"p{host}.{link}"
 
 
-def switch_name(link: int, rack: int) -> str:
+def _switch_name(link: int, rack: int) -> str:
     """The bridge of a rack."""
     return f"sw{link}r{rack}"

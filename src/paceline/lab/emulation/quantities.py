@@ -1,4 +1,4 @@
-"""Rates, sizes, times and percentages as people type them, to numbers; pure."""
+"""Parses and formats rates, sizes, times and percentages as people type them (`1Gbit`, `256KiB`); pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Measures a link from inside two hosts: `python -I -S probe.py ROLE JSON`; standard library only.
+"""Measures a link from inside a host: `python -I -S link_probe.py ROLE JSON`; standard library only.
 
-Prints one JSON object a line: what it listens on, then what it saw. Receivers end when the sender's last word comes,
-or after a second of silence.
+Prints one JSON object a line: what it listens on, then what it saw. Receivers end when the sender closes its
+connection or sends an empty datagram, or after a second of silence.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _BLOCK = 1 << 18
 
 
 def receive_datagrams() -> dict[str, Any]:
-    """Count datagrams until a second of silence; the rate is that of the middle, without start and end."""
+    """Count datagrams until a second of silence; the clock runs from the first one to the last one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.bind(("0.0.0.0", 0))  # noqa: S104 - in a network namespace of its own
         udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
         udp.setsockopt(socket.IPPROTO_UDP, _GRO, 1)
         udp.setsockopt(socket.IPPROTO_IP, socket.IP_RECVTOS, 1)
-        _say({"port": udp.getsockname()[1]})
+        _print_message({"port": udp.getsockname()[1]})
         packets = payload = marked = 0
         first_s = last_s = 0.0
         udp.settimeout(_PATIENCE_S)
@@ -85,7 +85,7 @@ def receive_stream() -> dict[str, Any]:
         listener.bind(("0.0.0.0", 0))  # noqa: S104
         listener.listen(1)
         listener.settimeout(_PATIENCE_S)
-        _say({"port": listener.getsockname()[1]})
+        _print_message({"port": listener.getsockname()[1]})
         connection, _ = listener.accept()
         buffer = bytearray(_BLOCK)
         with connection:
@@ -110,7 +110,7 @@ def echo() -> dict[str, Any]:
     """Send every datagram back."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.bind(("0.0.0.0", 0))  # noqa: S104
-        _say({"port": udp.getsockname()[1]})
+        _print_message({"port": udp.getsockname()[1]})
         udp.settimeout(_PATIENCE_S)
         while True:
             data, peer = udp.recvfrom(2048)
@@ -120,7 +120,7 @@ def echo() -> dict[str, Any]:
 
 
 def ask(address: str, port: int, times: int) -> dict[str, Any]:
-    """The round trips of single datagrams."""
+    """Measure the round trips of single datagrams."""
     trips_s = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.connect((address, port))
@@ -132,7 +132,7 @@ def ask(address: str, port: int, times: int) -> dict[str, Any]:
                 while udp.recv(2048) != _HEADER.pack(number):
                     pass
                 trips_s.append(time.monotonic() - started_s)
-        for _ in range(3):  # the last word may get lost
+        for _ in range(3):  # the end may get lost
             udp.send(b"")
     return {"trips_s": trips_s}
 
@@ -145,7 +145,7 @@ def spin(seconds: float) -> dict[str, Any]:
     return {"cores": (time.process_time() - started_s) / seconds}
 
 
-def _say(what: dict[str, Any]) -> None:
+def _print_message(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)  # noqa: T201
 
 
@@ -160,4 +160,4 @@ _ROLES: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    _say(_ROLES[sys.argv[1]](**json.loads(sys.argv[2])))
+    _print_message(_ROLES[sys.argv[1]](**json.loads(sys.argv[2])))

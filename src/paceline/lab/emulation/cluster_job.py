@@ -1,4 +1,4 @@
-"""A script on every host of a cluster: one agent a host, and every line of output with its origin.
+"""Runs a script on every host of a cluster: one agent a host, and every line of output with host and rank.
 
 Rules
 1. Each host's agent is `paceline run` with `--nnodes`, `--node-rank` and the first host's address, so the ranks'
@@ -21,15 +21,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from paceline.lab.emulation.cluster import Counters, EmulatedCluster
-    from paceline.lab.emulation.spec import ClusterSpec
+    from paceline.lab.emulation.cluster_spec import ClusterSpec
 
 OnLine = Callable[[int, "int | None", str], None]
 
@@ -39,6 +39,7 @@ TIMED_OUT = 124
 _STOP_S = 5.0
 _POLL_S = 0.02
 _SAMPLE_S = 0.5
+_CROWDED = 0.95
 _PREFIX = "\x1f"
 _OF_RANK = re.compile(f"{_PREFIX}(\\d+){_PREFIX}(.*)", re.DOTALL)
 
@@ -90,6 +91,26 @@ class Outcome:
             f"{self.failed_s:.1f} s after the start{also}. The ranks' own messages are above. "
             "See docs/troubleshooting.md#failed-first."
         )
+
+    def remarks(self) -> list[str]:
+        """What may have shaped the figures besides the spec."""
+        found = []
+        if self.busy_ratio > _CROWDED:
+            found.append(
+                f"This machine's cores were {self.busy_ratio:.0%} busy: they, not the links, may have set the pace. "
+                "Fewer hosts, a lower --rate, a larger --mtu or --offload need less."
+            )
+        lost = sum(counted.wire_drops for counted in self.counters)
+        if lost:
+            found.append(
+                f"The emulation itself lost {lost} packets: this machine is too slow for that --delay at that --rate "
+                "without netem. Lower the rate, or pass --offload."
+            )
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for JSON; sizes in bytes, times in seconds."""
+        return asdict(self) | {"remarks": self.remarks(), "failure": self.failure()}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measure what a cluster was asked to be: rows of asked against measured.
+"""Measures an emulated cluster: rows of what was asked for against what was measured.
 
 What is measured, each alone:
 - rate: datagrams as fast as the link takes them, from each host to the next; bytes with all headers.
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import EmulationError
 from paceline.lab.emulation import quantities as q
 from paceline.lab.emulation.cluster import EmulatedCluster
-from paceline.lab.emulation.probe import PAYLOAD_BYTES
-from paceline.lab.emulation.spec import ETHERNET_HEADER, ClusterSpec
+from paceline.lab.emulation.cluster_spec import ETHERNET_HEADER, ClusterSpec
+from paceline.lab.emulation.link_probe import PAYLOAD_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,7 +40,7 @@ _MAX_LOSS_PACKETS = 200_000
 _WANTED_LOSSES = 400
 _PATIENCE_S = 60.0
 _HIGH, _LOW = 7 << 5, 0
-_SCRIPT = str(Path(__file__).with_name("probe.py"))
+_SCRIPT = str(Path(__file__).with_name("link_probe.py"))
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,18 @@ def _datagrams(
         "segments": segments,
     }
     with _Probe(cluster, target, "receive_datagrams") as receiver:
-        address = {"address": cluster.hosts[target].address, "port": receiver.hear()["port"]}
+        address = {"address": cluster.hosts[target].address, "port": receiver.receive()["port"]}
         with _Probe(cluster, source, "send_datagrams", **(sending | changes | address)) as sender:
-            sent = sender.hear()
-        return receiver.hear() | {"sent": sent["packets"]}
+            sent = sender.receive()
+        return receiver.receive() | {"sent": sent["packets"]}
 
 
 def _stream(cluster: EmulatedCluster, source: int, target: int) -> Finding:
     with _Probe(cluster, target, "receive_stream") as receiver:
-        port = receiver.hear()["port"]
+        port = receiver.receive()["port"]
         where = {"address": cluster.hosts[target].address, "port": port, "seconds": _SECONDS}
         with _Probe(cluster, source, "send_stream", **where):
-            seen = receiver.hear()
+            seen = receiver.receive()
     segment = cluster.spec.mtu - 52
     wire = seen["payload_bytes"] * (segment + _TCP_HEADERS) / segment * 8 / max(seen["seconds"], 1e-9)
     asked = path_rate(cluster.spec, source, target)
@@ -187,13 +187,13 @@ def _priority(cluster: EmulatedCluster) -> Finding:
         _Probe(cluster, target, "receive_datagrams") as high,
         _Probe(cluster, target, "receive_datagrams") as low,
     ):
-        to_high, to_low = high.hear()["port"], low.hear()["port"]
+        to_high, to_low = high.receive()["port"], low.receive()["port"]
         with (
             _Probe(cluster, first, "send_datagrams", tos=_HIGH, port=to_high, **sending) as urgent,
             _Probe(cluster, second, "send_datagrams", tos=_LOW, port=to_low, **sending) as other,
         ):
-            sent = urgent.hear()["packets"], other.hear()["packets"]
-        arrived = high.hear()["packets"] / sent[0], low.hear()["packets"] / sent[1]
+            sent = urgent.receive()["packets"], other.receive()["packets"]
+        arrived = high.receive()["packets"] / sent[0], low.receive()["packets"] / sent[1]
     expected = 1 - cluster.spec.loss_ratio[first]
     return Finding(
         what,
@@ -206,9 +206,9 @@ def _priority(cluster: EmulatedCluster) -> Finding:
 
 def _delay(cluster: EmulatedCluster, source: int, target: int) -> Finding:
     with _Probe(cluster, target, "echo") as listener:
-        where = {"address": cluster.hosts[target].address, "port": listener.hear()["port"]}
+        where = {"address": cluster.hosts[target].address, "port": listener.receive()["port"]}
         with _Probe(cluster, source, "ask", times=100, **where) as asking:
-            trips_s = asking.hear()["trips_s"]
+            trips_s = asking.receive()["trips_s"]
     asked, measured = cluster.spec.delay_s, median(trips_s) / 2
     allowed = max(TOLERANCE * asked, 0.0005) + cluster.spec.jitter_s / 5
     spread = f"{q.show_seconds(min(trips_s) / 2)} to {q.show_seconds(max(trips_s) / 2)}"
@@ -224,7 +224,7 @@ def _delay(cluster: EmulatedCluster, source: int, target: int) -> Finding:
 def _cores(cluster: EmulatedCluster, host: int) -> Finding:
     asked = cluster.spec.cores[host] or 0.0
     with _Probe(cluster, host, "spin", seconds=_SECONDS) as spinning:
-        measured = spinning.hear()["cores"]
+        measured = spinning.receive()["cores"]
     expected = min(asked, 1.0)
     ok = abs(measured / expected - 1) <= TOLERANCE
     return Finding(
@@ -245,7 +245,7 @@ def path_rate(spec: ClusterSpec, source: int, target: int) -> float | None:
 
 
 class _Probe:
-    """A probe on a host; a context manager that ends it."""
+    """`link_probe.py` running on a host; a context manager that ends it."""
 
     def __init__(self, cluster: EmulatedCluster, host: int, role: str, **words: object) -> None:
         self._what = f"{role} on host{host}"
@@ -265,8 +265,8 @@ class _Probe:
         self._process.terminate()
         self._process.communicate(timeout=_PATIENCE_S)
 
-    def hear(self) -> Any:
-        """The probe's next word."""
+    def receive(self) -> Any:
+        """The probe's next message."""
         line = self._process.stdout.readline() if self._process.stdout else ""
         if not line:
             _, said = self._process.communicate(timeout=_PATIENCE_S)

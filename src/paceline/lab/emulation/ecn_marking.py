@@ -1,4 +1,4 @@
-"""What a switch port does above a backlog: mark what can be marked, drop what cannot; an eBPF program.
+"""ECN marking at a switch port: an eBPF program that marks, or drops, packets above a backlog.
 
 Rules
 1. The backlog is that of a virtual queue, drained at the port's rate: a program in front of a queue cannot see the
@@ -17,7 +17,7 @@ import os
 import platform
 import struct
 
-from paceline.lab.emulation.filters import Filter
+from paceline.lab.emulation.traffic_control import Filter
 
 _CALL_NUMBER = {"x86_64": 321, "aarch64": 280}
 _MAP_CREATE, _MAP_LOOKUP, _PROGRAM_LOAD = 0, 1, 5

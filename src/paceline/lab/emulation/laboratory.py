@@ -1,14 +1,14 @@
-"""The laboratory: the process that makes an emulated cluster, holds it and takes it away.
+"""The laboratory: the process that builds an emulated cluster, holds it and takes it down.
 
-Started as `python -m paceline.lab.emulation.lab OWNER SOCKET`; one JSON object a line in both directions. The first
-line is the spec; the answer says what was made, or why not. Then requests: `counters`, `set_link`.
+Started as `python -m paceline.lab.emulation.laboratory OWNER SOCKET`; one JSON object a line in both directions. The
+first line is the spec; the answer says what was made, or why not. Then requests: `counters`, `set_link`.
 
 Rules
 1. The owner's end of the socket is the cluster's life: when it closes, however the owner died, everything goes.
 2. The laboratory is a process of its own because it moves into other namespaces, which a process with threads, such
    as the owner's, cannot.
-3. Its own network namespace is the switch. Hosts die with it (see `hosts`), so a killed laboratory leaves nothing
-   but empty cgroups and a folder, which the next start removes (see `owner`).
+3. Its own network namespace is the switch. Hosts die with it (see `namespaces`), so a killed laboratory leaves
+   nothing but empty cgroups and a folder, which the next start removes (see `owned_resources`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UnsupportedError
-from paceline.lab.emulation import counters, cpu, kernel, owner
-from paceline.lab.emulation.hosts import start_host
-from paceline.lab.emulation.spec import ClusterSpec
+from paceline.lab.emulation import namespaces, owned_resources
+from paceline.lab.emulation.cluster_spec import ClusterSpec
 
 if TYPE_CHECKING:
     from paceline.lab.emulation.network import Network
@@ -49,7 +48,7 @@ class Laboratory:
         self._owner = owner_id
         self._pids: list[int] = []
         self._network: Network | None = None
-        self._folder = owner.make_folder(self._owner)
+        self._folder = owned_resources.make_folder(self._owner)
 
     def build(self) -> dict[str, Any]:
         """Make the cluster; the answer names what the owner needs."""
@@ -64,7 +63,7 @@ class Laboratory:
             with _allowed(
                 "hosts with namespaces and a /proc of their own, which in a container takes --privileged"
             ):
-                self._pids.append(start_host(name, _hosts_text(names, addresses)))
+                self._pids.append(namespaces.start_host(name, _hosts_text(names, addresses)))
         for group, pid in zip(groups, self._pids, strict=True):
             if group is not None:
                 group.write_text(str(pid))
@@ -81,7 +80,7 @@ class Laboratory:
         if self._network is None:
             raise ValueError("nothing has been built")
         if request["do"] == "counters":
-            return counters.read(self._network, self._pids)
+            return self._network.counters()
         if request["do"] == "set_link":
             self._network.set_link(request["host"], request["link"], up=request["up"])
             return None
@@ -96,22 +95,21 @@ class Laboratory:
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.wait()
-        cpu.remove(self._owner)
-        owner.remove_folder(self._owner)
+        owned_resources.remove(self._owner)
 
     def _limit_cores(self) -> list[Path | None]:
         cores = self._spec.cores
         if all(limit is None for limit in cores):
             return [None] * len(cores)
-        groups = cpu.find_groups()
-        if groups is None:
+        place = owned_resources.find_cgroup_place()
+        if place is None:
             raise UnsupportedError(
                 "--cpu needs a cgroup with the cpu controller that this user may write to, and there is none. Run as "
                 "root, or leave --cpu out. Nothing was created."
             )
         with _allowed("--cpu, which takes a cgroup with a quota"):
             return [
-                None if limit is None else groups.limit(self._owner, host_name(host), limit)
+                None if limit is None else place.limit(self._owner, host_name(host), limit)
                 for host, limit in enumerate(cores)
             ]
 
@@ -136,12 +134,12 @@ def _isolate() -> None:
     """Move into a network namespace of our own: as root, or else within a user namespace in which we are root."""
     try:
         try:
-            kernel.unshare(kernel.NEW_NET)
+            namespaces.unshare(namespaces.NEW_NET)
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
             user, group = os.geteuid(), os.getegid()
-            kernel.unshare(kernel.NEW_USER | kernel.NEW_NET)
+            namespaces.unshare(namespaces.NEW_USER | namespaces.NEW_NET)
             Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"0 {user} 1")
             Path("/proc/self/gid_map").write_text(f"0 {group} 1")

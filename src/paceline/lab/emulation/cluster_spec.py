@@ -1,4 +1,4 @@
-"""What an emulated cluster is asked to be; pure, checked where it is made.
+"""`ClusterSpec`: the properties of an emulated cluster, as a checked record; pure.
 
 Rules
 1. Nothing is created from a spec that cannot be: every mistake raises `ConfigurationError` here.
@@ -118,7 +118,7 @@ class ClusterSpec:
         uplink: str | None = None,
         links: int = 1,
     ) -> ClusterSpec:
-        """The spec that these words of the command line say.
+        """Make a spec of the command line's options.
 
         Raises:
             ConfigurationError: Names the option, what was given, the rule and an example.
@@ -186,7 +186,7 @@ class ClusterSpec:
             ("rate", _each(self.rate_bits_per_s, q.show_rate, "not limited")),
             ("queue of a switch port", q.show_size(self.queue_bytes)),
             ("loss", _each(self.loss_ratio, q.show_percentage, "")),
-            ("delay, one way", _delay(self.delay_s, self.jitter_s)),
+            ("delay, one way", _show_delay(self.delay_s, self.jitter_s)),
             ("cores a host", _each(self.cores, lambda cores: f"{cores:g}", "not limited")),
             ("MTU", f"{self.mtu} B, segmentation offload {'on' if self.offload else 'off'}"),
             ("TCP", self.congestion_control + _min_rto(self.min_rto_s)),
@@ -315,7 +315,7 @@ def _each(values: tuple[float | None, ...], show: Callable[[float], str], none: 
     return words[0] if len(set(words)) == 1 else ", ".join(words)
 
 
-def _delay(delay_s: float, jitter_s: float) -> str:
+def _show_delay(delay_s: float, jitter_s: float) -> str:
     if not delay_s:
         return "none added"
     return q.show_seconds(delay_s) + (f" +- {q.show_seconds(jitter_s)}" if jitter_s else "")
