@@ -12,7 +12,7 @@ from torch import nn
 from models import digest, generator
 from paceline.errors import ConfigurationError
 from paceline.optim import LAMB, LARS, layerwise
-from paceline.optim.norms import SMALL_ELEMENTS, norms
+from paceline.optim.layerwise import SMALL_ELEMENTS, norms
 
 SHAPES = [(3, 5), (7,), (), (2, 3, 4), (SMALL_ELEMENTS + 1,), (0, 3), (300, 65), (4, 1)]
 

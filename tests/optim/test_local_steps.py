@@ -16,7 +16,7 @@ from paceline import DistributedDataParallel
 from paceline.compression import TopK
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError, ReplicaMismatchError
 from paceline.optim import DiLoCo, LocalSGD
-from paceline.optim.averaged_buffers import AveragedBuffers
+from paceline.optim.flat_parameters import AveragedBuffers
 from ranks import pool
 
 INNER = {

@@ -1,4 +1,4 @@
-"""An optimizer of each rank's own, around which the ranks exchange something: what all such optimizers share.
+"""Base of optimizers that step on each rank's own gradients and exchange what comes of it: LocalSGD, DiLoCo, Adasum.
 
 Rules
 1. Gradients are local. The model is not wrapped (or every backward is under `no_sync`); the first step that has
@@ -42,9 +42,8 @@ class AcrossRanks(Optimizer, ABC):
         reduction: How what is exchanged is combined.
     """
 
-    _step_supports_amp_scaling = (
-        True  # so that GradScaler calls `step` on every rank, also on one that overflowed
-    )
+    # Torch's name: GradScaler then calls `step` on every rank, also on one whose gradients overflowed.
+    _step_supports_amp_scaling = True
     _when_lost: str
     """What the parameters are when a rank was lost, for the message."""
     _not_local: str

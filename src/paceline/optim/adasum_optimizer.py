@@ -1,4 +1,4 @@
-"""The delta form of Adasum: each rank steps its own optimizer on its own gradients, and the *updates* are combined.
+"""`AdasumOptimizer`: each rank steps its own optimizer, and Adasum combines the updates instead of the gradients.
 
 Rules
 1. Those of `across_ranks`.

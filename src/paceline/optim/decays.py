@@ -1,4 +1,4 @@
-"""How the rate falls after the warm-up: a factor of the peak rate, as a function of time.
+"""Learning rate decays: a factor of the peak rate after the warm-up, as a function of time.
 
 Time is in whatever unit the curve's lengths are given in: epochs, steps or samples. All functions are defined from the
 end of the warm-up on; after the end of training they keep their last value.

@@ -1,4 +1,4 @@
-"""DiLoCo: hundreds of steps on each rank by itself; then an outer optimizer takes the mean change for a gradient."""
+"""`DiLoCo`: hundreds of steps on each rank alone; then an outer optimizer takes the mean change for a gradient."""
 
 from __future__ import annotations
 

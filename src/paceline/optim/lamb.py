@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step for each parameter is as long as that parameter's norm says."""
+"""`LAMB`: Adam whose step for each parameter is a fraction of that parameter's norm."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from paceline.optim.layerwise import (
     check_max_trust_ratio,
     check_numbers,
     divide,
+    norms,
     scale,
     trust_ratio,
 )
-from paceline.optim.norms import norms
 
 
 class LAMB(LayerwiseOptimizer):

@@ -1,4 +1,4 @@
-"""LARS: momentum SGD whose step for each parameter is a fixed fraction of that parameter's norm."""
+"""`LARS`: momentum SGD whose step for each parameter is a fixed fraction of that parameter's norm."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.optim.layerwise import (
     add,
     check_max_trust_ratio,
     check_numbers,
+    norms,
     scale,
     trust_ratio,
 )
-from paceline.optim.norms import norms
 
 
 class LARS(LayerwiseOptimizer):

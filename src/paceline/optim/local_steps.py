@@ -1,4 +1,4 @@
-"""Several optimizer steps on each rank by itself between two synchronizations, which exchange how parameters changed.
+"""`LocalSGD` and its base: several optimizer steps on each rank alone, then an exchange of how parameters changed.
 
 Rules
 1. Those of `across_ranks`.
@@ -27,13 +27,12 @@ from paceline.compression import Compressor
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.observe import StepTiming
 from paceline.optim.across_ranks import AcrossRanks, digest_of
-from paceline.optim.averaged_buffers import AveragedBuffers
-from paceline.optim.flat_parameters import FlatParameters
+from paceline.optim.flat_parameters import AveragedBuffers, FlatParameters
 from paceline.reductions import Auto, Lossy, Reduction, choose_reduction
 
 
 class LocalSteps(AcrossRanks):
-    """What LocalSGD and DiLoCo share; they say how parameters follow from the mean change.
+    """Base of LocalSGD and DiLoCo, which define how parameters follow from the mean change.
 
     Attributes:
         optimizer: The one that was given.
@@ -169,9 +168,8 @@ class LocalSteps(AcrossRanks):
         if self.reduction.carries_words:
             launched += self._buffers.launch()
         self._wait_for_all(launched)
-        if (
-            not self.reduction.carries_words
-        ):  # it starts collectives on a thread of its own: not between those
+        if not self.reduction.carries_words:
+            # The reduction starts collectives on a thread of its own: ours must not come between those.
             self._wait_for_all(self._buffers.launch())
         self._buffers.finish()
 
@@ -250,9 +248,8 @@ class LocalSteps(AcrossRanks):
                 not those that it was saved with; nothing was changed.
         """
         self._check_state(state_dict)
-        self.reduction.load_state_dict(
-            state_dict["reduction"]
-        )  # which may refuse it, so before anything is loaded
+        # The reduction may refuse its state, so it comes before anything else is loaded.
+        self.reduction.load_state_dict(state_dict["reduction"])
         super().load_state_dict(state_dict)
         self._num_steps = state_dict["num_steps"]
         self._steps_since = state_dict["steps_since"]
@@ -277,3 +274,39 @@ class LocalSteps(AcrossRanks):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r}, {self._settings()})"
+
+
+class LocalSGD(LocalSteps):
+    """Steps `optimizer` on this rank's gradients, and averages parameters every `every` steps.
+
+    For links where even compressed gradients take too long: it sends 1/every of the bytes. The ranks' models drift
+    apart in between, so accuracy falls at some `every`; try 2, 4, 8. With `every=1` and plain SGD (no momentum) it
+    equals averaging gradients, up to rounding.
+
+    Limits first: nothing overlaps with backward; two copies of the parameters are kept; each rank keeps its own
+    momentum, which is not averaged.
+
+    Args:
+        optimizer: Any optimizer that needs no closure. Schedulers and GradScaler may be given either it or this.
+        every: Steps between two synchronizations.
+        process_group: Over whom; None for the default group.
+        buffers: Averaged with the parameters, for example `model.buffers()`; counters become rank 0's. Left out, each
+            rank keeps its own running statistics.
+        compression: Send fewer bytes for the changes, as for `DistributedDataParallel`.
+
+    Contract:
+        The model is not wrapped. Collective: the constructor (parameters become rank 0's), the first `step`, every
+        `every`-th, and `synchronize`. Afterwards parameters are bitwise equal on all ranks.
+
+    Raises:
+        ConfigurationError: A setting cannot be.
+        ReplicaMismatchError: The ranks' parameters differ in number, shape or dtype; on every rank.
+        ProtocolError: The ranks took different numbers of steps; on every rank.
+        PeerLostError: A rank died or hangs.
+
+    Source:
+        Stich: "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1.
+    """
+
+    def _move(self, index: int, flat: FlatParameters) -> None:
+        """The mean change is the change."""

@@ -1,4 +1,4 @@
-"""Which parameters are decayed: weights, not biases and not what scales and shifts a normalisation."""
+"""Parameter groups by weight decay: weights are decayed, biases and what scales a normalisation are not."""
 
 from __future__ import annotations
 
