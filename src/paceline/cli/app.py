@@ -1,4 +1,4 @@
-"""The command line's table of contents, and its manners: one paragraph, exit 2 for usage and 1 for failure."""
+"""The `paceline` command: registers all commands; errors are one paragraph, exit code 2 for usage and 1 for failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose samples are these? The global batch, and how the data set's order is cut among ranks."""
+"""The global batch, and the sampler that divides a shuffled data set among ranks."""
 
 from paceline.data.global_batch import GlobalBatch
 from paceline.data.global_shuffle import GlobalShuffle

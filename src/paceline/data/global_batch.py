@@ -1,4 +1,4 @@
-"""The samples of one step, over all ranks and micro-steps."""
+"""`GlobalBatch`: how many samples each rank trains in one step, over all micro-steps."""
 
 from __future__ import annotations
 

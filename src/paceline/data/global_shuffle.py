@@ -1,4 +1,4 @@
-"""One random order of the whole data set an epoch, cut among the ranks.
+"""`GlobalShuffle`: a batch sampler that divides one random order of the data set, a new one an epoch, among ranks.
 
 Rules
 1. The order of an epoch depends on (seed, epoch, number of samples) alone: not on the ranks, so a job that goes on with

@@ -1,9 +1,9 @@
-"""Run torch's elastic agent, and put what goes wrong into one paragraph.
+"""Runs torch's elastic agent, which starts and watches the ranks, and turns its failures into one paragraph.
 
 Rules
 1. Nothing of a launch outlives it: ranks, their children, torch's log folder. Keeper and agent see to it.
 2. The ranks' own output is the user's: it passes through untouched. The agent's log is silenced unless LOGLEVEL
-   is set, because it says at length what the paragraph says.
+   is set, because it repeats at length what the paragraph says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.errors import PacelineError
-from paceline.launch.arguments import LaunchArguments, num_cores, port_is_taken
+from paceline.launch.command_line import LaunchArguments, num_cores, port_is_taken
 from paceline.launch.keeper import MARK, Keeper
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
 
     Args:
         arguments: A checked command line.
-        note: Told what the launcher decided by itself, one line each.
+        note: Called with one line for everything that the launcher decided by itself.
 
     Contract:
         Blocks: until every rank has ended. To be called on the main thread, where signals arrive.

@@ -1,9 +1,9 @@
-"""The process that outlives a killed launcher, long enough to end the ranks it left behind.
+"""The keeper: a supervisor process that ends a launch's ranks if the launcher dies, even by SIGKILL.
 
 Rules
 1. The keeper reads its standard input, a pipe whose other end only the launcher holds. The kernel closes
    that end however the launcher dies, SIGKILL included.
-2. The word `done` before the end means that every rank ended well: the keeper leaves without looking.
+2. `done` before the end of the pipe means that every rank ended well: the keeper exits without searching for any.
 3. Otherwise it ends every process that carries the launch's mark in its environment, descendants of ranks
    (data loaders, say) included: SIGTERM, a grace, SIGKILL.
 4. Either way it then removes the launch's folder of temporary files.
@@ -62,7 +62,7 @@ class Keeper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The keeper may be gone if someone killed it; then there is nobody to tell.
+        # The keeper may be gone if someone killed it; then nobody reads the pipe.
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate(b"done" if kind is None else b"")
 

@@ -45,9 +45,9 @@ class AcrossRanks(Optimizer, ABC):
     # Torch's name: GradScaler then calls `step` on every rank, also on one whose gradients overflowed.
     _step_supports_amp_scaling = True
     _when_lost: str
-    """What the parameters are when a rank was lost, for the message."""
+    """For the message: what the parameters are when a rank was lost."""
     _not_local: str
-    """What to do instead with gradients that are reduced already, for the message."""
+    """For the message: what to do instead with gradients that are reduced already."""
 
     def __init__(
         self, optimizer: Optimizer, process_group: ProcessGroup | None, reduction: Reduction
@@ -92,8 +92,8 @@ class AcrossRanks(Optimizer, ABC):
             {f"parameter {index}": parameter for index, parameter in enumerate(parameters)},  # type: ignore[misc]
             self._group,
         )
-        words = repr([(tuple(p.shape), p.dtype) for p in parameters]) + self._settings()
-        digests = self._gather(hashlib.sha256(words.encode()).digest())
+        layout = repr([(tuple(p.shape), p.dtype) for p in parameters]) + self._settings()
+        digests = self._gather(hashlib.sha256(layout.encode()).digest())
         if len(set(digests)) > 1:
             other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise ReplicaMismatchError(

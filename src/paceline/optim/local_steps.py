@@ -141,10 +141,10 @@ class LocalSteps(AcrossRanks):
         if num_ranks == 1:
             return
         where = device_for_words(self._group, self._parameters()[0].device)
-        words = torch.zeros(num_ranks, dtype=torch.float64, device=where)
-        words[rank] = self._steps_since
-        self._wait(launch_sum(words, self._group), f"synchronizing after step {self._num_steps}")
-        steps = [round(word) for word in words.tolist()]
+        counts = torch.zeros(num_ranks, dtype=torch.float64, device=where)
+        counts[rank] = self._steps_since
+        self._wait(launch_sum(counts, self._group), f"synchronizing after step {self._num_steps}")
+        steps = [round(count) for count in counts.tolist()]
         if len(set(steps)) > 1:
             told = ", ".join(f"rank {other} {count}" for other, count in enumerate(steps))
             raise ProtocolError(
@@ -185,7 +185,7 @@ class LocalSteps(AcrossRanks):
     def traffic(self) -> Traffic:
         """What this rank sent for synchronizations, and what reducing its gradients in every step would have sent.
 
-        Up to the last synchronization; without the few words that ranks exchange besides.
+        Up to the last synchronization; without the few bytes by which ranks compare their steps.
         """
         return self._traffic
 

@@ -1,4 +1,4 @@
-"""What the ranks must agree on before a recipe sets any rate: one small exchange, with an error on every rank."""
+"""Compares the ranks' batches and settings by an all-gather before a recipe sets rates; all ranks raise, or none."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def world(process_group: ProcessGroup | None) -> ProcessGroup | None:
 
 @dataclass(frozen=True)
 class OwnPart:
-    """What one rank brings.
+    """One rank's batch and settings.
 
     Attributes:
         local: Its samples of a micro-step.
         accumulation: Its micro-steps of a step.
-        settings: Its recipe in words; must be equal on all ranks.
+        settings: Its recipe as text; must be equal on all ranks.
         problem: Why it cannot train by it.
     """
 
@@ -37,8 +37,8 @@ class OwnPart:
     settings: str
     problem: ConfigurationError | None = None
 
-    def in_words(self) -> list[int]:
-        """As numbers to be gathered; a rank with a problem has no batch worth saying."""
+    def as_numbers(self) -> list[int]:
+        """What is gathered; a rank with a problem has no valid batch."""
         if self.problem is not None:
             return [0, 0, 0, 1]
         digest = hashlib.sha256(self.settings.encode()).digest()
@@ -60,9 +60,9 @@ def agree_on_batch(mine: OwnPart, process_group: ProcessGroup | None, device: to
         ConfigurationError: On every rank, naming the rank that differs or asks for the impossible.
     """
     group = world(process_group)
-    ranks = [mine.in_words()]
+    ranks = [mine.as_numbers()]
     if group is not None and group.size() > 1:
-        row = torch.tensor(mine.in_words(), dtype=torch.int64, device=device_for_words(group, device))
+        row = torch.tensor(mine.as_numbers(), dtype=torch.int64, device=device_for_words(group, device))
         rows = [torch.empty_like(row) for _ in range(group.size())]
         launch_gather(rows, row, group).wait()
         ranks = [other.tolist() for other in rows]

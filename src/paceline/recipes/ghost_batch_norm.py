@@ -1,4 +1,4 @@
-"""Batch normalisation with statistics over n samples, however many a rank trains.
+"""`GhostBatchNorm`: batch normalisation with statistics over n samples, however many a rank trains.
 
 The n of batch normalisation belongs to the loss, not to the machine: it must stay the same when the batch grows.
 Between ranks it does by itself, as each normalises its own samples. Within a rank that trains more than n samples at
@@ -63,13 +63,11 @@ class GhostBatchNorm(_BatchNorm):
             raise ConfigurationError(
                 f"a batch of {input.size(0)} samples cannot be cut into groups of {self.num_samples} for "
                 "GhostBatchNorm. Make the local batch a multiple of num_samples, and leave out what remains at the "
-                "end of an epoch "
-                '(drop_last=True, or GlobalShuffle(last="drop")).'
+                'end of an epoch (drop_last=True, or GlobalShuffle(last="drop")).'
             )
         groups = input.split(self.num_samples)
-        means = input.new_zeros(
-            len(groups), self.num_features, dtype=self._statistics_dtype(input)
-        ).contiguous()
+        shape = (len(groups), self.num_features)
+        means = input.new_zeros(shape, dtype=self._statistics_dtype(input)).contiguous()
         variances = torch.zeros_like(means)
         outputs = [
             # With momentum 1 torch writes the group's own mean and (unbiased) variance into the rows.

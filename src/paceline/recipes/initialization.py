@@ -1,4 +1,4 @@
-"""Initial values that let a residual network start as if it were shallow.
+"""Initial values of the large-minibatch recipe: residual blocks that start as their shortcut, a small output layer.
 
 How a residual block is found: by what it does, not by what it is called. A module whose first convolution says how many
 channels it takes is run on noise; if autograd's graph of the result has a sum of two ways that both lead back to the

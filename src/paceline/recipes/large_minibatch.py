@@ -1,4 +1,4 @@
-"""The large-minibatch recipe: a learning rate that follows the batch that is really trained.
+"""`LargeMinibatch`: a learning rate scheduler that follows the global batch, by the recipe of Goyal et al.
 
 Rules
 1. Each group's reference rate is what is right for `reference_batch` samples a step. The peak rate is that times the

@@ -1,4 +1,4 @@
-"""What a recipe derived, in words: what rank 0 prints before training."""
+"""Report of a recipe: what it derived from what, as numbers for JSON and as text for rank 0 to print."""
 
 from __future__ import annotations
 

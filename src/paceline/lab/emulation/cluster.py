@@ -196,16 +196,16 @@ class EmulatedCluster:
         try:
             self._lines.write(line + "\n")
             self._lines.flush()
-            said = self._lines.readline()
+            reply = self._lines.readline()
         except OSError:
-            said = ""
-        if not said:
+            reply = ""
+        if not reply:
             code = self._laboratory.wait(_PATIENCE_S)
             raise EmulationError(
                 f"the laboratory that holds the emulated hosts is gone (exit code {code}); the hosts went with it. "
                 "Somebody may have killed it, or the machine ran out of memory."
             )
-        answer: dict[str, Any] = json.loads(said)
+        answer: dict[str, Any] = json.loads(reply)
         if "refused" in answer:
             raise UnsupportedError(answer["refused"])
         if "failed" in answer:

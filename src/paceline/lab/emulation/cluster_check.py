@@ -49,7 +49,7 @@ class Finding:
 
     Attributes:
         what: For example `rate host0 to host1`.
-        asked: What the spec says, for people.
+        asked: What the spec asks for, as text.
         measured: The same, measured.
         ok: Whether they agree; None where the spec asks nothing.
         note: What allowed difference or remark belongs to it.
@@ -247,10 +247,10 @@ def path_rate(spec: ClusterSpec, source: int, target: int) -> float | None:
 class _Probe:
     """`link_probe.py` running on a host; a context manager that ends it."""
 
-    def __init__(self, cluster: EmulatedCluster, host: int, role: str, **words: object) -> None:
+    def __init__(self, cluster: EmulatedCluster, host: int, role: str, **arguments: object) -> None:
         self._what = f"{role} on host{host}"
         self._process = subprocess.Popen(
-            cluster.hosts[host].command([sys.executable, "-I", "-S", _SCRIPT, role, json.dumps(words)]),
+            cluster.hosts[host].command([sys.executable, "-I", "-S", _SCRIPT, role, json.dumps(arguments)]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -269,7 +269,7 @@ class _Probe:
         """The probe's next message."""
         line = self._process.stdout.readline() if self._process.stdout else ""
         if not line:
-            _, said = self._process.communicate(timeout=_PATIENCE_S)
-            reason = said.strip().splitlines()[-1] if said.strip() else "it said nothing"
+            _, errors = self._process.communicate(timeout=_PATIENCE_S)
+            reason = errors.strip().splitlines()[-1] if errors.strip() else "it said nothing"
             raise EmulationError(f"the measurement '{self._what}' failed: {reason}")
         return json.loads(line)

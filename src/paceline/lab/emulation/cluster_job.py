@@ -238,8 +238,8 @@ class Job:
             "--tee": 3,
             "--log-dir": self._logs / f"host{host}",
         }
-        words = [word for flag, value in flags.items() for word in (flag, str(value))]
-        return [sys.executable, "-m", "paceline", "run", *words, *argv]
+        options = [text for flag, value in flags.items() for text in (flag, str(value))]
+        return [sys.executable, "-m", "paceline", "run", *options, *argv]
 
     def _environment(self, interface: str, added: Mapping[str, str]) -> dict[str, str]:
         ours = {
@@ -279,7 +279,7 @@ class _Processor:
         if self._samples and now_s - self._samples[-1][0] < _SAMPLE_S:
             return
         with Path("/proc/stat").open() as stat:
-            ticks = [int(word) for word in stat.readline().split()[1:9]]
+            ticks = [int(field) for field in stat.readline().split()[1:9]]
         self._samples.append((now_s, sum(ticks), ticks[3] + ticks[4]))
 
     def busy_ratio(self) -> float:

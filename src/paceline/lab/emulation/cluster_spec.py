@@ -131,13 +131,13 @@ class ClusterSpec:
         return cls(
             hosts=hosts,
             ranks_per_host=ranks_per_host,
-            rate_bits_per_s=tuple(q.rate(word, "--rate") for word in each(rate, "--rate")),
+            rate_bits_per_s=tuple(q.rate(value, "--rate") for value in each(rate, "--rate")),
             port_rate_bits_per_s=tuple(
-                q.rate(word, "--port-rate") for word in each(port_rate, "--port-rate")
+                q.rate(value, "--port-rate") for value in each(port_rate, "--port-rate")
             ),
-            loss_ratio=tuple(q.percentage(word, "--loss") for word in each(loss, "--loss")),
+            loss_ratio=tuple(q.percentage(value, "--loss") for value in each(loss, "--loss")),
             queue_bytes=DEFAULT_QUEUE_BYTES if queue is None else q.size(queue, "--queue"),
-            cores=tuple(q.percentage(word, "--cpu") for word in each(cpu, "--cpu")),
+            cores=tuple(q.percentage(value, "--cpu") for value in each(cpu, "--cpu")),
             delay_s=0.0 if delay is None else q.seconds(delay, "--delay"),
             jitter_s=0.0 if jitter is None else q.seconds(jitter, "--jitter"),
             mtu=mtu,
@@ -155,9 +155,9 @@ class ClusterSpec:
     @classmethod
     def from_json(cls, text: str) -> ClusterSpec:
         """The spec that `to_json` wrote."""
-        words: dict[str, Any] = json.loads(text)
+        loaded: dict[str, Any] = json.loads(text)
         fields: dict[str, Any] = {}
-        for name, value in words.items():
+        for name, value in loaded.items():
             fields[name] = tuple(value) if isinstance(value, list) else value
         return cls(**fields)
 
@@ -310,9 +310,9 @@ def _check_rate(value: float | None, option: str) -> None:
 
 
 def _each(values: tuple[float | None, ...], show: Callable[[float], str], none: str) -> str:
-    """One word if all hosts are alike, else one a host."""
-    words = [none if value is None else show(value) for value in values]
-    return words[0] if len(set(words)) == 1 else ", ".join(words)
+    """One value if all hosts are alike, else one a host."""
+    shown = [none if value is None else show(value) for value in values]
+    return shown[0] if len(set(shown)) == 1 else ", ".join(shown)
 
 
 def _show_delay(delay_s: float, jitter_s: float) -> str:

@@ -36,7 +36,7 @@ _REFUSED = (errno.EPERM, errno.EACCES)
 
 
 class Laboratory:
-    """What the process holds.
+    """An emulated cluster, as the process that holds it sees it.
 
     Args:
         spec: The cluster.
@@ -76,7 +76,7 @@ class Laboratory:
         return {"hosts": hosts, "folder": str(self._folder)}
 
     def answer(self, request: dict[str, Any]) -> Any:
-        """Do what a request says."""
+        """Carry out a request."""
         if self._network is None:
             raise ValueError("nothing has been built")
         if request["do"] == "counters":
@@ -121,7 +121,7 @@ def host_name(host: int) -> str:
 
 @contextlib.contextmanager
 def _allowed(what: str) -> Iterator[None]:
-    """Say what it was about if the kernel refuses what follows."""
+    """Raise an error that names what was asked for, if the kernel refuses it."""
     try:
         yield
     except OSError as error:
@@ -160,11 +160,11 @@ def _hosts_text(names: list[str], addresses: list[str]) -> str:
 
 
 def serve(owner_id: str, connection: socket.socket) -> None:
-    """Build what the first line says, answer the others, and take everything away at their end."""
+    """Build the cluster of the first line, answer the requests that follow, and take it down when they end."""
     owner = _watch(os.getppid())
     with connection, connection.makefile("rw") as lines:
 
-        def say(what: dict[str, Any]) -> None:
+        def reply(what: dict[str, Any]) -> None:
             with contextlib.suppress(BrokenPipeError):
                 lines.write(json.dumps(what) + "\n")
                 lines.flush()
@@ -172,13 +172,13 @@ def serve(owner_id: str, connection: socket.socket) -> None:
         laboratory = Laboratory(ClusterSpec.from_json(lines.readline()), owner_id)
         try:
             try:
-                say({"built": laboratory.build()})
+                reply({"built": laboratory.build()})
                 while _owner_lives(connection, owner) and (line := lines.readline()):
-                    say({"answer": laboratory.answer(json.loads(line))})
+                    reply({"answer": laboratory.answer(json.loads(line))})
             except UnsupportedError as error:
-                say({"refused": str(error)})
-            except Exception as error:  # noqa: BLE001 - whatever it is, the owner has to hear of it
-                say({"failed": f"{type(error).__name__}: {error}"})
+                reply({"refused": str(error)})
+            except Exception as error:  # noqa: BLE001 - whatever it is, the owner has to be told
+                reply({"failed": f"{type(error).__name__}: {error}"})
         finally:
             laboratory.close()
 
@@ -191,7 +191,7 @@ def _watch(pid: int) -> int | None:
 
 
 def _owner_lives(connection: socket.socket, owner: int | None) -> bool:
-    """Wait until the owner speaks or ends; its socket alone may be kept open by a child it forked."""
+    """Wait for a request or the owner's end; its socket alone may be kept open by a child it forked."""
     files: list[socket.socket | int] = [connection] if owner is None else [connection, owner]
     ready, _, _ = select.select(files, [], [])
     return owner not in ready

@@ -105,12 +105,12 @@ def start_host(name: str, hosts_text: str) -> int:
         _become_host(name, hosts_text, laboratory, report)
     os.close(report)
     with os.fdopen(ready) as lines:
-        words = dict(line.rstrip("\n").split(" ", 1) for line in lines)
-    if "ready" not in words or "pid" not in words:
+        fields = dict(line.rstrip("\n").split(" ", 1) for line in lines)
+    if "ready" not in fields or "pid" not in fields:
         os.waitpid(middle, 0)
-        number, _, text = words.get("failed", "0 it died without a word").partition(" ")
+        number, _, text = fields.get("failed", "0 it died without a message").partition(" ")
         raise OSError(int(number), text)
-    return int(words["pid"])
+    return int(fields["pid"])
 
 
 def forget_the_laboratory(*keep: int) -> None:

@@ -52,16 +52,16 @@ def percentage(text: str, option: str) -> float:
 
 
 def per_host(text: str, num_hosts: int, option: str) -> list[str]:
-    """One word for all hosts, or one a host separated by commas; always `num_hosts` words."""
-    words = [word.strip() for word in text.split(",")]
-    if len(words) == 1:
-        return words * num_hosts
-    if len(words) != num_hosts:
+    """Split one value for all hosts, or one a host separated by commas; always returns `num_hosts` values."""
+    values = [value.strip() for value in text.split(",")]
+    if len(values) == 1:
+        return values * num_hosts
+    if len(values) != num_hosts:
         raise ConfigurationError(
-            f"{option} {text} holds {len(words)} values for {num_hosts} host(s). Pass one value for all of them, or "
+            f"{option} {text} holds {len(values)} values for {num_hosts} host(s). Pass one value for all of them, or "
             f"{num_hosts} separated by commas."
         )
-    return words
+    return values
 
 
 def show_rate(bits_per_s: float) -> str:

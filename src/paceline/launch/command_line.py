@@ -1,4 +1,4 @@
-"""torchrun's command line, checked before anything starts.
+"""Parses torchrun's command line for `paceline run`, and refuses what cannot work before anything starts.
 
 The parser is torch's own, so every flag, both spellings and the PET_* environment variables work; what is ours
 is the wording of what is wrong, and one flag, `--share-devices`.
@@ -217,9 +217,8 @@ def _local_port(args: argparse.Namespace, num_nodes: int) -> int | None:
 def port_is_taken(port: int) -> bool:
     """Whether some process listens on `port` of this machine."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as torch's store does: TIME_WAIT is no user
+        # As torch's store does: a connection in TIME_WAIT does not use the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
