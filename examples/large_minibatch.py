@@ -1,7 +1,9 @@
 """Train a residual network on handwritten digits with a batch eight times the reference's, by Goyal et al.'s recipe.
 
-torchrun --nproc-per-node 2 examples/large_minibatch.py
-paceline run --nproc-per-node 2 examples/large_minibatch.py --scaling none    (what happens without)
+    torchrun --nproc-per-node 2 examples/large_minibatch.py
+    torchrun --nproc-per-node 2 examples/large_minibatch.py --scaling none
+
+The second keeps the rate of the small batch, for comparison. Needs scikit-learn, which contains the images.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from paceline.optim import Curve, parameter_groups
 from paceline.recipes import LargeMinibatch, convert_ghost_batchnorm, init_output_layer, zero_init_residual
 from paceline.reductions import GradientNoiseScale
 
-REFERENCE_RATE, REFERENCE_BATCH, NORMALIZED_TOGETHER = 0.02, 32, 16
+REFERENCE_BATCH = 32  # samples of one step ...
+REFERENCE_RATE = 0.02  # ... and the learning rate that is right for them
+GHOST_BATCH = 16  # samples that batch normalisation takes its statistics over, however many a rank trains
 
 
 class Block(nn.Module):
-    """Two convolutions around a shortcut."""
+    """Two convolutions beside a shortcut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +46,7 @@ class Block(nn.Module):
 
 
 def make_network() -> nn.Module:
-    """A small residual network, initialised as the paper does; statistics over 16 samples, however many a rank has."""
+    """Return a small residual network, initialised and normalised as the recipe asks for."""
     network = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
@@ -55,26 +59,24 @@ def make_network() -> nn.Module:
     )
     zero_init_residual(network)
     init_output_layer(network)
-    return convert_ghost_batchnorm(network, NORMALIZED_TOGETHER)
+    return convert_ghost_batchnorm(network, GHOST_BATCH)
 
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:
-    """1,408 training images of 8 x 8 pixels with their labels; the other 389 images and their labels."""
+    """Return 1,408 images of 8 x 8 pixels with their labels to train on; the other 389 images; their labels."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    x, y = (
-        torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)[order] / 16,
-        torch.tensor(labels)[order],
-    )
+    x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)[order] / 16
+    y = torch.tensor(labels)[order]
     return TensorDataset(x[:1408], y[:1408]), x[1408:], y[1408:]
 
 
 def main() -> None:
-    """Train, and let rank 0 say what the recipe derived and how well it went."""
+    """Train; rank 0 prints what the recipe derived, and rate and test accuracy of each epoch."""
     options = argparse.ArgumentParser(description="Train by the large-minibatch recipe.")
     options.add_argument("--epochs", type=int, default=8)
-    options.add_argument("--batch", type=int, default=64, help="Samples a rank and micro-step.")
-    options.add_argument("--accumulation", type=int, default=2, help="Micro-steps a step.")
+    options.add_argument("--batch", type=int, default=64, help="Samples of one rank in one micro-step.")
+    options.add_argument("--accumulation", type=int, default=2, help="Micro-steps (backwards) of one step.")
     options.add_argument("--scaling", choices=["linear", "sqrt", "none"], default="linear")
     chosen = options.parse_args()
 

@@ -7,7 +7,7 @@ The text is cut into as many contiguous streams as the global batch has rows; ea
 them, segment by segment, and its hidden state persists from one segment to the next (gradients do not: truncated
 backpropagation). Adam, gradients clipped to a norm of 1, weight normalization on every matrix of the cell. Any number
 of ranks that divides `--streams` trains the same model up to summation order. `--half` reduces gradients in 16 bits,
-with a dynamic loss scale: an overflow on any rank is in the sum, so every rank skips that step.
+with a dynamic loss scale: an overflow on any rank makes the sum infinite or NaN, so every rank skips that step.
 
 Source: Puri et al. 2018, arXiv 1808.01371; Krause et al. 2016 for the cell.
 """
@@ -237,7 +237,7 @@ def train(settings: Settings, text: Tensor) -> list[dict[str, float]]:
 
 
 def line(report: dict[str, float]) -> str:
-    """One report for a reader."""
+    """Format a report for people."""
     return (
         f"step {report['step']}, epoch {report['epochs']:.2f}: {report['train_bits_per_character']:.3f} bits per "
         f"character, held out {report['held_out_bits_per_character']:.3f}; {report['bytes_per_s']:,.0f} characters/s"
@@ -279,7 +279,7 @@ def save(
 
 
 def main() -> None:
-    """Read the command line, train, and let rank 0 write the result."""
+    """Read the command line and train; rank 0 prints reports and writes the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

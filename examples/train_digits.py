@@ -1,7 +1,9 @@
 """Train a small network on handwritten digits: an ordinary torchrun script, one import changed.
 
-torchrun --nproc-per-node 2 examples/train_digits.py --epochs 5
-paceline run --nproc-per-node 2 examples/train_digits.py --epochs 5
+    torchrun --nproc-per-node 2 examples/train_digits.py --epochs 5
+    paceline run --nproc-per-node 2 examples/train_digits.py --epochs 5
+
+`paceline run` takes torchrun's flags. Needs scikit-learn, which contains the images.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from paceline import DistributedDataParallel
 
 
 def digits(device: torch.device) -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
-    """The training set, the test images and the test labels: 1,797 images of 8 x 8 pixels, one in five for the test."""
+    """Return the training set, the test images and their labels: 1,797 images of 8 x 8 pixels, one in five to test."""
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32, device=device) / 16
     y = torch.tensor(labels, device=device)
@@ -28,10 +30,10 @@ def digits(device: torch.device) -> tuple[TensorDataset, torch.Tensor, torch.Ten
 
 
 def main() -> None:
-    """Train, and let rank 0 say how well."""
+    """Train; rank 0 prints loss and test accuracy of each epoch."""
     options = argparse.ArgumentParser(description="Train on handwritten digits.")
     options.add_argument("--epochs", type=int, default=5)
-    options.add_argument("--batch", type=int, default=32, help="Samples a rank and step.")
+    options.add_argument("--batch", type=int, default=32, help="Samples of one rank in one step.")
     chosen = options.parse_args()
 
     use_cuda = torch.cuda.is_available()
