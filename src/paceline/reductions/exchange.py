@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline.comm import BACKEND_NAME
 from paceline.comm.collectives import backend_of, launch_gather, launch_sum
 from paceline.comm.pending import PendingWork
 from paceline.comm.traffic import all_reduced
 from paceline.compression import widened
-from paceline.process_group import NAME as OURS
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -43,7 +43,7 @@ def launch_mean(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     if num_ranks == 1:
         return lambda: tensor
     is_narrow = tensor.dtype in NARROW
-    if is_narrow and backend_of(group) == OURS and _is_on_one_host(group):
+    if is_narrow and backend_of(group) == BACKEND_NAME and _is_on_one_host(group):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
         averaging = PendingWork(group.allreduce([tensor], options))
