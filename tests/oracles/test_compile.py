@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models import Mlp, generator, squares
-from paceline import DistributedDataParallel
+from paceline import DistributedDataParallel, SyncBatchNorm
 from ranks import Ranks, pool
 
 
@@ -53,6 +53,25 @@ def test_compiled_gradients_are_the_same(where, backend):
 def test_compiled_with_options(options):
     """The options work under torch.compile too."""
     assert max(pool(2).run(compiled, 2, "outside", "aot_eager", options)) < 1e-6
+
+
+def compiled_norm(rank, _num_ranks, backend):
+    """Output and input gradient of a compiled layer that communicates, and of the layer."""
+    torch._dynamo.reset()
+    layer = SyncBatchNorm(3)
+    results = []
+    for module in (layer, torch.compile(layer, backend=backend)):
+        x = torch.randn(4, 3, 5, generator=generator(1, rank)).requires_grad_()
+        y = module(x)
+        y.pow(3).sum().backward()
+        results.append((y.detach(), x.grad))
+    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_synchronized_batch_norm(backend):
+    """Dynamo understands the all-reduce inside the layer."""
+    assert max(pool(2).run(compiled_norm, backend)) < 1e-6
 
 
 class Deep(nn.Module):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from models import Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.comm.gradient_group import group_beside
-from paceline.transports.shared_memory.host import SWITCH
+from paceline.transports.shared_memory.neighbours import SWITCH
 from ranks import pool
 
 

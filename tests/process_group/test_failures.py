@@ -131,7 +131,7 @@ def abort_what_waits(rank, _num_ranks):
         return 0.0
     start_s = time.monotonic()
     work = dist.all_reduce(torch.ones(4), group=ours, async_op=True)
-    while not ours.host.me.board.has_arrived(1):  # its thread now waits for rank 1
+    while not ours.host.me.status.has_arrived(1):  # its thread now waits for rank 1
         time.sleep(0.001)
     ours.abort()
     with pytest.raises(TimeoutError, match="told to give up"):

@@ -14,7 +14,7 @@ import paceline  # noqa: F401  registers the backend
 from linear_oracle import train_linear
 from models import digest, generator
 from paceline.process_group.host_collectives import STAGING_BYTES
-from paceline.transports.shared_memory.host import SWITCH
+from paceline.transports.shared_memory.neighbours import SWITCH
 from ranks import Ranks, pool
 
 LINKS = "within=2e-5/4e9 between=1e-4/1e9"

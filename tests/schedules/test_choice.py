@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import ConfigurationError
 from paceline.schedules import SCHEDULES, Link, Links, Topology, choose, price
-from paceline.schedules.part import HEADER_BYTES
+from paceline.schedules.schedule import HEADER_BYTES
 from terminal import run
 
 GIGABIT = Link(latency_s=1e-3, bytes_per_s=125e6)

@@ -21,8 +21,8 @@ from paceline.schedules import (
     tree,
     vector_halving,
 )
-from paceline.schedules.compose import mirror
 from paceline.schedules.part import part_of
+from paceline.schedules.schedule import mirror
 
 FREE = Links(Link(0.0, 1e9), Link(0.0, 1e9))
 
@@ -270,9 +270,9 @@ def test_each_rank_sends_and_receives_a_header_first():
     for name, num_ranks in CASES:
         topology, schedule = next(built(name, num_ranks))
         for rank in range(topology.num_ranks):
-            turns = part_of(schedule, rank).turns
-            sends = [turn.sends for turn in turns if turn.sends]
-            receives = [turn.receives for turn in turns if turn.receives]
+            rounds = part_of(schedule, rank).rounds
+            sends = [round_.sends for round_ in rounds if round_.sends]
+            receives = [round_.receives for round_ in rounds if round_.receives]
             assert all(message.introduces for message in (sends[0] if sends else ())), name
             assert all(message.introduces for message in (receives[0] if receives else ())), name
 

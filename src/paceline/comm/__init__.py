@@ -1,3 +1,3 @@
-"""The one door to a process group: launch a collective on it, wait for it, and say who is missing. Imports no torch."""
+"""Communication over any process group: launch a collective, wait for it, detect lost ranks. Imports no torch."""
 
 BACKEND_NAME = "paceline"  # under which c10d knows our own backend

@@ -1,6 +1,7 @@
-"""The collectives we use, as c10d offers them on any process group, registered by name or handed over as an object.
+"""The collectives and messages of a process group: the only functions outside `process_group` that call its methods.
 
-`at_once` says that the caller waits for the collective anyway: a backend may then perform it on the caller's thread.
+They work on any c10d group, registered by name or handed over as an object. `at_once` says that the caller waits for
+the collective anyway: a backend may then perform it on the caller's thread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup
 
+from paceline.comm import BACKEND_NAME
 from paceline.comm.pending import PendingWork
 
 
@@ -20,6 +22,18 @@ def launch_sum(tensor: Tensor, group: ProcessGroup, at_once: bool = False) -> Pe
     """Replace `tensor` by the sum of all ranks' tensors. Collective; does not wait, unless `at_once`."""
     options = dist.AllreduceOptions()
     options.asyncOp = not at_once
+    return PendingWork(group.allreduce([tensor], options))
+
+
+def sum_in_place(tensor: Tensor, group: ProcessGroup) -> None:
+    """Replace `tensor` by the sum of all ranks' tensors. Collective; blocks. For layers: torch.compile can trace it."""
+    dist.all_reduce(tensor, group=group)
+
+
+def launch_average(tensor: Tensor, group: ProcessGroup) -> PendingWork:
+    """Replace `tensor` by the mean, as the backend takes it; not all of them can. Collective; does not wait."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
     return PendingWork(group.allreduce([tensor], options))
 
 
@@ -45,6 +59,39 @@ def launch_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup, at_once:
     return PendingWork(group.allgather([rows], [row], options))
 
 
+def launch_all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup) -> PendingWork:
+    """Send the i-th of equal parts of `sent` to rank i, and fill `received` with what the ranks send to this one.
+
+    Collective; does not wait. Only where `can_all_to_all`.
+    """
+    return PendingWork(group.all_to_all_single(received, sent, [], [], dist.AllToAllOptions()))
+
+
+def can_all_to_all(group: ProcessGroup) -> bool:
+    """Whether the group has `launch_all_to_all`; one written in Python may not (`RoundRobin`)."""
+    kind = type(group)
+    return kind is ProcessGroup or kind.all_to_all_single is not ProcessGroup.all_to_all_single
+
+
+def launch_send(tensor: Tensor, group: Any, peer: int, tag: int) -> dist.Work:
+    """Send `tensor` to a rank, which receives it with the same tag. Does not wait.
+
+    Args:
+        tensor: Not to be changed until the work is done.
+        group: A process group, or a backend of one.
+        peer: Rank within the group.
+        tag: Tells messages of two ranks apart.
+    """
+    work: dist.Work = group.send([tensor], peer, tag)
+    return work
+
+
+def launch_receive(tensor: Tensor, group: Any, peer: int, tag: int) -> dist.Work:
+    """Fill `tensor` with what a rank sends with the same tag. Does not wait; arguments as of `launch_send`."""
+    work: dist.Work = group.recv([tensor], peer, tag)
+    return work
+
+
 def allocate_zeros(
     group: ProcessGroup, num_elements: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -64,8 +111,14 @@ def backend_of(group: ProcessGroup) -> str:
         return str(group.name()).lower()
 
 
+def reduces_in_shared_memory(group: ProcessGroup) -> bool:
+    """Whether the group is of our backend and all its ranks share one host's memory."""
+    ours: Any = group
+    return backend_of(group) == BACKEND_NAME and len(ours.host.hosts) == 1
+
+
 def device_for_words(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where a few words to be gathered should lie: on the host, if the group can communicate from there.
+    """Where a few numbers to be gathered should lie: on the host, if the group can communicate from there.
 
     Args:
         group: Over whom; Gloo gathers host tensors only, NCCL device tensors only.

@@ -1,4 +1,4 @@
-"""A group that reduces in shared memory, beside the Gloo group that a script asked for."""
+"""The choice of the group that carries gradients: shared memory instead of the script's Gloo group, on one host."""
 
 from __future__ import annotations
 

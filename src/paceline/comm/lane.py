@@ -1,7 +1,7 @@
-"""One thread that performs a group's collectives, in the order in which they were launched.
+"""A lane: one thread that performs the collectives of a group one after another, in the order of their launch.
 
-Who launches a collective and waits for it at once need not pass it to another thread: when the lane is idle, it is
-performed by the caller.
+A collective whose caller waits for it at once need not go to another thread: when the lane is idle, the caller
+performs it.
 
 What a callback of a collective launches is performed before anything else that is queued. So it does not matter on
 which rank the callback was registered before the collective ended, and on which after: the order is the same.
@@ -60,13 +60,12 @@ class LaneWork(dist.Work):
                 for stream in self._streams:
                     stack.enter_context(torch.cuda.stream(stream))
                 self._perform()
-        except BaseException as error:  # noqa: BLE001  whatever it is, the waiters must hear of it
+        except BaseException as error:  # noqa: BLE001  whatever it is, it is raised to the waiters
             self._error = error
         del self._perform  # and with it the references to inputs
         if self._recorded is not None:
-            self._recorded.set_result(
-                None
-            )  # before anyone knows of the end: the profiler may be stopped then
+            # Before anyone knows of the end, as the profiler may be stopped then.
+            self._recorded.set_result(None)
         with self._lock:
             self._is_done = True
             self._ending.release()
@@ -146,7 +145,7 @@ class Lane:
         self._num_queued = 0
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # held by whoever performs
-        self._performer = 0  # its thread
+        self._performer = 0  # the id of its thread
         self._closed = False
 
     def launch(self, work: LaneWork, at_once: bool) -> LaneWork:

@@ -1,4 +1,4 @@
-"""A reduction under way: wait for it in slices, so that a waiter can look around for lost peers."""
+"""Handles of launched collectives (`Pending`): wait, with a timeout so as to poll for failures, or be called back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Pending(Protocol):
-    """Something that has been launched."""
+    """The handle of something that has been launched."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is done, or for `timeout_s` seconds; says whether it is done. Raises what went wrong."""
@@ -25,7 +25,7 @@ class Pending(Protocol):
 
 
 class PendingWork:
-    """A c10d `Work`."""
+    """The handle of a c10d `Work`."""
 
     def __init__(self, work: dist.Work) -> None:
         _outlive_works()
@@ -50,6 +50,10 @@ class PendingWork:
             return
         future.add_done_callback(lambda _: callback())
 
+    def future(self) -> torch.futures.Future[Any]:
+        """Return the work's future, as torch's communication hooks hand it on; its value depends on the backend."""
+        return self._work.get_future()
+
 
 @functools.cache
 def _outlive_works() -> None:
@@ -61,7 +65,7 @@ def _outlive_works() -> None:
 
 
 class PendingFuture:
-    """The future of a communication hook; its value replaces the bucket's gradients."""
+    """The handle of a communication hook's future; its value replaces the bucket's gradients."""
 
     def __init__(self, future: torch.futures.Future[Any], body: Tensor) -> None:
         self._future = future
@@ -81,7 +85,7 @@ class PendingFuture:
 
 
 class Done:
-    """A reduction that needed no communication."""
+    """The handle of what needed no communication."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""How many bytes a rank sent for its gradients, and how many it would have sent without compression."""
+"""Counts of the bytes that a rank sends for its gradients, and would send without compression."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import Module, functional
 
+from paceline.comm.collectives import sum_in_place
+
 
 class _NormalizeOverRanks(torch.autograd.Function):
     """y = w (x - m) / sqrt(v + eps) + b, with m and v over the batches of all ranks.
@@ -31,12 +33,12 @@ class _NormalizeOverRanks(torch.autograd.Function):
         dims = [0, *range(2, x.dim())]
         num_local = x.numel() // x.size(1)
         sums = torch.cat([wide.sum(dims), wide.new_tensor([num_local])])
-        dist.all_reduce(sums, group=group)
+        sum_in_place(sums, group)
         count = sums[-1]
         mean = sums[:-1] / count
         centred = wide - _over_channels(mean, x)
         squares = (centred * centred).sum(dims)
-        dist.all_reduce(squares, group=group)
+        sum_in_place(squares, group)
         variance = squares / count
         invstd = torch.rsqrt(variance + eps)
         normalized = centred * _over_channels(invstd, x)
@@ -55,7 +57,7 @@ class _NormalizeOverRanks(torch.autograd.Function):
         dims = [0, *range(2, dy.dim())]
         sum_dy, sum_dy_x = wide.sum(dims), (wide * normalized).sum(dims)
         both = torch.cat([sum_dy, sum_dy_x]) / count
-        dist.all_reduce(both, group=ctx.group)
+        sum_in_place(both, ctx.group)
         mean_dy, mean_dy_x = both.chunk(2)
         scale = invstd if weight is None else invstd * weight
         dx = wide - _over_channels(mean_dy, dy) - normalized * _over_channels(mean_dy_x, dy)

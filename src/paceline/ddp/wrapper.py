@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.comm.collectives import device_for_words
 from paceline.comm.gradient_group import group_beside, on_one_host
-from paceline.comm.peers import Peers
-from paceline.comm.roll_call import next_name
+from paceline.comm.peers import Peers, next_name
 from paceline.compression import Compressor
 from paceline.ddp import arguments, in_backward, state_names, sync_batch_norm
 from paceline.ddp import mixed_precision as mixed

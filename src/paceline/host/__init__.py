@@ -1,1 +1,1 @@
-"""What the kernel of this host says about processes, and what must end before the interpreter does."""
+"""Facts about this host from its kernel (processes, namespaces), and ending threads before the interpreter ends."""

@@ -1,4 +1,4 @@
-"""What the kernel says about this process and others of this host."""
+"""What the kernel says about processes of this host: their state, start time and namespaces."""
 
 from __future__ import annotations
 

@@ -23,9 +23,8 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from paceline.comm.collectives import device_for_words, launch_broadcast, launch_gather
-from paceline.comm.pending import Pending
-from paceline.comm.roll_call import RollCall, next_name
-from paceline.errors import ConfigurationError, PeerLostError, ReplicaMismatchError
+from paceline.comm.peers import Peers, next_name
+from paceline.errors import ConfigurationError, ReplicaMismatchError
 from paceline.optim.flat_parameters import FlatParameters, flatten
 from paceline.reductions import Reduction
 
@@ -60,8 +59,12 @@ class AcrossRanks(Optimizer, ABC):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._follow()
         optimizer.register_load_state_dict_post_hook(lambda _: self._follow())
-        self._roll_call = RollCall(
-            self._group, next_name(self._group, is_collective=True), "making its optimizer"
+        self._peers = Peers(
+            self._group,
+            next_name(self._group, is_collective=True),
+            in_slices=self._parameters()[0].device.type == "cpu",
+            first_act="making its optimizer",
+            consequence=f"{self._when_lost} Restart from the last checkpoint.",
         )
         self._num_steps = 0
         self._saw_local_gradients = self._group.size() == 1
@@ -107,7 +110,7 @@ class AcrossRanks(Optimizer, ABC):
         if self._group.size() > 1:
             for flat in self._flats:
                 flat.take()
-                self._wait(launch_broadcast(flat.kept, self._group, 0), "receiving rank 0's parameters")
+                self._peers.wait(launch_broadcast(flat.kept, self._group, 0), "receiving rank 0's parameters")
                 flat.put_back()
 
     def _step_here(self, closure: Callable[[], float] | None) -> float | None:
@@ -155,23 +158,10 @@ class AcrossRanks(Optimizer, ABC):
         rows = [torch.empty_like(row) for _ in range(self._group.size())]
         if len(rows) == 1:
             return [digest]
-        self._wait(launch_gather(rows, row, self._group), "comparing the ranks' parameters or gradients")
+        self._peers.wait(
+            launch_gather(rows, row, self._group), "comparing the ranks' parameters or gradients"
+        )
         return [bytes(each.tolist()) for each in rows]
-
-    def _wait(self, pending: Pending, doing: str) -> None:
-        in_slices = self._parameters()[0].device.type == "cpu"
-        try:
-            if in_slices:
-                self._roll_call.wait_in_slices(pending)
-            else:
-                pending.wait()
-        except RuntimeError as error:
-            who = self._roll_call.who_is_gone(doing)
-            raise PeerLostError(
-                f"rank {self._group.rank()} was {doing} when communication failed: {who}. {self._when_lost} "
-                "Restart from the last checkpoint. "
-                f"The backend said: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            ) from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; collective: the new parameters become rank 0's."""

@@ -102,7 +102,7 @@ class AdasumOptimizer(AcrossRanks):
             for index, flat in enumerate(self._flats)
         ]
         for pending in launched:
-            self._wait(pending, f"combining the updates of step {self._num_steps + 1}")
+            self._peers.wait(pending, f"combining the updates of step {self._num_steps + 1}")
         for flat in self._flats:
             flat.apply_update()
         self.reduction.note_step()

@@ -143,7 +143,7 @@ class LocalSteps(AcrossRanks):
         where = device_for_words(self._group, self._parameters()[0].device)
         counts = torch.zeros(num_ranks, dtype=torch.float64, device=where)
         counts[rank] = self._steps_since
-        self._wait(launch_sum(counts, self._group), f"synchronizing after step {self._num_steps}")
+        self._peers.wait(launch_sum(counts, self._group), f"synchronizing after step {self._num_steps}")
         steps = [round(count) for count in counts.tolist()]
         if len(set(steps)) > 1:
             told = ", ".join(f"rank {other} {count}" for other, count in enumerate(steps))
@@ -175,7 +175,7 @@ class LocalSteps(AcrossRanks):
 
     def _wait_for_all(self, launched: list[Pending]) -> None:
         for pending in launched:
-            self._wait(
+            self._peers.wait(
                 pending, f"exchanging what {self._steps_since} steps changed, up to step {self._num_steps}"
             )
 

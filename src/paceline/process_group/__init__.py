@@ -1,5 +1,5 @@
-"""PERFORM a collective on tensors: the c10d backend `paceline`."""
+"""The c10d backend `paceline`: a ProcessGroup that performs collectives through shared memory and between hosts."""
 
-from paceline.process_group.registration import NAME, register
+from paceline.process_group.registration import register
 
-__all__ = ["NAME", "register"]
+__all__ = ["register"]

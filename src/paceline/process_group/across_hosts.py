@@ -1,4 +1,4 @@
-"""One share of a message, reduced over the hosts.
+"""The all-reduce between hosts: each rank of a host reduces one share of the message with its counterparts elsewhere.
 
 The ranks of equal place on their hosts form a *column*. Each column reduces its own share, all at the same time, so
 every rank of a host works, and each byte crosses the host's link as often as if the host had one rank.
@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import ConfigurationError
+from paceline.process_group.connections import Gloo
 from paceline.process_group.executor import Executor
 from paceline.process_group.folds import Fold
-from paceline.process_group.gloo import Gloo
 from paceline.schedules import SCHEDULES, Choice, Links, Topology, choose
+from paceline.transports import Subset
 from paceline.transports.c10d import C10dTransport
-from paceline.transports.probe import find_links
-from paceline.transports.subset import Subset
+from paceline.transports.link_probe import find_links
 
-CHOICE = "PACELINE_ALLREDUCE"  # the name of a schedule, for those who know better
+CHOICE = "PACELINE_ALLREDUCE"  # environment variable: the name of a schedule, to be used whatever it costs
 
 
 class AcrossHosts:
-    """What a rank does with the ranks of other hosts.
+    """All-reduces with the ranks of other hosts.
 
     Args:
         inner: A Gloo group over all ranks, used by nobody else at the same time.

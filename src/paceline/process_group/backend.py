@@ -1,4 +1,4 @@
-"""`init_process_group("paceline")`: a c10d process group for CPU tensors that uses the memory ranks share.
+"""The c10d backend `paceline`: a ProcessGroup over memory that the ranks of a host share, and Gloo between hosts.
 
 Rules
 1. Collectives are performed in the order of their launch, the same on every rank, by the group's lane.
@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm import BACKEND_NAME
 from paceline.comm.lane import Lane, LaneWork
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError
 from paceline.process_group.across_hosts import AcrossHosts
-from paceline.process_group.collectives import Collectives, check_reducible
-from paceline.process_group.gloo import INTERFACE, address_towards, make_gloo
+from paceline.process_group.blocking_collectives import BlockingCollectives, check_reducible
+from paceline.process_group.connections import INTERFACE, address_towards, make_gloo
 from paceline.process_group.host_collectives import HostCollectives
-from paceline.process_group.registration import NAME
-from paceline.transports.shared_memory import Host, Meetings, join_host
+from paceline.transports.shared_memory import Host, HostBarrier, join_host
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -47,25 +47,25 @@ class ProcessGroup(dist.ProcessGroup):
         self._rank, self._size = rank, size
         self._timeout = timeout
         self.host: Host = join_host(dist.PrefixStore("memory", store), rank, size)
-        self._meetings = Meetings(self.host, timeout.total_seconds())
+        self._barrier = HostBarrier(self.host, timeout.total_seconds())
         num_shares = min(len(ranks) for ranks in self.host.hosts)
-        self._here = HostCollectives(self.host, self._meetings, num_shares, size)
+        self._here = HostCollectives(self.host, self._barrier, num_shares, size)
         self.address = address_towards(len(self.host.hosts))
         self._inner = make_gloo(dist.PrefixStore("collectives", store), rank, size, timeout, self.address)
         self._messages = make_gloo(dist.PrefixStore("messages", store), rank, size, timeout, self.address)
         self._across = AcrossHosts(self._inner, self.host.hosts, self.host.index, timeout.total_seconds())
-        self._collectives = Collectives(self.host, self._here, self._across, self._inner)
+        self._collectives = BlockingCollectives(self.host, self._here, self._across, self._inner)
         self._lane = Lane(f"paceline lane of rank {rank}")
         self._names = {"name": "", "description": ""}  # which c10d gives it
         self._error: BaseException | None = None
 
-    # What c10d asks
+    # Queries of c10d
 
     def getBackendName(self) -> str:  # noqa: N802
-        return NAME
+        return BACKEND_NAME
 
     def name(self) -> str:
-        return NAME
+        return BACKEND_NAME
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._names["name"] = name
@@ -291,8 +291,8 @@ class ProcessGroup(dist.ProcessGroup):
                 perform()
             except BaseException as error:
                 self._error = error
-                if not self._meetings.is_broken:
-                    self._meetings.give_up(self._rank)
+                if not self._barrier.is_broken:
+                    self._barrier.give_up(self._rank)
                 if isinstance(error, (PacelineError, NotImplementedError)) or not isinstance(
                     error, RuntimeError
                 ):
@@ -336,7 +336,7 @@ class ProcessGroup(dist.ProcessGroup):
         An exchange with other hosts that is under way ends at the group's timeout.
         """
         self._error = self._error or RuntimeError("it was aborted.")
-        self._meetings.give_up(self._rank)
+        self._barrier.give_up(self._rank)
 
     def shutdown(self) -> None:
         """Let go of threads and mapped memory, after what is under way; tensors of `allocate_tensor` stay valid."""

@@ -1,54 +1,168 @@
-"""What a rank says about the collective it is in, beside its first messages."""
+"""The description of one collective, which ranks compare to notice that they are not all in the same one.
+
+It has two encodings: integers, for ranks of one host, which write them into shared memory before a barrier; and a
+header of `HEADER_BYTES` bytes, which goes with the first messages of ranks that are joined by a transport.
+"""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from paceline.schedules.part import HEADER_BYTES
+from paceline.errors import CollectiveMismatchError
+from paceline.schedules.schedule import HEADER_BYTES
 
-_FORMAT = struct.Struct("<8sQQ16s16s24s48s")
+KINDS = (
+    "all-reduce",
+    "broadcast",
+    "all-gather",
+    "reduce-scatter",
+    "reduce",
+    "barrier",
+    "gather",
+    "scatter",
+    "all-to-all",
+)
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_DTYPE_NAMES = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+# The order is the same on every rank, as they run the same torch.
+DTYPES = ("", *sorted(set(_DTYPE_NAMES.values())))
+
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+_DTYPE_NUMBERS = {name: number for number, name in enumerate(DTYPES)}
+_REDUCTION_NUMBERS = {"": -1, **{name: number for number, name in enumerate(REDUCTIONS)}}
+_HEADER = struct.Struct("<8sQQ16s16s24s48s")
 _MAGIC = b"paceln 1"
-assert _FORMAT.size == HEADER_BYTES
+assert _HEADER.size == HEADER_BYTES
 
 
 @dataclass(frozen=True)
 class Descriptor:
-    """Which collective: equal on all ranks, or they do not belong together."""
+    """One collective; equal on all ranks, or they do not belong together.
 
-    sequence: int
-    """How many collectives came before it in this group."""
-    operation: str
-    op: str
-    """SUM, MAX, ...; empty where nothing is reduced."""
-    dtype: str
-    num_elements: int
-    schedule: str
+    Attributes:
+        number: How many collectives came before it in this group.
+        kind: What was called; one of KINDS where ranks compare integers.
+        dtype: Without "torch."; "" where there is no tensor.
+        num_elements: Of one rank's input.
+        reduction: One of REDUCTIONS; "" where nothing is reduced.
+        root: Rank within the group, or -1. Not in the header.
+        schedule: Name of the schedule that performs it, or "". Not among the integers.
+    """
+
+    number: int
+    kind: str
+    dtype: str = ""
+    num_elements: int = 0
+    reduction: str = ""
+    root: int = -1
+    schedule: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        kind: str,
+        tensor: Tensor | None = None,
+        reduction: str = "",
+        root: int = -1,
+        schedule: str = "",
+    ) -> Self:
+        """Describe a collective; `tensor` is one rank's input, or output where that is the smaller one."""
+        if tensor is None:
+            return cls(number, kind, "", 0, reduction, root, schedule)
+        return cls(number, kind, _DTYPE_NAMES[tensor.dtype], tensor.numel(), reduction, root, schedule)
+
+    def to_integers(self) -> list[int]:
+        """Return NUM_INTEGERS numbers."""
+        return [
+            self.number,
+            _KIND_NUMBERS[self.kind],
+            _DTYPE_NUMBERS[self.dtype],
+            self.num_elements,
+            _REDUCTION_NUMBERS[self.reduction],
+            self.root,
+        ]
+
+    @classmethod
+    def from_integers(cls, integers: Sequence[int]) -> Self:
+        number, kind, dtype, num_elements, reduction, root = integers
+        name = REDUCTIONS[reduction] if reduction >= 0 else ""
+        return cls(number, KINDS[kind], DTYPES[dtype], num_elements, name, root)
 
     def to_header(self) -> Tensor:
-        """HEADER_BYTES bytes."""
-        words = (word.encode() for word in (self.dtype, self.op, self.operation, self.schedule))
+        """Return HEADER_BYTES bytes."""
+        texts = (text.encode() for text in (self.dtype, self.reduction, self.kind, self.schedule))
         return torch.frombuffer(
-            bytearray(_FORMAT.pack(_MAGIC, self.sequence, self.num_elements, *words)), dtype=torch.uint8
+            bytearray(_HEADER.pack(_MAGIC, self.number, self.num_elements, *texts)), dtype=torch.uint8
         )
 
     @classmethod
     def from_header(cls, header: Tensor) -> Self | None:
-        """What a header says; None if it is not one. Only for messages: nothing in it is trusted."""
-        magic, sequence, num_elements, *words = _FORMAT.unpack(header.numpy().tobytes())
+        """Parse a header; None if it is not one. Only for messages: nothing in it is trusted."""
+        magic, number, num_elements, *texts = _HEADER.unpack(header.numpy().tobytes())
         if magic != _MAGIC:
             return None
-        dtype, op, operation, schedule = (
-            "".join(c if c.isprintable() else "?" for c in word.rstrip(b"\0").decode("ascii", "replace"))
-            for word in words
+        dtype, reduction, kind, schedule = (
+            "".join(c if c.isprintable() else "?" for c in text.rstrip(b"\0").decode("ascii", "replace"))
+            for text in texts
         )
-        return cls(sequence, operation, op, dtype, num_elements, schedule)
+        return cls(number, kind, dtype, num_elements, reduction, schedule=schedule or "?")
 
     def __str__(self) -> str:
-        op = f"{self.op} of " if self.op else ""
-        by = f", by {self.schedule}" if self.schedule else ""
-        return f"{self.operation} number {self.sequence} ({op}{self.num_elements:,} {self.dtype}{by})"
+        if self.schedule:
+            reduction = f"{self.reduction} of " if self.reduction else ""
+            return (
+                f"{self.kind} number {self.number} "
+                f"({reduction}{self.num_elements:,} {self.dtype}, by {self.schedule})"
+            )
+        parts = [f"{self.kind} number {self.number}"]
+        if self.dtype:
+            size_bytes = self.num_elements * getattr(torch, self.dtype).itemsize
+            parts.append(f"of {self.num_elements} elements of {self.dtype} ({_size(size_bytes)})")
+        if self.reduction:
+            parts.append(self.reduction)
+        if self.root >= 0:
+            parts.append(f"root {self.root}")
+        return ", ".join(parts)
+
+
+NUM_INTEGERS = len(Descriptor(0, KINDS[0]).to_integers())
+
+
+def check_agreement(
+    mine: Descriptor, ranks: Sequence[int], notices: Sequence[Sequence[int]], my_rank: int
+) -> None:
+    """Compare what all ranks of a host are about to do.
+
+    Args:
+        mine: What this rank is about to do.
+        ranks: Of this host.
+        notices: What each of them has announced; begins with the integers of its descriptor.
+        my_rank: In the group.
+
+    Raises:
+        CollectiveMismatchError: Two differ; names both. Raised on every rank of the host.
+    """
+    integers = mine.to_integers()
+    for rank, notice in zip(ranks, notices, strict=True):
+        if list(notice[:NUM_INTEGERS]) != integers:
+            theirs = Descriptor.from_integers(notice[:NUM_INTEGERS])
+            raise CollectiveMismatchError(
+                f"rank {my_rank} launched {mine} while rank {rank} launched {theirs}. Every rank of a process group "
+                "launches the same collectives in the same order, with equal shapes and dtypes. Look for a branch that "
+                "only some ranks take. The contents of both tensors are undefined, and the group can no longer be used."
+            )
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:.1f} KiB"

@@ -1,4 +1,4 @@
-"""Performs a schedule on a tensor over a transport.
+"""The executor performs a schedule (a collective as data) on a tensor over a transport.
 
 Rules
 1. In place: blocks that overwrite are received into the tensor itself; what is folded arrives in scratch memory
@@ -8,13 +8,14 @@ Rules
 3. 16-bit sums are accumulated in float32. A partial result travels as float32; what has not been folded yet, and what
    is complete, travels as 16 bits. So there is one rounding, and the bytes it costs are those of partial results:
    none for `direct`, up to 1/4 more for `halving_doubling`, up to 1/2 more for `ring`.
-4. A rank's first messages, in and out, come with a header (`Descriptor`); a peer in another collective is found by it.
+4. A rank's first messages, in and out, come with a header (`Descriptor`), which tells a peer in another collective.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -24,9 +25,9 @@ from torch import Tensor
 from paceline.errors import CollectiveMismatchError, ConfigurationError, PeerLostError
 from paceline.process_group.descriptor import Descriptor
 from paceline.process_group.folds import Fold, fold_of, op_name
-from paceline.schedules.part import HEADER_BYTES, Part, Range, Turn, part_of
 from paceline.schedules.part import Message as BlockMessage
-from paceline.schedules.schedule import Schedule, cut
+from paceline.schedules.part import Part, Range, RankRound, part_of
+from paceline.schedules.schedule import HEADER_BYTES, Schedule, cut
 from paceline.transports import Message, Transport
 
 PIECE_BYTES = 1 << 20
@@ -79,14 +80,7 @@ class Executor:
         """
         _check(schedule, flat, self.transport)
         fold = fold_of(op_name(op), flat.dtype) if schedule.folds else None
-        descriptor = Descriptor(
-            self.num_collectives,
-            operation,
-            op_name(op),
-            str(flat.dtype).removeprefix("torch."),
-            flat.numel(),
-            schedule.name,
-        )
+        descriptor = Descriptor.of(self.num_collectives, operation, flat, op_name(op), schedule=schedule.name)
         self.num_collectives += 1
         part = part_of(schedule, self.transport.rank)
         call = _Call(self, part, cut(flat.numel(), schedule.num_blocks), flat, fold, descriptor, timeout_s)
@@ -130,31 +124,30 @@ class _Call:
             for first, last in self.part.accumulates:
                 self._of(self.accumulated, first, last).copy_(self._of(self.flat, first, last))
         held = self.scratch.mark()
-        for turn in self.part.turns:
+        for round_ in self.part.rounds:
             self.scratch.restart(held)
-            self._take(turn)
-        for blocks in self.part.settle:
-            self._settle(blocks)
+            self._perform(round_)
+        for blocks in self.part.finalize:
+            self._finalize(blocks)
 
-    def _take(self, turn: Turn) -> None:
-        """One round."""
-        for blocks in turn.settle:
-            self._settle(blocks)
-        sends: list[Message] = [(m.peer, self.header) for m in turn.sends if m.introduces]
-        for m in turn.sends:
+    def _perform(self, round_: RankRound) -> None:
+        for blocks in round_.finalize:
+            self._finalize(blocks)
+        sends: list[Message] = [(m.peer, self.header) for m in round_.sends if m.introduces]
+        for m in round_.sends:
             sends += [(m.peer, piece) for piece in self._pieces(self._outgoing(m), m.fold)]
         receives: list[Message] = []
         reactions: list[_Reaction | None] = []
-        for m in turn.receives:
+        for m in round_.receives:
             if m.introduces:
                 header = self.scratch.take(HEADER_BYTES, torch.uint8)
                 receives.append((m.peer, header))
                 reactions.append(partial(self._compare, m.peer, header))
         later: list[_Reaction] = []
-        for m in turn.receives:
+        for m in round_.receives:
             for tensor, reaction in self._incoming(m):
                 receives.append((m.peer, tensor))
-                if reaction is not None and turn.fold_later:
+                if reaction is not None and round_.fold_later:
                     later.append(reaction)
                     reactions.append(None)
                 else:
@@ -191,7 +184,7 @@ class _Call:
             yield piece, partial(self.fold.into, accumulated, piece, m.peer < self.transport.rank)
 
     def _pieces(self, tensor: Tensor, fold: bool) -> tuple[Tensor, ...]:
-        """What is folded travels in pieces (rule 2); nothing travels for an empty block."""
+        """Cut what is to be folded into pieces (rule 2); nothing is sent for an empty block."""
         if not tensor.numel():
             return ()
         if not fold or tensor.nbytes <= self.piece_bytes:
@@ -199,8 +192,8 @@ class _Call:
         pieces: tuple[Tensor, ...] = tensor.split(max(self.piece_bytes // tensor.itemsize, 1))
         return pieces
 
-    def _settle(self, blocks: Range) -> None:
-        """Finish blocks that this rank has completed: average them, round them."""
+    def _finalize(self, blocks: Range) -> None:
+        """Average and round blocks whose reduction this rank has completed."""
         fold = self.fold
         if fold is None:
             return
@@ -262,3 +255,34 @@ def _check(schedule: Schedule, flat: Tensor, transport: Transport) -> None:
             f"a collective works on a contiguous CPU tensor of one dimension, not on one of shape {tuple(flat.shape)}, "
             f"strides {flat.stride()}, on {flat.device}"
         )
+
+
+@contextmanager
+def flat_view(tensor: Tensor, is_output: bool) -> Iterator[Tensor]:
+    """Yield the values as a contiguous 1-D CPU tensor; afterwards they are in `tensor`, if it is an output.
+
+    It is the tensor's own memory where that is contiguous and on the host; else a copy, pinned for a GPU.
+    """
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        yield tensor.detach().view(-1)
+        return
+    flat = _to_host(tensor).view(-1)
+    yield flat
+    if is_output:
+        with torch.no_grad():
+            tensor.copy_(flat.view(tensor.shape), non_blocking=tensor.is_cuda)
+
+
+@contextmanager
+def flat_views(tensors: Sequence[Tensor], are_outputs: bool) -> Iterator[list[Tensor]]:
+    """As `flat_view`, of several."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(flat_view(tensor, are_outputs)) for tensor in tensors]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.detach().contiguous()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    host.copy_(tensor.detach())  # waits for the current stream
+    return host

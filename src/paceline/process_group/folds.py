@@ -1,4 +1,4 @@
-"""What a reduction does to two slices, for every operation and dtype that has one.
+"""How two slices are reduced (folded) elementwise, for every ReduceOp and dtype that allows it.
 
 16-bit floating-point sums and products are accumulated in float32 and rounded once, by the rank that completes the
 block. Minimum, maximum and bitwise operations round nothing and stay in their dtype.
@@ -110,9 +110,8 @@ def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType | None) -> str:
     """The name of a `torch.distributed` operation; "" for none."""
     if op is None:
         return ""
-    return str(getattr(op, "op", op)).rpartition(".")[
-        2
-    ]  # a ReduceOp holds its kind; a kind passes for a ReduceOp
+    kind = getattr(op, "op", op)  # a ReduceOp holds its kind; a kind passes for a ReduceOp
+    return str(kind).rpartition(".")[2]
 
 
 def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float | None:

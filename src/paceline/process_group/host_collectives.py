@@ -1,14 +1,14 @@
-"""Collectives of the ranks of one host, through memory that they share.
+"""Collectives between the ranks of one host, through memory that they share.
 
 Rules
-1. Every operation opens with a meeting at which the ranks compare what they are about to do.
+1. Every collective begins with a barrier at which the ranks compare what they are about to do.
 2. A tensor that lies in its owner's arena is worked on where it is. Any other goes through the owner's staging area,
    piece by piece.
-3. In a reduction, rank i of k folds the i-th of k shares: it reads that share from everybody and writes the result to
-   everybody. Each element is computed once, so all ranks end with the same bits.
-4. Between the meetings of an operation peers may touch a rank's staging area; outside them nobody does.
-5. The result of a small all-reduce is folded by every rank for itself, in one order, after a single meeting. Its input
-   lies in one of two slots in turn: a rank is at most one operation ahead of those still reading.
+3. In a reduction, rank i of k folds the i-th of k shares: it reads that share from all ranks and writes the result to
+   all of them. Each element is computed once, so all ranks end with the same bits.
+4. Between the barriers of a collective peers may touch a rank's staging area; outside them nobody does.
+5. The result of a small all-reduce is folded by every rank for itself, in one order, after a single barrier. Its input
+   lies in one of two slots in turn: a rank is at most one collective ahead of those still reading.
 6. What goes on to other hosts goes in one piece, as they may stage where we do not: it is copied into the arena whole.
 
 Cost:
@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from paceline.process_group.descriptor import NUM_INTEGERS, Descriptor, check_agreement
 from paceline.process_group.folds import Fold
-from paceline.process_group.operation import NUM_WORDS, Operation, check_agreement
-from paceline.transports.shared_memory import Host, Meetings
+from paceline.transports.shared_memory import Host, HostBarrier
 from paceline.transports.shared_memory.arena import Place
 
 CHUNK_BYTES = 512 * 1024  # folded and handed on while it is in the cache
@@ -43,14 +43,14 @@ class HostCollectives:
 
     Args:
         host: The ranks.
-        meetings: Their barriers.
+        barrier: Of these ranks.
         num_shares: How many of them fold; the first ones. Fewer than all where another host has fewer ranks.
         num_averaged: Over how many ranks an average is taken: all of the group.
     """
 
-    def __init__(self, host: Host, meetings: Meetings, num_shares: int, num_averaged: int) -> None:
+    def __init__(self, host: Host, barrier: HostBarrier, num_shares: int, num_averaged: int) -> None:
         self._host = host
-        self._meetings = meetings
+        self._barrier = barrier
         self._num_shares = num_shares
         self._num_averaged = num_averaged
         self._scratch: Tensor | None = None
@@ -64,7 +64,7 @@ class HostCollectives:
         self._staging = place.start  # the first allocation: at the same place in every arena
         self.copied_bytes = 0  # into and out of staging; a bucket that lives in the arena adds nothing
 
-    def all_reduce(self, what: Operation, flat: Tensor, fold: Fold, across: Across | None = None) -> None:
+    def all_reduce(self, what: Descriptor, flat: Tensor, fold: Fold, across: Across | None = None) -> None:
         """Replace `flat` on every rank by the fold of all."""
         if across is None and self.is_small(flat.numel() * flat.element_size()):
             self._all_reduce_small(what, flat, fold)
@@ -78,17 +78,19 @@ class HostCollectives:
         else:
             self._all_reduce_by_shares(what, flat, fold, across)
 
-    def _all_reduce_by_shares(self, what: Operation, flat: Tensor, fold: Fold, across: Across | None) -> None:
+    def _all_reduce_by_shares(
+        self, what: Descriptor, flat: Tensor, fold: Fold, across: Across | None
+    ) -> None:
         for pieces, mine in self._pieces(what, flat):
             self._fold_my_share(pieces, fold, across)
-            self._meet(what)
+            self._wait(what)
             self._copy_out(mine, pieces[self._host.index])
 
     def is_small(self, size_bytes: int) -> bool:
         """Whether every rank folds such a message for itself (rule 5)."""
         return size_bytes <= SMALL_BYTES and size_bytes * len(self._ranks) <= 4 * SMALL_BYTES
 
-    def _all_reduce_small(self, what: Operation, flat: Tensor, fold: Fold) -> None:
+    def _all_reduce_small(self, what: Descriptor, flat: Tensor, fold: Fold) -> None:
         num_elements = flat.numel()
         mine, others = self._slots(flat.dtype, self._num_small % 2)
         self._num_small += 1
@@ -100,7 +102,7 @@ class HostCollectives:
         fold.all_into(flat, rest, self._num_averaged)
 
     def _slots(self, dtype: torch.dtype, which: int) -> tuple[Tensor, list[Tensor]]:
-        """Our slot for a small input, and everybody's."""
+        """Return this rank's slot for a small input, and those of all ranks."""
         if (dtype, which) not in self._known_slots:
             place = Place(self._staging + STAGING_BYTES + SMALL_BYTES * which, SMALL_BYTES)
             slots = [arena.tensor(place, dtype) for arena in self._areas]
@@ -108,7 +110,7 @@ class HostCollectives:
         return self._known_slots[dtype, which]
 
     def _fold_my_share(self, pieces: Sequence[Tensor], fold: Fold, across: Across | None) -> None:
-        """Fold this rank's share of everybody's piece, and write it to everybody."""
+        """Reduce this rank's share of all ranks' pieces, and write the result into all of them."""
         me = self._host.index
         if me >= self._num_shares:
             return
@@ -144,24 +146,24 @@ class HostCollectives:
             self._scratch = self._areas[self._host.index].allocate(num_bytes, torch.uint8)
         return self._scratch[:num_bytes].view(flat.dtype)
 
-    def broadcast(self, what: Operation, flat: Tensor, root: int) -> None:
+    def broadcast(self, what: Descriptor, flat: Tensor, root: int) -> None:
         """Replace `flat` by that of the host's rank number `root`."""
         me = self._host.index
         for pieces, mine in self._pieces(what, flat, copy_in=me == root):
             if me != root:
                 mine.copy_(pieces[root])
-            self._meet(what)
+            self._wait(what)
 
-    def all_gather(self, what: Operation, outputs: Sequence[Tensor], flat: Tensor) -> None:
+    def all_gather(self, what: Descriptor, outputs: Sequence[Tensor], flat: Tensor) -> None:
         """Fill `outputs` with every rank's `flat`."""
         start = 0
         for pieces, mine in self._pieces(what, flat):
             for output, piece in zip(outputs, pieces, strict=True):
                 output[start : start + piece.numel()].copy_(piece)
             start += mine.numel()
-            self._meet(what)
+            self._wait(what)
 
-    def reduce(self, what: Operation, flat: Tensor, fold: Fold, root: int) -> None:
+    def reduce(self, what: Descriptor, flat: Tensor, fold: Fold, root: int) -> None:
         """Replace `flat` by the fold of all on the host's rank number `root`; elsewhere it stays."""
         me = self._host.index
         for pieces, mine in self._pieces(what, flat):
@@ -169,9 +171,9 @@ class HostCollectives:
                 others = [piece for index, piece in enumerate(pieces) if index != root]
                 fold.all_into(pieces[root], others, self._num_averaged)
                 self._copy_out(mine, pieces[root])
-            self._meet(what)
+            self._wait(what)
 
-    def reduce_scatter(self, what: Operation, output: Tensor, rows: Sequence[Tensor], fold: Fold) -> None:
+    def reduce_scatter(self, what: Descriptor, output: Tensor, rows: Sequence[Tensor], fold: Fold) -> None:
         """Replace `output` by the fold of every rank's row for this rank. Rows are contiguous, of one length."""
         num_elements, num_ranks = output.numel(), len(rows)
         step = max(STAGING_BYTES // (num_ranks * output.element_size()), 1)
@@ -182,22 +184,22 @@ class HostCollectives:
             staged = self._staged(me, output.dtype, num_ranks * (stop - start)).view(num_ranks, -1)
             for row, place in zip(rows, staged, strict=True):
                 self._copy_in(place, row[start:stop])
-            self._meet(what)
+            self._wait(what)
             mine, *others = [
                 self._staged(index, output.dtype, num_ranks * (stop - start)).view(num_ranks, -1)[me]
                 for index in [me, *(i for i in range(num_ranks) if i != me)]
             ]
             output[start:stop].copy_(mine)
             fold.all_into(output[start:stop], others, self._num_averaged)
-            self._meet(what)
+            self._wait(what)
 
-    def barrier(self, what: Operation) -> None:
+    def barrier(self, what: Descriptor) -> None:
         self._open(what, _STAGED)
 
     def _pieces(
-        self, what: Operation, flat: Tensor, copy_in: bool = True
+        self, what: Descriptor, flat: Tensor, copy_in: bool = True
     ) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """Open an operation and go through the tensor: yields everybody's view of a piece, and our part of `flat`."""
+        """Begin a collective and go through the tensor: yields every rank's view of a piece, and our part of `flat`."""
         me = self._host.index
         place = self._areas[me].place_of(flat)
         starts = self._open(what, _STAGED if place is None else place.start)
@@ -209,7 +211,7 @@ class HostCollectives:
             if _STAGED in starts:
                 if place is None and copy_in:
                     self._copy_in(self._staged(me, flat.dtype, mine.numel()), mine)
-                self._meet(what)
+                self._wait(what)
             yield (
                 [
                     arena.tensor(
@@ -233,13 +235,13 @@ class HostCollectives:
             values.copy_(place)
             self.copied_bytes += values.numel() * values.element_size()
 
-    def _open(self, what: Operation, start: int) -> list[int]:
-        """Meet, compare, and learn where everybody's tensor lies."""
-        self._meetings.lay_down([*what.words(), start])
-        self._meet(what)
-        notices = self._meetings.notices(NUM_WORDS + 1)
-        check_agreement(what, self._ranks, notices, self._host.me.rank)
-        return [notice[NUM_WORDS] for notice in notices]
+    def _open(self, what: Descriptor, start: int) -> list[int]:
+        """Wait for all, compare descriptors, and return where every rank's tensor lies in its arena."""
+        self._barrier.announce([*what.to_integers(), start])
+        self._wait(what)
+        announced = self._barrier.announcements(NUM_INTEGERS + 1)
+        check_agreement(what, self._ranks, announced, self._host.me.rank)
+        return [integers[NUM_INTEGERS] for integers in announced]
 
-    def _meet(self, what: Operation) -> None:
-        self._meetings.meet(lambda: f"in {what}")
+    def _wait(self, what: Descriptor) -> None:
+        self._barrier.wait(lambda: f"in {what}")

@@ -1,4 +1,4 @@
-"""Make c10d know the backend `paceline`, without importing torch for those who only `import paceline`."""
+"""Registers the backend `paceline` with c10d, without importing torch for those who only `import paceline`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from paceline.comm import BACKEND_NAME
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-NAME = BACKEND_NAME
 _C10D = "torch.distributed.distributed_c10d"
 
 
@@ -34,8 +33,8 @@ def register() -> None:
 def _tell_c10d(c10d: Any) -> None:
     if c10d.is_available() if hasattr(c10d, "is_available") else True:
         backend = c10d.Backend
-        if NAME not in backend.backend_list:
-            backend.register_backend(NAME, _make, devices=["cpu", "cuda"])
+        if BACKEND_NAME not in backend.backend_list:
+            backend.register_backend(BACKEND_NAME, _make, devices=["cpu", "cuda"])
 
 
 def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

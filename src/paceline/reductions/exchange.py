@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import backend_of, launch_gather, launch_sum
+from paceline.comm.collectives import (
+    can_all_to_all,
+    launch_all_to_all,
+    launch_average,
+    launch_gather,
+    launch_sum,
+    reduces_in_shared_memory,
+)
 from paceline.comm.pending import PendingWork
 from paceline.comm.traffic import all_reduced
 from paceline.compression import widened
-from paceline.process_group import NAME as OURS
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -43,12 +47,11 @@ def launch_mean(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     if num_ranks == 1:
         return lambda: tensor
     is_narrow = tensor.dtype in NARROW
-    if is_narrow and backend_of(group) == OURS and _is_on_one_host(group):
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
-        averaging = PendingWork(group.allreduce([tensor], options))
+    if is_narrow and reduces_in_shared_memory(group):
+        # Between hosts this backend sends partial sums of 16-bit numbers in 32 bits.
+        averaging = launch_average(tensor, group)
         return lambda: _waited(averaging, tensor)
-    if num_ranks > 2 and _has_all_to_all(group):
+    if num_ranks > 2 and can_all_to_all(group):
         return _fold_shares(tensor, group)
     if is_narrow:
         return _gather_and_fold(tensor, group)
@@ -85,7 +88,7 @@ def _fold_shares(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     received = torch.empty_like(padded)
     # As bytes: Gloo exchanges few types, and nothing is computed on the way.
     byte = torch.uint8
-    group.all_to_all_single(received.view(byte), padded.view(byte), [], [], dist.AllToAllOptions()).wait()
+    launch_all_to_all(received.view(byte), padded.view(byte), group).wait()
     mine = _folded(list(received.split(share))).to(tensor.dtype)
     gathering = launch_gather(list(padded.split(share)), mine, group)
     return lambda: _waited(gathering, padded[:num_elements])
@@ -98,15 +101,3 @@ def _folded(rows: list[Tensor]) -> Tensor:
     for row in rows[1:]:
         total.add_(row.to(wide))
     return total.div_(len(rows))
-
-
-def _has_all_to_all(group: ProcessGroup) -> bool:
-    """Whether the group can; one written in Python may not (`RoundRobin`)."""
-    kind = type(group)
-    return kind is ProcessGroup or kind.all_to_all_single is not ProcessGroup.all_to_all_single
-
-
-def _is_on_one_host(group: ProcessGroup) -> bool:
-    """Between hosts the backend `paceline` sends partial sums of 16-bit numbers in 32 bits."""
-    ours: Any = group
-    return len(ours.host.hosts) == 1

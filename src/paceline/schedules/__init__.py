@@ -1,12 +1,11 @@
-"""WHO sends what to whom, in which round: collectives as data, their price, and the choice between them.
+"""Collective algorithms (ring, tree, halving-doubling, ...) as data: who sends what to whom in which round.
 
-Pure Python: no tensors, no clock, no network.
+With their price in rounds, bytes and seconds, and the choice between them. Pure Python: no torch, clock or network.
 """
 
-from paceline.schedules.choice import Choice, choose
+from paceline.schedules.algorithms import SCHEDULES, Algorithm, Choice, Operation, choose
 from paceline.schedules.price import Price, price
 from paceline.schedules.schedule import Round, Schedule, Transfer, cut
-from paceline.schedules.table import SCHEDULES, Algorithm, Operation
 from paceline.schedules.topology import Link, Links, Topology
 
 __all__ = [

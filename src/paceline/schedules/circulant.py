@@ -1,8 +1,8 @@
-"""Circulant: halving and doubling for any number of ranks, by distances 1, 2, 4, ... around a circle.
+"""Circulant (Bruck) algorithm: halving and doubling for any number of ranks, by distances 1, 2, 4, ... around a circle.
 
 Rounds: ceil(log2 P) for each half, 2 ceil(log2 P) for an all-reduce.  Bytes: (P-1)/P n sent per rank and half.
 As many rounds as halving-doubling with binary blocks and never more bytes, but its large messages go far:
-where neighbours share a host, halving-doubling sends less between hosts.
+where ranks next to each other share a host, halving-doubling sends less between hosts.
 
 Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications", section on concatenation; its
 mirror image as a reduce-scatter: Traff 2024, "Optimal, non-pipelined reduce-scatter and allreduce algorithms".
@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from paceline.schedules.compose import Rounds, mirror
-from paceline.schedules.schedule import Schedule, Transfer
+from paceline.schedules.schedule import Rounds, Schedule, Transfer, mirror
 
 
 def _gather(num_ranks: int) -> Rounds:

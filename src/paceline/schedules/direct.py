@@ -1,4 +1,4 @@
-"""Direct: each rank folds its own block from everybody, then everybody fetches it.
+"""Direct exchange: each rank reduces one block from all others in one round, then sends the result to all.
 
 Rounds: 1 for each half, 2 for an all-reduce.  Bytes: (P-1)/P n sent per rank and half, in P-1 messages a round.
 Each block is accumulated in one place in one round, so a 16-bit message is rounded once without a wider wire.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from paceline.schedules.compose import Rounds, mirror
-from paceline.schedules.schedule import Schedule, Transfer
+from paceline.schedules.schedule import Rounds, Schedule, Transfer, mirror
 
 
 def _gather(num_ranks: int) -> Rounds:

@@ -20,8 +20,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import pairwise
 
-from paceline.schedules.compose import Rounds, mirror
-from paceline.schedules.schedule import Round, Schedule, Transfer
+from paceline.schedules.schedule import Round, Rounds, Schedule, Transfer, mirror
 
 
 def _groups(num_ranks: int) -> list[range]:

@@ -1,4 +1,4 @@
-"""Hierarchical: reduce inside each host, all-reduce across hosts, distribute inside each host.
+"""Hierarchical all-reduce: reduce inside each host, all-reduce across hosts, distribute inside each host.
 
 The message is cut into as many shards as the smallest host has ranks. On every host the ranks with the first local
 indices own one shard each: they fold it from all ranks of the host (one round), all-reduce it with the owners of
@@ -21,13 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from paceline.schedules.compose import Rounds, mirror, place, side_by_side
-from paceline.schedules.schedule import Round, Schedule, Transfer, cut
+from paceline.schedules.schedule import Round, Rounds, Schedule, Transfer, cut, mirror, place, side_by_side
 from paceline.schedules.topology import Topology
 
 
 def hand_out(members: tuple[int, ...], num_shards: int, shard_blocks: int) -> Round:
-    """Each owner gives its shard to all other ranks of the host."""
+    """Each owner sends its shard to all other ranks of the host."""
     return tuple(
         Transfer(
             members[shard],

@@ -1,6 +1,6 @@
-"""One rank's part in a schedule: its own messages, round by round, and what else it has to know.
+"""One rank's part of a schedule: what it sends, receives and finalizes, round by round.
 
-The same for every message size, so it is worked out once. Rounds in which the rank has nothing to do are left out.
+It is the same for every message size, so it is computed once. Rounds in which the rank has nothing to do are left out.
 """
 
 from __future__ import annotations
@@ -10,10 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from paceline.schedules.schedule import Round, Schedule
-
-HEADER_BYTES = 128
-"""Size of the message that says which collective its sender is in. It goes beside a rank's first messages, and
-beside the first that a rank receives (`Schedule.introduces`)."""
 
 Range = tuple[int, int]
 
@@ -29,15 +25,15 @@ class Message:
     partial: bool
     """Whether it carries a partial result (see `Schedule.partial`)."""
     introduces: bool
-    """Whether a header goes with it (see `Schedule.introduces`)."""
+    """Whether a header is sent with it (see `Schedule.introduces`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RankRound:
     """What a rank does in one round."""
 
-    settle: tuple[Range, ...]
-    """Blocks whose reduction this rank has completed and now sends out: finish them first (average, round)."""
+    finalize: tuple[Range, ...]
+    """Blocks whose reduction this rank has completed and now sends out: to be averaged and rounded before."""
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
     fold_later: bool
@@ -48,9 +44,9 @@ class Turn:
 class Part:
     """Everything one rank does."""
 
-    turns: tuple[Turn, ...]
-    settle: tuple[Range, ...]
-    """Blocks to finish in the end, which this rank has completed and not sent out."""
+    rounds: tuple[RankRound, ...]
+    finalize: tuple[Range, ...]
+    """Blocks to average and round in the end: this rank has completed them and not sent them out."""
     accumulates: tuple[Range, ...]
     """Blocks that something is folded into, or that leave as partial results."""
 
@@ -58,9 +54,9 @@ class Part:
 @lru_cache(maxsize=64)
 def part_of(schedule: Schedule, rank: int) -> Part:
     """What `rank` does in `schedule`."""
-    live: set[int] = set()  # folded here, not settled yet, and not given to another rank to fold
+    live: set[int] = set()  # folded here, not finalized yet, and not sent to another rank to be folded there
     accumulates: set[int] = set()
-    turns = []
+    rounds = []
     for number, transfers in enumerate(schedule.rounds):
         sends, receives = _messages(schedule, number, transfers, rank)
         if not sends and not receives:
@@ -69,9 +65,9 @@ def part_of(schedule: Schedule, rank: int) -> Part:
         out = {block for m in sends if not m.fold for block in range(m.first, m.last)}
         folded = {block for m in receives if m.fold for block in range(m.first, m.last)}
         copied = {block for m in receives if not m.fold for block in range(m.first, m.last)}
-        turns.append(
-            Turn(
-                settle=_ranges(out & live),
+        rounds.append(
+            RankRound(
+                finalize=_ranges(out & live),
                 sends=sends,
                 receives=receives,
                 fold_later=bool(folded & (given | out)),
@@ -79,7 +75,7 @@ def part_of(schedule: Schedule, rank: int) -> Part:
         )
         accumulates |= folded | {b for m in sends if m.partial for b in range(m.first, m.last)}
         live = (live - out - given - copied) | folded
-    return Part(tuple(turns), _ranges(live), _ranges(accumulates))
+    return Part(tuple(rounds), _ranges(live), _ranges(accumulates))
 
 
 def _messages(

@@ -1,4 +1,4 @@
-"""What a schedule costs: exact rounds and bytes, and the time that an alpha-beta model predicts.
+"""What a schedule costs: exact numbers of rounds and bytes, and the time that an alpha-beta model predicts.
 
 The model, for a round in which a host's ranks send w bytes to each other and its ranks send and receive b bytes
 from other hosts (each direction by itself; the larger counts), with at most m messages from one rank:
@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
-from paceline.schedules.part import HEADER_BYTES
-from paceline.schedules.schedule import Round, Schedule, cut
+from paceline.schedules.schedule import HEADER_BYTES, Round, Schedule, cut
 from paceline.schedules.topology import Link, Links, Topology
 
 

@@ -1,7 +1,7 @@
-"""Recursive doubling: the whole message in every round, to partners at distance 1, 2, 4, ...
+"""Recursive doubling: pairs of ranks at distance 1, 2, 4, ... exchange and fold the whole message in every round.
 
-Rounds: log2 P if P is a power of two, else floor(log2 P) + 2: the ranks beyond the largest power of two first give
-their message to a partner, and get the result in the end.
+Rounds: log2 P if P is a power of two, else floor(log2 P) + 2: the ranks beyond the largest power of two first send
+their message to a partner, and receive the result in the end.
 Bytes: n per rank and round. For messages so small that only rounds count.
 
 Source: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from paceline.schedules.compose import Rounds, mirror
-from paceline.schedules.schedule import Round, Schedule, Transfer
+from paceline.schedules.schedule import Round, Rounds, Schedule, Transfer, mirror
 
 
 @lru_cache(maxsize=32)

@@ -1,4 +1,4 @@
-"""Ring: every rank passes blocks to its neighbour.
+"""Ring: in every round each rank sends one block to its successor and receives one from its predecessor.
 
 Rounds: P-1 for each half, 2(P-1) for an all-reduce.  Bytes: (P-1)/P n sent per rank and half.
 Every host's link carries each block once in each direction if ranks of a host are neighbours.
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from paceline.schedules.compose import Rounds, mirror
-from paceline.schedules.schedule import Schedule, Transfer
+from paceline.schedules.schedule import Rounds, Schedule, Transfer, mirror
 
 
 def _gather(num_ranks: int) -> Rounds:

@@ -1,4 +1,4 @@
-"""A collective as data: rounds of who sends which blocks to whom.
+"""A collective as data: rounds of point-to-point transfers between ranks, and functions that build rounds from rounds.
 
 Rules
 1. The message, a flat buffer of the same length on every rank, is cut into `num_blocks` blocks (`cut`).
@@ -14,10 +14,16 @@ Rules
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 
 from paceline.errors import ConfigurationError
+
+HEADER_BYTES = 128
+"""Size of the header that describes its sender's collective. It is sent with a rank's first message, and with the
+first message that a rank receives (`Schedule.introduces`), so that ranks in different collectives notice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,7 @@ class Transfer:
 
 
 Round = tuple[Transfer, ...]
+Rounds = tuple[Round, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,3 +172,40 @@ def cut(num_elements: int, num_blocks: int) -> tuple[int, ...]:
         )
     size, longer = divmod(num_elements, num_blocks)
     return tuple(block * size + min(block, longer) for block in range(num_blocks + 1))
+
+
+def mirror(rounds: Iterable[Round]) -> Rounds:
+    """Run backwards: the last round first, targets send to sources, and what overwrote is folded (or vice versa).
+
+    The copies of a block spread from its owner along a tree. Backwards, every rank's contribution follows the
+    same tree to the owner: an all-gather becomes a reduce-scatter, a broadcast a reduce, at the same cost.
+    """
+    return tuple(
+        tuple(replace(t, source=t.target, target=t.source, fold=not t.fold) for t in transfers)
+        for transfers in reversed(tuple(rounds))
+    )
+
+
+def place(rounds: Iterable[Round], ranks: Sequence[int], first_block: int) -> Rounds:
+    """Let `ranks` play ranks 0, 1, ... of `rounds`, on the blocks from `first_block` on."""
+    return tuple(
+        tuple(
+            Transfer(
+                source=ranks[t.source],
+                target=ranks[t.target],
+                first=first_block + t.first,
+                last=first_block + t.last,
+                fold=t.fold,
+            )
+            for t in transfers
+        )
+        for transfers in rounds
+    )
+
+
+def side_by_side(parts: Iterable[Rounds]) -> Rounds:
+    """The first rounds of all `parts` as one round, then the second ones, ..."""
+    return tuple(
+        tuple(transfer for transfers in together for transfer in transfers)
+        for together in zip_longest(*parts, fillvalue=())
+    )

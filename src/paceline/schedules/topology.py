@@ -1,4 +1,4 @@
-"""Where the ranks are, and what lies between them."""
+"""Which host each rank is on, and the latency and bandwidth of the links within and between hosts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Link:
-    """What a host can send (and, at the same time, receive) by one way, shared by all its ranks."""
+    """What a host can send (and, at the same time, receive) over one connection, shared by all its ranks."""
 
     latency_s: float
     """From the start of a round to the arrival of an empty message, when every rank sends one."""
@@ -84,8 +84,8 @@ class Links:
 
     def to_numbers(self) -> list[float]:
         """As one list, for messages."""
-        sides = (self.within, self.between)
-        return [x for link in sides for x in (link.latency_s, link.bytes_per_s, link.message_s)] + [
+        links = (self.within, self.between)
+        return [x for link in links for x in (link.latency_s, link.bytes_per_s, link.message_s)] + [
             self.fold_s_per_byte
         ]
 

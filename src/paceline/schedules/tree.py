@@ -1,4 +1,4 @@
-"""Binomial tree: who has the message gives it to one more rank in each round.
+"""Binomial tree, for broadcast and reduce: in each round every rank that has the message sends it to one that has not.
 
 Rounds: ceil(log2 P).  Bytes: n per message; the root sends ceil(log2 P) of them, P-1 are sent in all.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from paceline.errors import ConfigurationError
-from paceline.schedules.compose import Rounds, mirror
-from paceline.schedules.schedule import Schedule, Transfer
+from paceline.schedules.schedule import Rounds, Schedule, Transfer, mirror
 
 
 def _spread(num_ranks: int, root: int) -> Rounds:

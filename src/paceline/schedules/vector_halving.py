@@ -27,10 +27,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from paceline.schedules import recursive_doubling
-from paceline.schedules.compose import Rounds, mirror, place, side_by_side
 from paceline.schedules.halving_doubling import kept
 from paceline.schedules.hierarchical import hand_out, num_shards
-from paceline.schedules.schedule import Round, Schedule, Transfer
+from paceline.schedules.schedule import Round, Rounds, Schedule, Transfer, mirror, place, side_by_side
 from paceline.schedules.topology import Topology
 
 

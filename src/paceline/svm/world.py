@@ -26,9 +26,8 @@ from torch import Tensor
 
 from paceline.comm.collectives import backend_of, launch_broadcast, launch_gather, launch_sum
 from paceline.comm.gradient_group import group_beside
+from paceline.comm.peers import Peers, next_name
 from paceline.comm.pending import Pending
-from paceline.comm.roll_call import RollCall, next_name
-from paceline.errors import PeerLostError
 
 _FEW_BYTES = 4096
 _rounding_alike: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
@@ -71,10 +70,14 @@ class World(Protocol):
 
 
 class GroupWorld:
-    """The ranks of torch's default process group; through shared memory where they are on one host."""
+    """The ranks of a process group; through shared memory where they are on one host.
 
-    def __init__(self) -> None:
-        group = dist.group.WORLD
+    Args:
+        group: None for torch's default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        group = group or dist.group.WORLD
         assert group is not None
         self._group = group_beside(group)
         self.rank = group.rank()
@@ -82,8 +85,13 @@ class GroupWorld:
         self.num_collectives = 0
         self.num_bytes = 0
         self._device = torch.device("cuda" if backend_of(group) == "nccl" else "cpu")
-        self._roll_call = RollCall(
-            group, f"svm/{next_name(group, is_collective=True)}", first_act="calling fit"
+        self._peers = Peers(
+            group,
+            f"svm/{next_name(group, is_collective=True)}",
+            in_slices=self._device.type == "cpu",  # elsewhere `wait` does not block the host
+            first_act="calling fit",
+            consequence="The model was not fitted. Look at the output of the rank named here first, then start all "
+            "ranks again.",
         )
 
     @property
@@ -140,20 +148,9 @@ class GroupWorld:
             return
         try:
             pending = launch()
-            if self._device.type == "cuda":  # where `wait` does not block the host
-                pending.wait()
-            else:
-                self._roll_call.wait_in_slices(pending)
         except RuntimeError as error:
-            raise self._lost(error, doing) from error
-
-    def _lost(self, error: RuntimeError, doing: str) -> PeerLostError:
-        who = self._roll_call.who_is_gone(doing)
-        return PeerLostError(
-            f"rank {self.rank} was {doing} when communication failed: {who}. The model was not fitted. Look at the "
-            "output of the rank named here first, then start all ranks again. "
-            f"The backend said: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        )
+            raise self._peers.lost(error, doing) from error
+        self._peers.wait(pending, doing)
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""MOVE messages: to which rank, how; not what they mean."""
+"""Transports send and receive messages between ranks: through shared memory, a c10d group, or in one process."""
 
-from paceline.transports.transport import Message, Transport
+from paceline.transports.transport import Message, Subset, Transport
 
-__all__ = ["Message", "Transport"]
+__all__ = ["Message", "Subset", "Transport"]

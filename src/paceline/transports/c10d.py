@@ -1,4 +1,4 @@
-"""Messages through a c10d backend with point-to-point operations, such as Gloo's.
+"""A transport over the send and recv of a c10d backend, such as Gloo.
 
 Gloo announces a message, waits until the peer has a buffer for it, and sends it straight into that; several
 messages are under way at once. A message larger than its receiver's buffer would end the process, so its size is its
@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.collectives import launch_receive, launch_send
 from paceline.errors import PeerLostError
 from paceline.transports.transport import Message, Transport
 
@@ -48,9 +49,9 @@ class C10dTransport(Transport):
         sending: list[dist.Work] = []
         try:
             for peer, tensor in receives:
-                receiving.append(self._launch(self._backend.recv, peer, tensor))
+                receiving.append(self._launch(launch_receive, peer, tensor))
             for peer, tensor in sends:
-                sending.append(self._launch(self._backend.send, peer, tensor))
+                sending.append(self._launch(launch_send, peer, tensor))
             for index, (peer, _) in enumerate(receives):
                 self._wait(receiving[index], peer, deadline, timeout_s)
                 on_received(index)
@@ -58,12 +59,12 @@ class C10dTransport(Transport):
                 self._wait(work, peer, deadline, timeout_s)
         except BaseException:
             self._abandoned = [receiving, sending, list(sends), list(receives)]
-            _let_leave(sending)
+            _flush(sending)
             raise
 
     def _launch(self, operation: Callable[..., dist.Work], peer: int, tensor: Tensor) -> dist.Work:
         try:
-            return operation([tensor], peer, tensor.nbytes & _MAX_TAG)
+            return operation(tensor, self._backend, peer, tensor.nbytes & _MAX_TAG)
         except RuntimeError as error:
             raise self._lost(peer, error, 0.0) from error
 
@@ -82,8 +83,8 @@ class C10dTransport(Transport):
         return PeerLostError(f"rank {self.rank} {words}", peer)
 
 
-def _let_leave(sending: Sequence[dist.Work]) -> None:
-    """Wait a moment for what is on its way: a peer whose header we have is to be told what we were told."""
+def _flush(sending: Sequence[dist.Work]) -> None:
+    """Wait a moment for messages under way: a peer in another collective is to receive our header, too."""
     deadline = time.monotonic() + GRACE_S
     with suppress(RuntimeError):
         for work in sending:

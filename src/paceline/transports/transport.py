@@ -1,4 +1,4 @@
-"""What moves messages between ranks."""
+"""Transports: the interface that sends and receives messages between ranks, and one over some ranks of another."""
 
 from __future__ import annotations
 
@@ -96,3 +96,29 @@ class Transport(ABC):
 
 def _ignore(index: int) -> None:
     pass
+
+
+class Subset(Transport):
+    """The ranks `members` of `whole`, renumbered from 0; this rank is among them.
+
+    Errors name ranks by their numbers in `whole`.
+    """
+
+    def __init__(self, whole: Transport, members: Sequence[int]) -> None:
+        super().__init__(members.index(whole.rank), len(members))
+        self._whole = whole
+        self.names = tuple(members)
+
+    def _exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        timeout_s: float,
+        on_received: Callable[[int], None],
+    ) -> None:
+        self._whole.exchange(
+            [(self.names[peer], tensor) for peer, tensor in sends],
+            [(self.names[peer], tensor) for peer, tensor in receives],
+            timeout_s,
+            on_received,
+        )

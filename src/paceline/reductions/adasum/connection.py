@@ -27,16 +27,12 @@ from paceline.comm.collectives import device_for_words, launch_broadcast
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.pending import PendingWork
 from paceline.errors import ConfigurationError
-from paceline.process_group.executor import Executor
-from paceline.process_group.flat import flat_view
-from paceline.process_group.gloo import address_towards, make_gloo
+from paceline.process_group.connections import open_transport
+from paceline.process_group.executor import Executor, flat_view
 from paceline.reductions.adasum.operator import Segments
 from paceline.reductions.adasum.performance import Norms, Performance
 from paceline.schedules import Topology
 from paceline.schedules.vector_halving import vector_halving
-from paceline.transports import Transport
-from paceline.transports.c10d import C10dTransport
-from paceline.transports.shared_memory import SharedMemoryTransport, join_host
 
 FindTopology = Callable[[Executor, float], Topology]
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -89,22 +85,13 @@ class Connection:
         """At the first use: meet the other ranks."""
         if self._performance is None:
             self._token_sent.wait()
-            transport = self._make_transport(int(self._token.item()))
+            store = dist.PrefixStore(f"paceline/adasum/{int(self._token.item())}", self._store)
+            group = self.process_group
+            transport = open_transport(store, group.rank(), group.size(), self._timeout)
             timeout_s = self._timeout.total_seconds()
             topology = self._find_topology(Executor(transport), timeout_s)
             self._performance = Performance(transport, vector_halving(topology), timeout_s)
         return self._performance
-
-    def _make_transport(self, token: int) -> Transport:
-        rank, size = self.process_group.rank(), self.process_group.size()
-        store = dist.PrefixStore(f"paceline/adasum/{token}", self._store)
-        host = join_host(dist.PrefixStore("memory", store), rank, size)
-        if len(host.hosts) == 1:
-            return SharedMemoryTransport(host)
-        gloo: Any = make_gloo(
-            dist.PrefixStore("gloo", store), rank, size, self._timeout, address_towards(len(host.hosts))
-        )
-        return C10dTransport(gloo)
 
 
 def timeout_of(process_group: ProcessGroup) -> timedelta:

@@ -1,11 +1,11 @@
-"""Memory of one rank that every rank of its host has mapped.
+"""An arena: memory of one rank that every rank of its host has mapped, and an allocator of tensors in it.
 
 Rules
 1. An arena is a memfd: it has no name, belongs to no folder and goes with its last user, also after SIGKILL. The size
    of /dev/shm, 64 MB in many containers, does not limit it.
 2. Its size is address space, not memory: a page costs something once it is touched.
 3. A tensor allocated here keeps the mapping alive; its place is free again when the tensor is gone.
-4. Only its owner allocates in an arena. Peers read and write where the owner's board tells them to.
+4. Only its owner allocates in an arena. Peers read and write where the owner has announced that its tensor lies.
 """
 
 from __future__ import annotations

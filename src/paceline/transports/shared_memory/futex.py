@@ -1,6 +1,6 @@
-"""Waiting in the kernel until a shared 32-bit word changes, and waking those who wait (futex(2)).
+"""Futexes: sleeping in the kernel until a 32-bit word in shared memory changes, and waking who sleeps (futex(2)).
 
-No spinning: two ranks may share a core, and the one that spins keeps the other from arriving.
+No spinning: two ranks may share a core, and the one that spins keeps the other from running.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
 _WAIT, _WAKE = 0, 1  # without FUTEX_PRIVATE_FLAG: the word is shared between processes
-_EVERYBODY = 2**31 - 1
+_ALL_WAITERS = 2**31 - 1
 _NUMBER = _NUMBERS.get(platform.machine())
 IS_AVAILABLE = sys.platform == "linux" and _NUMBER is not None and sys.maxsize > 2**32
 
@@ -33,11 +33,11 @@ def wait_while(address: int, value: int, timeout_s: float) -> None:
 
 def wake(address: int) -> None:
     """Wake everyone who waits for the word at `address`."""
-    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _EVERYBODY, None, None, 0)
+    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _ALL_WAITERS, None, None, 0)
 
 
 def fence() -> None:
-    """Let what was written so far be seen before what is written next.
+    """Memory barrier: what was written so far is seen before what is written next.
 
     x86 keeps stores in order by itself. Elsewhere a lock's release followed by its acquisition is a full fence.
     """

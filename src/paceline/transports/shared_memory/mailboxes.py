@@ -1,4 +1,4 @@
-"""Messages between ranks of one host, through memory that they share.
+"""A transport between the ranks of one host: messages through slots in memory that they share.
 
 Rules
 1. Every rank has a *box* for each other rank in its arena: a few slots, and two counters. A message is cut into parts
@@ -9,7 +9,7 @@ Rules
 3. A rank that can do nothing sleeps on its *bell*, a word that a peer changes after posting or taking. Two peers may
    change it at once and count only one; a sleeper looks at everything after reading the bell and before sleeping on
    what it read, so nothing is missed.
-4. Who waits looks every `SLICE_S` whether those it waits for are alive and have not given up.
+4. Who waits checks every `SLICE_S` whether those it waits for are alive and have not given up.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from paceline.errors import PeerLostError, ProtocolError
 from paceline.host.processes import GONE, start_time_of, state_of
 from paceline.transports.shared_memory import futex
 from paceline.transports.shared_memory.arena import Place
-from paceline.transports.shared_memory.host import Host, Neighbour
-from paceline.transports.shared_memory.meeting import PATIENCE_S, SLICE_S
+from paceline.transports.shared_memory.barrier import PATIENCE_S, SLICE_S
+from paceline.transports.shared_memory.neighbours import Host, Neighbour
 from paceline.transports.transport import Message, Transport
 
 NUM_SLOTS = 4
@@ -130,7 +130,7 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         exchange = _Exchange(self._outgoing, self._incoming, self._bells, sends, receives)
         bell, deadline_s, num_told = self._bells[self.rank], time.monotonic() + timeout_s, 0
-        next_look_s = idle_since_s = time.monotonic()
+        next_check_s = idle_since_s = time.monotonic()
         try:
             while not exchange.is_over:
                 seen = bell.read()
@@ -145,25 +145,25 @@ class SharedMemoryTransport(Transport):
                     time.sleep(0)
                 else:
                     bell.sleep(seen, min(SLICE_S, max(deadline_s - now_s, 0.0)))
-                if now_s >= min(next_look_s, deadline_s):
-                    next_look_s = now_s + SLICE_S
-                    self._look(exchange.awaited, timeout_s if now_s >= deadline_s else None)
+                if now_s >= min(next_check_s, deadline_s):
+                    next_check_s = now_s + SLICE_S
+                    self._check_peers(exchange.awaited, timeout_s if now_s >= deadline_s else None)
         except BaseException as error:
             lost = error.peer if isinstance(error, PeerLostError) else None
-            self._host.me.board.give_up(self.rank if lost is None else lost)
+            self._host.me.status.give_up(self.rank if lost is None else lost)
             raise
 
-    def _look(self, awaited: Sequence[int], timeout_s: float | None) -> None:
-        """Raise if one of those that are waited for is gone; or, with a time limit that is over, anyway."""
+    def _check_peers(self, awaited: Sequence[int], timeout_s: float | None) -> None:
+        """Raise if a peer in `awaited` is gone; with a `timeout_s`, which has passed, if there is any peer in it."""
         for peer in awaited:
             neighbour = self._host.neighbours[peer]
             if self._incoming[peer].num_waiting():
-                continue  # what it said before is still to be heard
+                continue  # what it sent before is still to be received
             if self._is_gone(neighbour):
                 raise PeerLostError(
                     f"rank {self.rank} lost rank {peer} (process {neighbour.pid}), which died", peer
                 )
-            if neighbour.board.given_up_because_of is not None:
+            if neighbour.status.given_up_because_of is not None:
                 raise PeerLostError(f"rank {self.rank} lost rank {peer}, which gave up", peer)
         if timeout_s is not None and awaited:
             raise PeerLostError(

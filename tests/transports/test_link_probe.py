@@ -9,9 +9,9 @@ import torch
 
 from paceline.errors import ConfigurationError
 from paceline.schedules import Link, Links, Topology
-from paceline.transports import probe as probe_module
+from paceline.transports import link_probe
 from paceline.transports.in_memory import InMemoryNetwork
-from paceline.transports.probe import ENVIRONMENT, find_links
+from paceline.transports.link_probe import ENVIRONMENT, find_links
 
 WITHIN = Link(2e-5, 4e9, 1e-6)
 BETWEEN = Link(1e-3, 125e6, 1e-5)
@@ -51,7 +51,7 @@ def simulate(transport, topology, clocks):
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1, 2), (0, 0, 0, 1), (0, 1), (0, 0, 0), (0,)])
 def test_known_links_are_found_and_agreed_on(monkeypatch, hosts):
     topology, clocks = Topology(hosts), Clocks()
-    monkeypatch.setattr(probe_module, "time", clocks)
+    monkeypatch.setattr(link_probe, "time", clocks)
     network = InMemoryNetwork(len(hosts))
     for transport in network.transports:
         simulate(transport, topology, clocks)
@@ -71,7 +71,7 @@ def test_known_links_are_found_and_agreed_on(monkeypatch, hosts):
 def test_rank_0s_override_counts_and_nothing_is_measured(monkeypatch):
     """Ranks in different environments must still choose the same."""
     links = Links(WITHIN, BETWEEN)
-    monkeypatch.setattr(probe_module, "probe", None)
+    monkeypatch.setattr(link_probe, "probe", None)
     found = InMemoryNetwork(3).run(
         lambda transport: find_links(transport, Topology.one_host(3), 20.0, None if transport.rank else links)
     )

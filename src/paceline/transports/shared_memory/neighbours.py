@@ -1,8 +1,8 @@
-"""Which ranks share this host's memory, and mapping their arenas.
+"""Finding the ranks that can share this host's memory, and mapping each other's arenas.
 
-Equal names of hosts prove nothing: containers share a name or a kernel without sharing memory. So ranks that could be
+Equal host names prove nothing: containers share a name or a kernel without sharing memory. So ranks that could be
 neighbours (same boot of the same kernel, same network and process namespaces) open each other's memfd through /proc,
-and look for the nonce that the owner told the store. Hosts emulated as network namespaces on one machine stay apart.
+and check the nonce that its owner put into the store. Hosts emulated as network namespaces on one machine stay apart.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.host.processes import whereabouts
-from paceline.transports.shared_memory import board as boards
 from paceline.transports.shared_memory import futex
 from paceline.transports.shared_memory.arena import Arena
-from paceline.transports.shared_memory.board import Board
+from paceline.transports.shared_memory.status import NONCE_BYTES, SIZE_BYTES, Status
 
-SWITCH = (
-    "PACELINE_SHARED_MEMORY"  # "0": share with nobody; any other word: only with ranks that say the same word
-)
+SWITCH = "PACELINE_SHARED_MEMORY"
+"""Environment variable. "0": share with nobody; any other value: only with ranks that have the same value."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Neighbour:
     rank: int
     pid: int
     arena: Arena
-    board: Board
+    status: Status
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Host:
         neighbours: By rank, ourselves among them.
         index: Our place among them.
         hosts: The ranks of every host, in the order of their first ranks; the same on every rank.
-        remark: Why ranks that seem to share a machine do not share memory, if there is anything to say.
+        remark: Why ranks that seem to share a machine do not share memory; "" where there is nothing to explain.
     """
 
     neighbours: tuple[Neighbour, ...]
@@ -75,17 +73,17 @@ def join_host(store: dist.Store, rank: int, num_ranks: int) -> Host:
         Nothing is left on disk: there never was anything.
     """
     fd = Arena.create()
-    lent = os.dup(fd)  # for the neighbours to open, until all have
+    lent = os.dup(fd)  # for the neighbours to open; closed once all have
     try:
-        arena = Arena(fd, boards.SIZE_BYTES)
-        me = Neighbour(rank, os.getpid(), arena, Board(arena))
-        nonce = secrets.token_bytes(boards.NONCE_BYTES)
-        me.board.sign(nonce)
-        _tell(store, "card", rank, {"where": _where(), "pid": me.pid, "fd": lent, "nonce": nonce.hex()})
-        cards = _hear(store, "card", num_ranks)
+        arena = Arena(fd, SIZE_BYTES)
+        me = Neighbour(rank, os.getpid(), arena, Status(arena))
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        me.status.set_nonce(nonce)
+        _publish(store, "card", rank, {"where": _where(), "pid": me.pid, "fd": lent, "nonce": nonce.hex()})
+        cards = _collect(store, "card", num_ranks)
         mapped = _map_neighbours(me, cards)
-        _tell(store, "mapped", rank, {"ranks": sorted(mapped)})
-        views = [set(answer["ranks"]) for answer in _hear(store, "mapped", num_ranks)]
+        _publish(store, "mapped", rank, {"ranks": sorted(mapped)})
+        views = [set(answer["ranks"]) for answer in _collect(store, "mapped", num_ranks)]
     finally:
         os.close(lent)
     hosts, remark = _agree([card["where"] for card in cards], views)
@@ -96,11 +94,11 @@ def join_host(store: dist.Store, rank: int, num_ranks: int) -> Host:
 
 def _where() -> str:
     """What two processes must have in common before they try to share memory; empty if this one cannot."""
-    word = os.environ.get(SWITCH, "")
-    if not futex.IS_AVAILABLE or word == "0":
+    setting = os.environ.get(SWITCH, "")
+    if not futex.IS_AVAILABLE or setting == "0":
         return ""
     try:
-        return f"{whereabouts('net', 'pid')}/{word}"
+        return f"{whereabouts('net', 'pid')}/{setting}"
     except OSError:
         return ""
 
@@ -113,19 +111,17 @@ def _map_neighbours(me: Neighbour, cards: Sequence[dict[str, Any]]) -> dict[int,
         if rank == me.rank or not where or card["where"] != where:
             continue
         try:
-            arena = Arena(
-                os.open(f"/proc/{int(card['pid'])}/fd/{int(card['fd'])}", os.O_RDWR), boards.SIZE_BYTES
-            )
+            arena = Arena(os.open(f"/proc/{int(card['pid'])}/fd/{int(card['fd'])}", os.O_RDWR), SIZE_BYTES)
         except (OSError, ValueError):
             continue
-        board = Board(arena)
-        if board.nonce == bytes.fromhex(card["nonce"]):
-            mapped[rank] = Neighbour(rank, int(card["pid"]), arena, board)
+        status = Status(arena)
+        if status.nonce == bytes.fromhex(card["nonce"]):
+            mapped[rank] = Neighbour(rank, int(card["pid"]), arena, status)
     return mapped
 
 
 def _agree(wheres: Sequence[str], views: Sequence[set[int]]) -> tuple[tuple[tuple[int, ...], ...], str]:
-    """Cut the ranks into hosts; where one could not map another, each of that place is alone."""
+    """Group the ranks by host; where one could not map another, each rank there is a host of its own."""
     places: dict[str, list[int]] = {}
     for rank, where in enumerate(wheres):
         places.setdefault(where or f"alone/{rank}", []).append(rank)
@@ -145,9 +141,9 @@ def _agree(wheres: Sequence[str], views: Sequence[set[int]]) -> tuple[tuple[tupl
     return tuple(sorted(hosts)), remark
 
 
-def _tell(store: dist.Store, topic: str, rank: int, words: dict[str, Any]) -> None:
-    store.set(f"{topic}/{rank}", json.dumps(words))
+def _publish(store: dist.Store, topic: str, rank: int, facts: dict[str, Any]) -> None:
+    store.set(f"{topic}/{rank}", json.dumps(facts))
 
 
-def _hear(store: dist.Store, topic: str, num_ranks: int) -> list[dict[str, Any]]:
+def _collect(store: dist.Store, topic: str, num_ranks: int) -> list[dict[str, Any]]:
     return [json.loads(store.get(f"{topic}/{rank}")) for rank in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""What to perform, and where: in the memory of this host, between the hosts, or over Gloo. All of it blocks."""
+"""The blocking form of every collective of our backend: in shared memory, between hosts by a schedule, or over Gloo."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from paceline.process_group.across_hosts import AcrossHosts
-from paceline.process_group.flat import flat_view, flat_views
+from paceline.process_group.connections import Gloo
+from paceline.process_group.descriptor import Descriptor
+from paceline.process_group.executor import flat_view, flat_views
 from paceline.process_group.folds import Fold, factor_of, fold_of, op_name
-from paceline.process_group.gloo import Gloo
 from paceline.process_group.host_collectives import HostCollectives
-from paceline.process_group.operation import operation
 from paceline.transports.shared_memory import Host
 
 
-class Collectives:
-    """The blocking form of every collective. Called in one order on every rank.
+class BlockingCollectives:
+    """Performs collectives on the calling thread. Called in one order on every rank.
 
     Args:
         host: The ranks of this host, and which others there are.
-        here: What they do together.
-        across: What they do with the other hosts.
+        here: Collectives between the ranks of this host.
+        across: Reductions with the ranks of other hosts.
         inner: A Gloo group over all ranks, used by nobody else at the same time.
     """
 
@@ -45,7 +45,7 @@ class Collectives:
             self.inner("all-reduce", lambda: self._inner.allreduce([tensor], options))
             return
         fold = _fold(options.reduceOp, tensor)
-        what = operation(self._next(), "all-reduce", tensor, fold.name)
+        what = Descriptor.of(self._next(), "all-reduce", tensor, fold.name)
         with flat_view(tensor, is_output=True) as flat:
             _premultiply([flat], options.reduceOp)
             values = flat.view(fold.view_as)
@@ -59,7 +59,7 @@ class Collectives:
         if not self._alone:
             self.inner("broadcast", lambda: self._inner.broadcast([tensor], options))
             return
-        what = operation(self._next(), "broadcast", tensor, root=options.rootRank)
+        what = Descriptor.of(self._next(), "broadcast", tensor, root=options.rootRank)
         with flat_view(tensor, is_output=True) as flat:
             self._here.broadcast(what, flat, options.rootRank)
 
@@ -68,13 +68,13 @@ class Collectives:
             options = AllgatherOptions()
             self.inner("all-gather", lambda: self._inner.allgather([list(outputs)], [tensor], options))
             return
-        what = operation(self._next(), "all-gather", tensor)
+        what = Descriptor.of(self._next(), "all-gather", tensor)
         with flat_view(tensor, is_output=False) as flat, flat_views(outputs, are_outputs=True) as rows:
             self._here.all_gather(what, rows, flat)
 
     def reduce(self, tensor: Tensor, options: dist.ReduceOptions) -> None:
         fold = _fold(options.reduceOp, tensor)
-        what = operation(self._next(), "reduce", tensor, fold.name, options.rootRank)
+        what = Descriptor.of(self._next(), "reduce", tensor, fold.name, options.rootRank)
         with flat_view(tensor, is_output=True) as flat:
             _premultiply([flat], options.reduceOp)
             if self._alone:
@@ -84,13 +84,13 @@ class Collectives:
             _simplify(options, fold)
             self._inner.reduce([wide], options).wait()
             if self._inner.rank() == options.rootRank:
-                self._settle(flat.view(fold.view_as), wide, fold)
+                self._finalize(flat.view(fold.view_as), wide, fold)
 
     def reduce_scatter(
         self, output: Tensor, rows: Sequence[Tensor], options: dist.ReduceScatterOptions
     ) -> None:
         fold = _fold(options.reduceOp, output)
-        what = operation(self._next(), "reduce-scatter", output, fold.name)
+        what = Descriptor.of(self._next(), "reduce-scatter", output, fold.name)
         if factor_of(options.reduceOp) is not None:
             rows = [row.clone() for row in rows]
             _premultiply(rows, options.reduceOp)
@@ -103,10 +103,10 @@ class Collectives:
             _simplify(options, fold)
             wide_rows = [row.to(fold.accumulate_in) for row in seen]
             self._inner.reduce_scatter([wide], [wide_rows], options).wait()
-            self._settle(flat.view(fold.view_as), wide, fold)
+            self._finalize(flat.view(fold.view_as), wide, fold)
 
-    def _settle(self, target: Tensor, completed: Tensor, fold: Fold) -> None:
-        """Finish what Gloo has summed: average it, round it."""
+    def _finalize(self, target: Tensor, completed: Tensor, fold: Fold) -> None:
+        """Average what Gloo has summed, and round it into `target`."""
         if fold.averages:
             fold.average(completed, self._num_ranks)
         if completed.data_ptr() != target.data_ptr():
@@ -116,12 +116,12 @@ class Collectives:
         if not self._alone:
             self.inner("barrier", lambda: self._inner.barrier(dist.BarrierOptions()))
             return
-        self._here.barrier(operation(self._next(), "barrier"))
+        self._here.barrier(Descriptor.of(self._next(), "barrier"))
 
     def inner(self, kind: str, launch: Callable[[], dist.Work]) -> None:
-        """Perform something over Gloo; on one host the ranks compare first what it is."""
+        """Perform something over Gloo; on one host the ranks first compare what it is."""
         if self._alone:
-            self._here.barrier(operation(self._next(), kind))
+            self._here.barrier(Descriptor.of(self._next(), kind))
         launch().wait()
 
 
@@ -147,5 +147,5 @@ def _premultiply(tensors: Sequence[Tensor], op: Any) -> None:
 
 
 def _simplify(options: Any, fold: Fold) -> None:
-    """Ask Gloo for what it knows: an average begins as a sum."""
+    """Ask Gloo for an operation that it has: an average begins as a sum."""
     options.reduceOp = getattr(dist.ReduceOp, "SUM" if fold.averages else fold.name)

@@ -1,0 +1,82 @@
+"""The status words at the front of an arena: what a rank tells the others of its host outside any message.
+
+    offset     words            written by their owner only
+    0          nonce            16 random bytes, by which a peer checks that it has mapped this very memory
+    64         arrivals         at how many barriers its owner has arrived, modulo 2^32; peers wait for it to grow
+    128        given_up         0, or 1 + the rank that its owner considers lost
+    192, 448   announcements    integers for the ranks that meet at a barrier: for even and for odd numbers, 32 each
+
+A rank is never more than one barrier ahead of the slowest, so two announcements suffice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.transports.shared_memory import futex
+from paceline.transports.shared_memory.arena import Arena
+
+SIZE_BYTES = 4096
+NONCE_BYTES = 16
+NUM_ANNOUNCED = 32
+_ARRIVALS, _GIVEN_UP, _ANNOUNCEMENTS = 64, 128, 192
+
+
+class Status:
+    """One rank's status, read and written from any rank of the host."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._nonce = arena.bytes[:NONCE_BYTES]
+        self._arrivals = arena.bytes[_ARRIVALS : _ARRIVALS + 4].view(np.uint32)
+        self._given_up = arena.bytes[_GIVEN_UP : _GIVEN_UP + 4].view(np.uint32)
+        last = _ANNOUNCEMENTS + 2 * NUM_ANNOUNCED * 8
+        self._announcements = arena.bytes[_ANNOUNCEMENTS:last].view(np.int64).reshape(2, NUM_ANNOUNCED)
+        self._address = arena.address + _ARRIVALS
+
+    @property
+    def nonce(self) -> bytes:
+        return self._nonce.tobytes()
+
+    def set_nonce(self, nonce: bytes) -> None:
+        """Owner only."""
+        self._nonce[:] = np.frombuffer(nonce, dtype=np.uint8)
+
+    def announce(self, barrier: int, integers: Sequence[int]) -> None:
+        """Write what the ranks may read after barrier number `barrier`. Owner only, before it arrives there."""
+        self._announcements[barrier % 2, : len(integers)] = integers
+
+    def announced(self, barrier: int, num_integers: int) -> list[int]:
+        """Return what its owner has announced for barrier number `barrier`."""
+        integers: list[int] = self._announcements[barrier % 2, :num_integers].tolist()
+        return integers
+
+    def arrive(self, barrier: int) -> None:
+        """Publish everything written before, arrive at barrier number `barrier` and wake who waits. Owner only."""
+        futex.fence()
+        self._arrivals[0] = barrier % 2**32
+        futex.wake(self._address)
+
+    def has_arrived(self, barrier: int) -> bool:
+        """Whether its owner is at barrier number `barrier` or beyond."""
+        return (int(self._arrivals[0]) - barrier) % 2**32 < 2**31
+
+    def wait_for(self, barrier: int, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` until its owner has arrived; says whether it has. May return early."""
+        seen = int(self._arrivals[0])
+        if (seen - barrier) % 2**32 >= 2**31:
+            futex.wait_while(self._address, seen, timeout_s)
+            return self.has_arrived(barrier)
+        futex.fence()
+        return True
+
+    def give_up(self, lost_rank: int) -> None:
+        """Tell the others that this rank will not arrive any more, and which rank it considers lost. Owner only."""
+        self._given_up[0] = 1 + lost_rank
+        futex.wake(self._address)
+
+    @property
+    def given_up_because_of(self) -> int | None:
+        value = int(self._given_up[0])
+        return value - 1 if value else None
