@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import launch_gather
 from paceline.comm.traffic import gathered
-from paceline.compression import Compressor, Layout, Seeds, widened
+from paceline.compression import Compressor, Layout, Seeds, accumulation_dtype
 from paceline.errors import ConfigurationError
 from paceline.reductions.exchange import launch_mean, sent_for_mean
 from paceline.reductions.lossy import Lossy
@@ -147,8 +147,8 @@ class Compressed(Lossy):
             layout: Of the bucket.
             seeds: Of this step.
         """
-        is_wide = body.dtype == widened(layout.dtype)
-        total = body.zero_() if is_wide else torch.zeros_like(body, dtype=widened(layout.dtype))
+        is_wide = body.dtype == accumulation_dtype(layout.dtype)
+        total = body.zero_() if is_wide else torch.zeros_like(body, dtype=accumulation_dtype(layout.dtype))
         for payload in payloads:
             self.compressor.add_decoded(total, payload, layout, seeds.common)
         if num_ranks_each != self._num_averaged:

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from paceline.comm.collectives import backend_of, launch_gather, launch_sum
 from paceline.comm.pending import PendingWork
 from paceline.comm.traffic import all_reduced
-from paceline.compression import widened
+from paceline.compression import accumulation_dtype
 from paceline.process_group import NAME as OURS
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -93,7 +93,7 @@ def _fold_shares(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
 
 def _folded(rows: list[Tensor]) -> Tensor:
     """The mean, folded in rank order; of 16-bit numbers in float32."""
-    wide = widened(rows[0].dtype)
+    wide = accumulation_dtype(rows[0].dtype)
     total = rows[0].to(wide, copy=True)
     for row in rows[1:]:
         total.add_(row.to(wide))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.compression import Layout, widened
+from paceline.compression import Layout, accumulation_dtype
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Memory:
         return slot
 
     def _gather(self, names: tuple[str, ...], layout: Layout) -> Slot:
-        kept = torch.zeros(layout.num_elements, dtype=widened(layout.dtype), device=layout.device)
+        kept = torch.zeros(layout.num_elements, dtype=accumulation_dtype(layout.dtype), device=layout.device)
         slot, start = Slot(kept, torch.empty_like(kept)), 0
         for name, size in zip(names, layout.sizes, strict=True):
             if name in self._homes:

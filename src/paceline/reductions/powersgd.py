@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.compression import Layout, widened
+from paceline.compression import Layout, accumulation_dtype
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.reductions.exchange import launch_mean, sent_for_mean
@@ -128,7 +128,7 @@ class PowerSGD(Lossy):
         matrices = self._matrices(names, layout) if self._num_steps >= self.start_step else []
         if not matrices:
             return self._start_mean(message, layout)
-        group, wide = message.process_group, widened(layout.dtype)
+        group, wide = message.process_group, accumulation_dtype(layout.dtype)
         body = message.body
         pending = self._pending(body, names, layout)
         others = _gaps(matrices, pending.numel())
@@ -174,7 +174,7 @@ class PowerSGD(Lossy):
     def _pending(self, body: Tensor, names: tuple[str, ...], layout: Layout) -> Tensor:
         """The gradients, and what was left of earlier ones; where that will be kept."""
         if not self.error_feedback:
-            return body.to(widened(layout.dtype))
+            return body.to(accumulation_dtype(layout.dtype))
         slot = self._memories[RESIDUAL].slot(names, layout)
         return slot.proposed.copy_(body).add_(slot.kept)
 
