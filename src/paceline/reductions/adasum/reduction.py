@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -20,7 +19,7 @@ from paceline.reductions.adasum.connection import Connection
 from paceline.reductions.adasum.hosts import find_hosts, topology_of
 from paceline.reductions.adasum.operator import Segments
 from paceline.reductions.adasum.performance import Norms
-from paceline.reductions.reduction import Message, Reduction
+from paceline.reductions.reduction import Message, Reduction, real_numel
 from paceline.schedules import Topology
 
 Hosts = Sequence[Sequence[int]] | Literal["auto"] | None
@@ -99,7 +98,7 @@ class Adasum(Reduction):
             return Done()
         if self._connection is None:
             self._connection = Connection(message.process_group, message.flat.device, self._find_topology)
-        sizes = tuple(map(_num_real, message.gradients))
+        sizes = tuple(map(real_numel, message.gradients))
         return self._connection.launch(message.body, Segments(sizes), self._keep)
 
     def end_step(self, timing: StepTiming) -> None:
@@ -131,7 +130,3 @@ class Adasum(Reduction):
                 stacklevel=1,
             )
         return found
-
-
-def _num_real(gradient: Tensor) -> int:
-    return gradient.numel() * (2 if gradient.is_complex() else 1)
