@@ -89,8 +89,8 @@ def _seconds(reduction: Any, message: Message) -> float:
 
 
 def _bytes_sent(adasum: Adasum) -> int:
-    performance = adasum._connection._performance  # type: ignore[union-attr]
-    return performance.transport.bytes_sent  # type: ignore[union-attr]
+    over_ranks = adasum._connection._over_ranks  # type: ignore[union-attr]
+    return over_ranks.transport.bytes_sent  # type: ignore[union-attr]
 
 
 def report(config: Config, results: dict[str, Timed], load_before: float) -> Report:

@@ -20,7 +20,7 @@ from paceline.optim import AdasumOptimizer
 from paceline.reductions import Message
 from paceline.reductions.adasum import Adasum, combine
 from paceline.reductions.adasum.operator import Segments
-from paceline.reductions.adasum.performance import Performance
+from paceline.reductions.adasum.over_ranks import AdasumOverRanks
 from paceline.schedules import Link, Links, Topology, price
 from paceline.schedules.vector_halving import vector_halving
 from paceline.transports.c10d import C10dTransport
@@ -46,7 +46,7 @@ def perform(topology, flats, sizes):
     outputs = [flat.clone() for flat in flats]
 
     def main(transport):
-        norms = Performance(transport, vector_halving(topology), 20.0).run(
+        norms = AdasumOverRanks(transport, vector_halving(topology), 20.0).run(
             outputs[transport.rank], Segments(sizes)
         )
         return norms, transport.bytes_sent
@@ -200,7 +200,7 @@ def check_steps(rank, num_ranks, name, transport):
             assert float((result - expected).abs().double().norm()) <= tolerance, (name, step, index)
         digests.append(digest(mine))
     if num_ranks > 1:
-        assert isinstance(model.reduction._connection._performance.transport, transport)
+        assert isinstance(model.reduction._connection._over_ranks.transport, transport)
     if num_ranks == 1:
         assert math.isnan(model.reduction.orthogonality)  # nothing was combined
         return digests

@@ -22,7 +22,7 @@ from paceline.comm.gradient_group import group_beside
 from paceline.compression import Bf16, Fp16, Int8, OneBit, RandomK, TopK
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.reductions import Compressed, PowerSGD
-from paceline.reductions.choice import COMPRESSIONS
+from paceline.reductions.by_name import COMPRESSIONS
 from ranks import pool
 
 ERRORS = {

@@ -11,7 +11,7 @@ from models import Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError, ReplicaMismatchError
 from paceline.reductions import Mean, Reduction
-from paceline.reductions.choice import BY_NAME
+from paceline.reductions.by_name import BY_NAME
 from ranks import pool
 
 

@@ -1,11 +1,10 @@
-"""How one rank says its gradients SHORTER: casts, quantisation, signs, and choosing some."""
+"""Gradient compressors, local to one rank: casts, quantization, signs, sparsification."""
 
 from paceline.compression.cast import Bf16, Cast, Fp16
-from paceline.compression.compressor import Compressor, Layout, Seeds, widened
+from paceline.compression.compressor import Compressor, Layout, Seeds, accumulation_dtype
 from paceline.compression.int8 import Int8
 from paceline.compression.onebit import OneBit
-from paceline.compression.randomk import RandomK
-from paceline.compression.topk import TopK
+from paceline.compression.sparsification import RandomK, TopK
 
 BY_NAME: dict[str, type[Compressor]] = {
     "fp16": Fp16,
@@ -15,7 +14,7 @@ BY_NAME: dict[str, type[Compressor]] = {
     "topk": TopK,
     "randomk": RandomK,
 }
-"""Every compressor, with its default settings."""
+"""Every compressor, under the name that `compression=` takes."""
 
 __all__ = [
     "BY_NAME",
@@ -29,5 +28,5 @@ __all__ = [
     "RandomK",
     "Seeds",
     "TopK",
-    "widened",
+    "accumulation_dtype",
 ]

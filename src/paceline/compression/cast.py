@@ -1,4 +1,4 @@
-"""Sixteen bits a number: half precision as it is, rounded to nearest."""
+"""Casts to float16 or bfloat16, rounded to nearest."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from paceline.compression.compressor import Compressor, Layout, Seeds
 from paceline.errors import ConfigurationError
 
-CHUNK_ELEMENTS = 1 << 16  # converted and added while it is in the cache
+CHUNK_ELEMENTS = 1 << 16  # converted and added at a time: they fit in the cache
 
 
 class Cast(Compressor):
-    """Every number in a narrower type. Final classes say which.
+    """Every element in a 16-bit dtype, which final classes name.
 
     Cost:
-        Half the bytes of float32. Reads and writes every number once, near the speed of memory.
+        Half the bytes of float32. Reads and writes every element once, near the speed of memory.
     """
 
     additive = True
@@ -49,8 +49,8 @@ class Cast(Compressor):
 class Fp16(Cast):
     """IEEE half precision: 11 significant bits, magnitudes from 6e-8 to 65504.
 
-    Limits first: what is larger becomes infinite, and the step has to be skipped (`Lossy.overflowed`); what is smaller
-    becomes zero. Scale the loss (`torch.amp.GradScaler`), or take `Bf16`.
+    Limits first: larger values become infinite, and the step has to be skipped (`Lossy.overflowed`); smaller ones
+    become zero. Scale the loss (`torch.amp.GradScaler`), or take `Bf16`.
     """
 
     dtype = torch.float16

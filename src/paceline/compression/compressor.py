@@ -1,20 +1,22 @@
-"""The seam of compression: one rank says its gradients shorter, and decodes what such words say.
+"""The interface of a compressor: turns one rank's gradient bucket into a shorter payload, and payloads into gradients.
 
 Rules
-1. A compressor knows one rank only. Who exchanges payloads, and whether they are summed or gathered, is a reduction's
-   business (`reductions/compressed.py`); `additive` says what it may do.
-2. What becomes of a gradient does not depend on its neighbours in the bucket, because buckets are cut anew after the
+1. A compressor is local: it never communicates. `reductions/compressed.py` exchanges payloads; `additive` says whether
+   it may sum them on the wire or has to gather them.
+2. The result for one gradient does not depend on its neighbours in the bucket, because buckets are rebuilt after the
    first step: training that resumes must arrive at the same bits. So scales, choices and random numbers are per
    parameter, or per block of one.
 3. The size of a payload follows from the layout alone, never from the values: it is the same on all ranks.
-4. What is not finite stays not finite after decoding, at one element of the bucket at least. Nothing is hidden.
-5. Random numbers follow from the seeds handed in. No global generator is touched.
+4. If a bucket contains an infinity or NaN, so does its decompressed payload, in at least one element: an overflow is
+   never hidden.
+5. Random numbers follow from the seeds passed in. No global generator is touched.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -25,12 +27,12 @@ from paceline.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Layout:
-    """Whose gradients lie in a bucket, one behind the other.
+    """Which gradients lie in a bucket, one after the other.
 
     Attributes:
-        sizes: Of each gradient, in real elements.
-        positions: How many elements of the model come before each, in registration order: what random choices depend
-            on, so that they do not depend on how buckets are cut.
+        sizes: The real elements of each gradient.
+        positions: How many elements of the model come before each gradient, in registration order. Random choices
+            depend on it, so that they do not depend on how buckets are cut.
         dtype: Of the bucket.
         device: Of the bucket.
     """
@@ -42,7 +44,7 @@ class Layout:
 
     @classmethod
     def of(cls, *tensors: Tensor) -> Layout:
-        """The layout of these gradients alone, as if they were the whole model."""
+        """The layout of a bucket with these real gradients, as if they were the whole model."""
         sizes = tuple(tensor.numel() for tensor in tensors)
         positions = tuple(sum(sizes[:place]) for place in range(len(sizes)))
         return cls(sizes, positions, tensors[0].dtype, tensors[0].device)
@@ -53,48 +55,51 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Of the bucket as it is: what a reduction without compression sends."""
+        """The size of the bucket without compression."""
         return self.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """Where a compressor's random numbers come from in one step.
+    """The seeds of a compressor's random numbers in one step.
 
     Attributes:
         common: The same on all ranks.
-        private: This rank's own.
+        private: Different on every rank.
     """
 
     common: int
     private: int
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """In what gradients of this dtype are summed, and what is left of them is kept: float32 or float64."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of `dtype` are summed and their residuals kept: float64 for itself, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Compressor(ABC):
-    """How one rank says its gradients shorter. Holds settings only; what was left out is kept by the reduction."""
+    """Compresses one rank's gradients. Holds settings only; residuals are kept by the reduction.
+
+    Derive from it and implement `payload_bytes`, `compress` and `add_decoded`.
+    """
 
     additive: ClassVar[bool]
-    """Whether the sum of ranks' payloads, elementwise, is the payload of their sum: it may be reduced on the wire."""
+    """Whether the elementwise sum of the ranks' payloads is the payload of their sum, so that it can be all-reduced."""
     needs_feedback: bool = False
-    """Whether training needs what was left out to be sent later (error feedback)."""
+    """Whether training needs error feedback: what a payload lacks is added to the next step's gradient."""
     is_sparse: ClassVar[bool] = False
-    """Whether it sends some elements as they are and leaves out the others."""
+    """Whether it sends some elements unchanged and leaves out the others."""
 
     def __repr__(self) -> str:
-        """Its kind and settings: equal on all ranks."""
+        """Class and settings: equal on all ranks, which compare it."""
         return type(self).__name__
 
     def check(self, name: str, dtype: torch.dtype) -> None:
-        """Refuse a parameter whose gradients cannot be said so. Local.
+        """Refuse a parameter whose gradients cannot be compressed. Local.
 
         Args:
             name: Of the parameter, for the message.
-            dtype: Of its gradient's buffer: real.
+            dtype: Of its gradient's buffer, which is real.
 
         Raises:
             ConfigurationError: Names the parameter and says what to do.
@@ -108,20 +113,20 @@ class Compressor(ABC):
 
     @abstractmethod
     def payload_bytes(self, layout: Layout) -> int:
-        """How many bytes `compress` returns for such a bucket. Local."""
+        """The size of the payload that `compress` returns for a bucket of this layout. Local."""
 
     @abstractmethod
     def compress(self, flat: Tensor, layout: Layout, seeds: Seeds) -> Tensor:
-        """Say `flat` shorter.
+        """Compress a bucket.
 
         Args:
             flat: Contiguous, shape (N,), of the layout's dtype or wider; unchanged.
-            layout: What lies in it.
-            seeds: For what is random.
+            layout: Which gradients lie in it.
+            seeds: Of this step's random numbers.
 
         Returns:
-            A tensor of its own, shape (n,), with `payload_bytes(layout)` bytes. If the compressor is additive, of a
-            dtype whose sums mean the sum; else of bytes (uint8).
+            The payload: a new tensor, shape (n,), of `payload_bytes(layout)` bytes. Its dtype is numeric if the
+            compressor is additive, so that it can be summed; else uint8.
 
         Contract:
             Local. The same arguments give the same bits.
@@ -131,21 +136,86 @@ class Compressor(ABC):
     def add_decoded(
         self, target: Tensor, payload: Tensor, layout: Layout, common: int, sign: int = 1
     ) -> None:
-        """Add what a payload says, or subtract it.
+        """Decompress a payload and add it to `target`, or subtract it.
 
         Args:
-            target: Shape (N,), of dtype `widened(layout.dtype)`; mutated.
-            payload: As `compress` returned it on any rank, or the sum of several if the compressor is additive.
+            target: Shape (N,), of dtype `accumulation_dtype(layout.dtype)`; mutated.
+            payload: From `compress` on any rank; or, if the compressor is additive, the sum of several.
             layout: As for `compress`.
             common: `Seeds.common` of the step.
-            sign: 1 or -1.
+            sign: 1 to add, -1 to subtract.
 
         Contract:
             Local. The same arguments give the same bits.
         """
 
     def decompress(self, payload: Tensor, layout: Layout, common: int) -> Tensor:
-        """What a payload says, shape (N,), of dtype `widened(layout.dtype)`. Local."""
-        decoded = torch.zeros(layout.num_elements, dtype=widened(layout.dtype), device=payload.device)
+        """The decompressed payload: new, shape (N,), of dtype `accumulation_dtype(layout.dtype)`. Local."""
+        dtype = accumulation_dtype(layout.dtype)
+        decoded = torch.zeros(layout.num_elements, dtype=dtype, device=payload.device)
         self.add_decoded(decoded, payload, layout, common)
         return decoded
+
+
+class Blocks:
+    """A bucket as a matrix: every gradient cut into rows of `length` elements, its last row padded with zeros.
+
+    For compressors with a scale for each row, which then depends on one gradient only (rule 2).
+
+    Args:
+        layout: Of the bucket.
+        length: Elements of a row.
+    """
+
+    def __init__(self, layout: Layout, length: int) -> None:
+        self.length = length
+        self.sizes = layout.sizes
+        self.rows_of = tuple(-(-size // length) for size in layout.sizes)
+        self.num_rows = sum(self.rows_of)
+        starts = [position // length for position in layout.positions]
+        numbers = [
+            torch.arange(start, start + rows) for start, rows in zip(starts, self.rows_of, strict=True)
+        ]
+        self.numbers = torch.cat(numbers).to(layout.device) if numbers else torch.empty(0, dtype=torch.int64)
+        """Each row's number in the model, shape (rows,); independent of how buckets are cut."""
+        counts = [
+            min(size - row * length, length)
+            for size, n in zip(self.sizes, self.rows_of, strict=True)
+            for row in range(n)
+        ]
+        self.counts = torch.tensor(counts, dtype=torch.float32, device=layout.device)
+        """How many elements of each row are not padding, shape (rows,)."""
+        self._is_unpadded = all(size % length == 0 for size in layout.sizes)
+
+    def rows(self, flat: Tensor) -> Tensor:
+        """The rows of `flat`, shape (rows, length): a view if nothing is padded, else a copy."""
+        if self._is_unpadded:
+            return flat.view(self.num_rows, self.length)
+        padded = flat.new_zeros(self.num_rows * self.length)
+        if flat.numel():
+            torch._foreach_copy_(self._without_padding(padded), self._pieces(flat))
+        return padded.view(self.num_rows, self.length)
+
+    def room(self, flat: Tensor) -> Tensor:
+        """Uninitialized rows for the elements of `flat`, to be filled and passed to `write`; a view if possible."""
+        if self._is_unpadded:
+            return flat.view(self.num_rows, self.length)
+        return flat.new_empty(self.num_rows, self.length)
+
+    def write(self, flat: Tensor, rows: Tensor) -> None:
+        """Copy `rows`, which `rows` or `room` returned for `flat`, back into it without the padding."""
+        if not self._is_unpadded and flat.numel():
+            torch._foreach_copy_(self._pieces(flat), self._without_padding(rows.view(-1)))
+
+    def _pieces(self, flat: Tensor) -> list[Tensor]:
+        return list(flat.split(list(self.sizes)))
+
+    def _without_padding(self, padded: Tensor) -> list[Tensor]:
+        lengths = [num_rows * self.length for num_rows in self.rows_of]
+        return [piece[:size] for piece, size in zip(padded.split(lengths), self.sizes, strict=True)]
+
+
+@lru_cache(maxsize=1024)
+def blocks_of(layout: Layout, length: int) -> Blocks:
+    """The blocks of a layout, cached: buckets are the same in every step."""
+    return Blocks(layout, length)

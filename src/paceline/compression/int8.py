@@ -1,31 +1,33 @@
-"""Eight bits a number: a whole multiple of a scale that a block of 256 numbers shares."""
+"""8-bit quantization with one scale for every 256 elements, and stochastic rounding by a table of random thresholds."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from paceline.compression.blocks import Blocks, blocks_of
-from paceline.compression.compressor import Compressor, Layout, Seeds
-from paceline.compression.dither import dither_of
+from paceline.compression.compressor import Blocks, Compressor, Layout, Seeds, blocks_of
 
-BLOCK = 256
+BLOCK = 256  # elements that share a scale
 LEVELS = 127
-CHUNK_ROWS = 512  # worked on while they are in the cache
+CHUNK_ROWS = 512  # processed at a time: they fit in the cache
+DITHER_ROWS = 256
+_DITHER_SEED = 20260  # the table is a constant; random is only how it is shifted
 
 
 class Int8(Compressor):
-    """Multiples of a scale, -127 to 127, for each block of 256 numbers of one parameter.
+    """Integers from -127 to 127, times a scale for each block of 256 elements of one parameter.
 
     Limits first: a block's error is up to 1/127 of its largest magnitude (half of that unless stochastic); magnitudes
     below 1e-36 are lost.
 
     Args:
         stochastic: Round up or down at random, so that the expectation is exact: no error feedback is needed. False:
-            to nearest, for use with error feedback; then what is sent and what is left over are exactly what there was.
+            to nearest, for use with error feedback; then payload plus residual is exactly the gradient.
 
     Cost:
-        1 byte a number and 2 a block: 0.252 of float32. Gathered, so P ranks send P-1 times that.
+        1 byte an element and 2 a block: 0.252 of float32. Gathered, so each of P ranks sends P-1 times that.
 
     Source:
         Alistarh et al., "QSGD", NeurIPS 2017, section 3, with the largest magnitude as the norm, and a scale for each
@@ -84,9 +86,48 @@ def _parts(payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
 
 
 def _scale_of(x: Tensor) -> Tensor:
-    """What one level stands for in each row, in bfloat16, so large that no magnitude exceeds 127 levels.
+    """The value of one level in each row, shape (rows,), bfloat16; so large that no magnitude exceeds 127 levels.
 
-    Eight significant bits, so that levels times scale is exact, and with rounding to nearest so is what is left over.
+    It has eight significant bits, so level times scale is exact, and with rounding to nearest so is the residual.
     Not finite where the row is not.
     """
     return (x.abs().amax(dim=1) * ((1 + 2**-8) / LEVELS)).bfloat16()
+
+
+@lru_cache(maxsize=8)
+def _thresholds(length: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(_DITHER_SEED)
+    order = torch.rand(DITHER_ROWS, length, generator=generator).argsort(dim=0)
+    return (order.float() / DITHER_ROWS).to(device)
+
+
+@lru_cache(maxsize=8)
+def dither_of(seed: int, length: int, device: torch.device) -> Dither:
+    """The thresholds of one rank in one step, cached: all buckets of the step use them."""
+    return Dither(seed, length, device)
+
+
+class Dither:
+    """Random thresholds for stochastic rounding, of one rank in one step, from a table.
+
+    A hundred times faster than one draw for each element. The element in column c of a row is rounded up if its
+    fraction exceeds one minus the table's entry at (that row, c); the step and the rank draw by how much rows are
+    shifted. Every column of the table holds each of (0, 1, ...)/DITHER_ROWS once, in random order, and a jitter smaller
+    than 1/DITHER_ROWS is drawn once a step. So over draws each threshold is uniform in [0, 1), and rounding is
+    unbiased. Elements of a column that are a multiple of DITHER_ROWS rows apart share a threshold in a step.
+
+    Args:
+        seed: From which the shift and the jitter are drawn.
+        length: Elements of a row.
+        device: Of the thresholds.
+    """
+
+    def __init__(self, seed: int, length: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._shift = int(torch.randint(DITHER_ROWS, (), generator=generator))
+        jitter = float(torch.rand((), generator=generator, dtype=torch.float64)) / DITHER_ROWS
+        self._table = _thresholds(length, device) + min(jitter, (1 - 2**-12) / DITHER_ROWS)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Thresholds in [0, 1), shape (n, length), for the model's rows of these numbers, shape (n,)."""
+        return self._table.index_select(0, (numbers + self._shift) % DITHER_ROWS)

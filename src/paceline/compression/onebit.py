@@ -1,4 +1,4 @@
-"""One bit a number: its sign; and what it stands for, the mean magnitude of a block of 512 numbers."""
+"""1-bit quantization: the sign of every element, and the mean magnitude of every 512."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from paceline.compression.blocks import Blocks, blocks_of
-from paceline.compression.compressor import Compressor, Layout, Seeds
+from paceline.compression.compressor import Blocks, Compressor, Layout, Seeds, blocks_of
 
-BLOCK = 512
-CHUNK_ROWS = 256  # worked on while they are in the cache
+BLOCK = 512  # elements that share a magnitude
+CHUNK_ROWS = 256  # processed at a time: they fit in the cache
 
-# Eight bytes of 0 or 1, read as one number, times the second have the eight bits in the highest byte, the first lowest.
+# Eight bytes of 0 or 1, read as one int64, times _GATHER_BITS: their bits are in the highest byte, the first lowest.
 _LOWEST_BITS = 0x0101010101010101
 _GATHER_BITS = 0x0102040810204080
 
 
 class OneBit(Compressor):
-    """Signs, times the mean magnitude of 512 numbers of one parameter.
+    """Signs, times the mean magnitude of 512 elements of one parameter.
 
     Limits first: useless without error feedback, and where gradients are mostly zero (a sign has no third value).
 
     Cost:
-        1.03 bits a number: 0.032 of float32. Gathered, so P ranks send P-1 times that.
+        1.03 bits an element: 0.032 of float32. Gathered, so each of P ranks sends P-1 times that.
 
     Source:
         Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014: signs and error feedback. One magnitude for
@@ -46,9 +45,8 @@ class OneBit(Compressor):
             chunk = slice(start, start + CHUNK_ROWS)
             x = rows[chunk].float()
             scales[chunk] = x.abs().sum(dim=1) / blocks.counts[chunk]
-            is_negative = (
-                (x.view(torch.int32) >> 31).to(torch.int8).view(torch.int64)
-            )  # 0 or -1: all bits set
+            # 0 or -1 (all bits set) a byte
+            is_negative = (x.view(torch.int32) >> 31).to(torch.int8).view(torch.int64)
             bits[chunk] = is_negative.bitwise_and_(_LOWEST_BITS).mul_(_GATHER_BITS).bitwise_right_shift_(56)
         packed.write(flat_bits, bits)
         return payload
@@ -69,19 +67,19 @@ class OneBit(Compressor):
 
 @lru_cache(maxsize=8)
 def _signs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The eight signs that each byte stands for, 1 or -1, shape (256, 8)."""
+    """The eight signs that each byte encodes, 1 or -1, shape (256, 8)."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return (1 - 2 * bits).to(device=device, dtype=dtype)
 
 
 def _blocks(layout: Layout) -> tuple[Blocks, Blocks]:
-    """Of the numbers, and of the bytes that hold eight bits each; both have equally many rows."""
+    """Of the elements, and of the bytes that hold eight signs each; both have equally many rows."""
     num_bytes = tuple(-(-size // 8) for size in layout.sizes)
     bytes_layout = Layout(num_bytes, layout.positions, torch.uint8, layout.device)
     return blocks_of(layout, BLOCK), blocks_of(bytes_layout, BLOCK // 8)
 
 
 def _parts(payload: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """A payload's magnitudes, shape (rows,), and bits, eight a byte."""
+    """A payload's magnitudes, shape (rows,), and its signs, eight a byte, shape (bytes,)."""
     cut = 2 * blocks.num_rows
     return payload[:cut].view(torch.bfloat16), payload[cut:]

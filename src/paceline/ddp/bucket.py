@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from paceline.reductions.reduction import real_numel
+
 LARGE_GRADIENT_BYTES = 32 * 1024
 
 
@@ -33,11 +35,6 @@ def dense_strides(parameter: Tensor) -> tuple[int, ...]:
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
     """What a buffer for gradients of this dtype is made of."""
     return dtype.to_real() if dtype.is_complex else dtype
-
-
-def real_numel(parameter: Tensor) -> int:
-    """Elements that the gradient occupies in a real buffer; a complex number takes two."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def is_large(parameter: Tensor) -> bool:

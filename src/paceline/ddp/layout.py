@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.ddp.bucket import Bucket, is_large, real_dtype, real_numel
+from paceline.ddp.bucket import Bucket, is_large, real_dtype
 from paceline.ddp.control import ControlWords
 from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
 from paceline.ddp.sparse_bucket import SparseBucket
+from paceline.reductions.reduction import real_numel
 
 Key = tuple[torch.dtype, torch.device]
 AnyBucket = Bucket | SparseBucket

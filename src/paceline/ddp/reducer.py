@@ -46,7 +46,7 @@ from paceline.ddp.remarks import Remarks
 from paceline.errors import PeerAbortedError, ProtocolError
 from paceline.observe import StepTiming, StepTimings
 from paceline.reductions import Mean, Reduction
-from paceline.reductions.sparse import launch_sparse_sum
+from paceline.reductions.reduction import launch_sparse_sum
 
 
 @dataclass(frozen=True)

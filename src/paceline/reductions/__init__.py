@@ -1,6 +1,6 @@
-"""What combining the ranks' gradients means: the mean, Adasum, or whatever a communication hook does.
+"""How the ranks' gradients are combined: the mean, plain or compressed, Adasum, or a communication hook.
 
-What few use is imported when it is first asked for (PEP 562): wrapping a model costs little on top of torch.
+Most classes are imported on first access (PEP 562), so that wrapping a model costs little on top of importing torch.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paceline.reductions.choice import choose_reduction
+from paceline.reductions.by_name import choose_reduction
 from paceline.reductions.hook import GradBucket, HookReduction
-from paceline.reductions.mean import Mean
-from paceline.reductions.narrow_mean import NarrowMean
+from paceline.reductions.mean import Mean, NarrowMean
 from paceline.reductions.reduction import Message, Reduction
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ _HOME_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public name `name` from its home on first use."""
+    """Import `name` from its module on first access."""
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -1,4 +1,4 @@
-"""The mean over ranks of gradients that each rank says shorter, by a `Compressor`."""
+"""The mean over ranks of gradients that each rank compresses by a `Compressor`; with error feedback if it is needed."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import launch_gather
 from paceline.comm.traffic import gathered
-from paceline.compression import Compressor, Layout, Seeds, widened
+from paceline.compression import Compressor, Layout, Seeds, accumulation_dtype
 from paceline.errors import ConfigurationError
-from paceline.reductions.exchange import launch_mean, sent_for_mean
-from paceline.reductions.lossy import Lossy
-from paceline.reductions.memory import Memory
+from paceline.reductions.error_feedback import RESIDUAL, VELOCITY, Memory
+from paceline.reductions.lossy import Finish, Lossy
+from paceline.reductions.ordered_mean import launch_mean, sent_for_mean
 from paceline.reductions.reduction import Message
-
-RESIDUAL = "residual"
-VELOCITY = "velocity"
 
 
 class Compressed(Lossy):
-    """Every rank compresses its gradients; payloads are reduced on the wire if they can be added, else gathered.
+    """The mean of compressed gradients: payloads are all-reduced if the compressor is additive, else all-gathered.
 
     Args:
-        compressor: How one rank says its gradients shorter.
-        error_feedback: Add what was left out to the next step's gradients; None: if the compressor needs it.
-        momentum: Keep the velocity here, before compression, instead of in the optimizer, which then takes 0: an
-            element that waits for its turn is accelerated meanwhile (momentum correction), and one that was sent starts
-            from rest (momentum factor masking). For sparse compressors with error feedback.
-        seed: Of what is random; the same on every rank.
+        compressor: Compresses one rank's gradients.
+        error_feedback: Add the residual, which is the gradient minus its payload, to the next step's gradient; None: if
+            the compressor needs it.
+        momentum: Apply momentum here, before compression, instead of in the optimizer, whose momentum must then be 0:
+            the velocity of an element that is not sent accumulates (momentum correction), that of one that was sent is
+            set to 0 (momentum factor masking). For sparse compressors with error feedback.
+        seed: Of random numbers; the same on every rank.
 
     Cost:
         On P ranks each sends 2 (P-1)/P of its payload if the compressor is additive, else P-1 times its payload, and
-        decodes P payloads. So a payload that is gathered has to be shorter than 2/P of the gradients to save anything:
-        int8 does so up to 7 ranks, onebit up to 63. Error feedback keeps two numbers an element, momentum two more.
+        decompresses P payloads. So a payload that is gathered has to be shorter than 2/P of the gradients to save
+        anything: int8 does so up to 7 ranks, onebit up to 63. Error feedback keeps two numbers an element, momentum two
+        more.
 
     Source:
         Error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019, Algorithm 2. Momentum correction
@@ -77,21 +76,21 @@ class Compressed(Lossy):
         settings = f"error_feedback={RESIDUAL in self._memories}, momentum={self.momentum}, seed={self.seed}"
         return f"Compressed({self.compressor!r}, {settings})"
 
-    def _check(self, name: str, dtype: torch.dtype) -> None:
+    def _check_dtype(self, name: str, dtype: torch.dtype) -> None:
         self.compressor.check(name, dtype)
 
-    def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Callable[[], None]:
+    def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Finish:
         group, seeds = message.process_group, self._seeds()
         pending = self._pending(message.body, names, layout)
         payload = self.compressor.compress(pending, layout, seeds)
         if self.compressor.additive:
             mean = launch_mean(payload.clone() if self._memories else payload, group)
             self._count(layout, sent_for_mean(payload.nbytes, group.size()))
-            self._keep_rest(payload, names, layout, seeds)
+            self._keep_residual(payload, names, layout, seeds)
             return lambda: self._write(message.body, [mean()], group.size(), layout, seeds)
         rows = self._launch_gather(payload, group)
         self._count(layout, gathered(payload.nbytes, group.size()))
-        self._keep_rest(payload, names, layout, seeds)
+        self._keep_residual(payload, names, layout, seeds)
         return lambda: self._write(message.body, rows(), 1, layout, seeds)
 
     def _seeds(self) -> Seeds:
@@ -101,7 +100,7 @@ class Compressed(Lossy):
         )
 
     def _pending(self, body: Tensor, names: tuple[str, ...], layout: Layout) -> Tensor:
-        """What there is to send: the gradients, made velocities if asked for, and what was left of earlier ones."""
+        """What is compressed: the gradient, or with momentum the velocity, plus the residual of earlier steps."""
         if not self._memories:
             return body
         slot = self._memories[RESIDUAL].slot(names, layout)
@@ -113,8 +112,8 @@ class Compressed(Lossy):
             pending.copy_(velocity.proposed)
         return pending.add_(slot.kept)
 
-    def _keep_rest(self, payload: Tensor, names: tuple[str, ...], layout: Layout, seeds: Seeds) -> None:
-        """Take what was sent out of what is kept."""
+    def _keep_residual(self, payload: Tensor, names: tuple[str, ...], layout: Layout, seeds: Seeds) -> None:
+        """Make what was not sent the new residual; with momentum, zero the velocities of what was sent."""
         if not self._memories:
             return
         pending = self._memories[RESIDUAL].slot(names, layout).proposed
@@ -138,17 +137,17 @@ class Compressed(Lossy):
     def _write(
         self, body: Tensor, payloads: list[Tensor], num_ranks_each: int, layout: Layout, seeds: Seeds
     ) -> None:
-        """Replace `body` by the mean of what the payloads say, folded in their order.
+        """Decompress payloads and replace `body` by their mean, summed in their order.
 
         Args:
-            body: The bucket's gradients.
-            payloads: One, the mean of all ranks' payloads; or all ranks'.
-            num_ranks_each: For how many ranks one payload speaks.
+            body: The bucket's gradients; overwritten.
+            payloads: All ranks' payloads, or one, their mean.
+            num_ranks_each: 1 for all ranks' payloads; the number of ranks for their mean.
             layout: Of the bucket.
             seeds: Of this step.
         """
-        is_wide = body.dtype == widened(layout.dtype)
-        total = body.zero_() if is_wide else torch.zeros_like(body, dtype=widened(layout.dtype))
+        is_wide = body.dtype == accumulation_dtype(layout.dtype)
+        total = body.zero_() if is_wide else torch.zeros_like(body, dtype=accumulation_dtype(layout.dtype))
         for payload in payloads:
             self.compressor.add_decoded(total, payload, layout, seeds.common)
         if num_ranks_each != self._num_averaged:
@@ -158,6 +157,6 @@ class Compressed(Lossy):
 
 
 def _hash(*parts: int) -> int:
-    """A seed that depends on all parts, and on nothing else."""
+    """A seed of 56 bits that depends on all parts, and on nothing else."""
     digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:7], "big")

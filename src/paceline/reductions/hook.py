@@ -1,4 +1,4 @@
-"""A communication hook in torch's sense, as a reduction: `hook(state, bucket) -> Future[Tensor]`."""
+"""Runs a torch communication hook, `hook(state, bucket) -> Future[Tensor]`, as a reduction."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
 class GradBucket:
-    """What a hook is given: the methods of `torch.distributed.GradBucket`, which Python cannot construct."""
+    """The bucket that a hook gets: the methods of `torch.distributed.GradBucket`, which Python cannot create."""
 
     def __init__(self, message: Message) -> None:
         self._message = message
         self._buffer = message.body
 
     def index(self) -> int:
-        """Place of the bucket in the launch order."""
+        """The index of the bucket in launch order."""
         return self._message.index
 
     def buffer(self) -> Tensor:
-        """This rank's gradients, flat, not yet divided by the number of ranks."""
+        """This rank's gradients, shape (N,), not yet divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -36,7 +36,7 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, one a parameter; of the one set last."""
+        """Views of the buffer, one for each parameter; of the one that was set last."""
         ours = self._message.gradients
         if (
             self._buffer.dtype == self._message.flat.dtype
@@ -59,11 +59,11 @@ class HookReduction(Reduction):
     """Calls a user's hook on each bucket.
 
     Args:
-        state: Whatever the hook keeps; handed to it first.
+        state: Passed to the hook as its first argument.
         hook: Returns a future whose value has the shape of `bucket.buffer()`. It divides by the number of ranks itself.
-        overlaps: Whether a hook may be called while the future of the one before is not done. A hook that starts
-            further collectives in callbacks must not: on Gloo callbacks run on the backend's threads, so ranks would
-            start their collectives in different orders.
+        overlaps: Whether the hook may be called while the future of the previous bucket is not done. False for hooks
+            that launch further collectives in callbacks: on Gloo callbacks run on the backend's threads, so ranks
+            would launch their collectives in different orders.
     """
 
     is_ours = False

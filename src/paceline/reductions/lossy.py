@@ -1,15 +1,22 @@
-"""What reductions that lose something have in common: memory by parameter, overflow, bytes, a checkpoint.
+"""The common part of reductions that compress: two threads beside backward, overflow, bytes sent, checkpoints.
 
 Rules
-1. A bucket is handled by a `Pipeline`, aside from backward, in the same order on every rank.
-2. What one step leaves for the next is valid only if the step counts: `end_step` is told of it, and all ranks see the
-   same reduced gradients, so they agree on whether these were finite without asking each other.
+1. Buckets are compressed and sent one after the other on one thread. So a reduction may launch a collective when
+   another one is done, in the same order on every rank, and backward waits for neither.
+2. They are decompressed on a second thread, in the same order, so that the network need not wait for that.
+3. At most two buckets are sent and not yet decompressed: the payloads of all ranks take memory until then.
+4. State for the next step (residuals, factors) takes effect in `end_step` only, so not if the step failed; and not if
+   its gradients were not finite, on which ranks agree without asking, because the reduced gradients are the same.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,26 +24,29 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.pending import Pending
+from paceline.comm.lane import Lane, LaneWork
+from paceline.comm.pending import Pending, PendingWork
 from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.reductions.memory import Memory
-from paceline.reductions.pipeline import Pipeline
-from paceline.reductions.reduction import Message, Reduction
-from paceline.reductions.sparse import launch_sparse_sum
+from paceline.reductions.error_feedback import Memory
+from paceline.reductions.reduction import Message, Reduction, launch_sparse_sum, real_numel
+
+MOST_UNDER_WAY = 2  # buckets that were sent and not yet decompressed
+
+Finish = Callable[[], None]
 
 
 class Lossy(Reduction):
-    """A reduction that sends less than there is. Final classes implement `_start`.
+    """A reduction that compresses. Final classes implement `_start`.
 
     Attributes:
-        loss_scale: What the loss is multiplied by, asked before each step. Give it your `GradScaler.get_scale`: what is
-            kept from step to step is then rescaled when the scale changes. Not part of the settings that ranks compare.
-        last_step: Bytes of the last step.
-        overflowed: Whether the last step's gradients contain an infinity or a NaN. The same on every rank. Such a
-            step must be skipped, as `GradScaler.step` does; nothing of it is kept.
+        loss_scale: Returns the factor of the loss; called before each step. Set it to your `GradScaler.get_scale`:
+            residuals are then rescaled when it changes. Not part of the settings that ranks compare.
+        last_step: The bytes that this rank sent in the last step.
+        overflowed: Whether the last step's reduced gradients contain an infinity or a NaN. The same on every rank. Such
+            a step must be skipped, as `GradScaler.step` does; its residuals are dropped.
     """
 
     def __init__(self) -> None:
@@ -51,17 +61,18 @@ class Lossy(Reduction):
         self._names: dict[int, str] = {}  # by the parameter's id
         self._positions: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
-        self._place = (0, 1)  # rank and number of ranks
+        self._place = (0, 1)  # this rank's number, and the number of ranks
         self._pipeline: Pipeline | None = None
         self._traffic = Traffic()  # of the step under way
-        self._signs: list[Tensor] = []  # of the step under way: 0-dim, a bucket each; NaN if it is not finite
+        # Of the step under way: one scalar for each bucket, 0, or NaN if its result is not finite.
+        self._finite_checks: list[Tensor] = []
 
     # ---- before training
 
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
-        sizes = {name: _real_numel(parameter) for name, parameter in named_parameters.items()}
+        sizes = {name: real_numel(parameter) for name, parameter in named_parameters.items()}
         for name, parameter in named_parameters.items():
-            self._check(name, parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype)
+            self._check_dtype(name, parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype)
         ids = {id(parameter) for parameter in named_parameters.values()}
         if self._names and not self._names.keys() & ids:
             raise ConfigurationError(
@@ -76,8 +87,8 @@ class Lossy(Reduction):
         if self._pipeline is None:
             self._pipeline = Pipeline(f"paceline {type(self).__name__}")
 
-    def _check(self, name: str, dtype: torch.dtype) -> None:
-        """Refuse a parameter whose gradient, of this dtype, cannot be reduced so."""
+    def _check_dtype(self, name: str, dtype: torch.dtype) -> None:
+        """Raise ConfigurationError if a gradient of this dtype cannot be compressed."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pipeline": None, "_names": {}}
@@ -85,7 +96,7 @@ class Lossy(Reduction):
     # ---- a step
 
     def begin_step(self) -> None:
-        self._traffic, self._signs = Traffic(), []
+        self._traffic, self._finite_checks = Traffic(), []
         scale = float(self.loss_scale())
         for memory in self._memories.values():
             memory.begin()
@@ -95,21 +106,21 @@ class Lossy(Reduction):
 
     def input_scale(self, num_ranks: int) -> float:
         self._num_averaged = num_ranks
-        return 1.0  # 16 bits lose less before the division than after it
+        return 1.0  # divided after the sum: gradients of 16 bits lose less before the division than after it
 
     def launch(self, message: Message) -> Pending:
         assert self._pipeline is not None, "prepared before the first step"
         names = tuple(self._names[id(parameter)] for parameter in message.parameters)
         layout = self._layout(message, names)
 
-        def start() -> Callable[[], None]:
+        def start() -> Finish:
             finish = self._start(message, names, layout)
 
-            def finish_and_look() -> None:
+            def finish_and_check() -> None:
                 finish()
-                self._look_for_overflow(message.body)
+                self._check_finite(message.body)
 
-            return finish_and_look
+            return finish_and_check
 
         what = f"bucket {message.index}, {type(self).__name__}"
         return self._pipeline.launch(start, message.flat, what)
@@ -117,26 +128,25 @@ class Lossy(Reduction):
     def launch_sparse(
         self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
     ) -> Pending:
-        """As it is, uncompressed; in the pipeline, so that no two ranks mix its messages with a bucket's."""
+        """Start summing a sparse gradient, uncompressed; on the same thread as buckets, hence in the same order."""
         assert self._pipeline is not None, "prepared before the first step"
 
-        def look_and_keep(reduced: Tensor) -> None:
-            self._look_for_overflow(reduced._values())
+        def check_and_keep(reduced: Tensor) -> None:
+            self._check_finite(reduced._values())
             keep(reduced)
 
-        def start() -> Callable[[], None]:
-            launch_sparse_sum(
-                gradient, process_group, look_and_keep
-            ).wait()  # on Gloo it is several collectives
+        def start() -> Finish:
+            pending = launch_sparse_sum(gradient, process_group, check_and_keep)
+            pending.wait()  # before the next bucket is sent: on Gloo it is several collectives
             return lambda: None
 
         return self._pipeline.launch(start, gradient, "a sparse gradient")
 
-    def _look_for_overflow(self, reduced: Tensor) -> None:
-        """Without waiting for a device."""
+    def _check_finite(self, reduced: Tensor) -> None:
+        """Compute whether there is an infinity or NaN; read in `end_step`, so that nothing waits for a device here."""
         if reduced.numel():
             low, high = torch.aminmax(reduced)
-            self._signs.append((low - low) + (high - high))
+            self._finite_checks.append((low - low) + (high - high))
 
     def _layout(self, message: Message, names: tuple[str, ...]) -> Layout:
         return Layout(
@@ -147,14 +157,20 @@ class Lossy(Reduction):
         )
 
     @abstractmethod
-    def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Callable[[], None]:
-        """Start replacing `message.body` by what is reduced.
+    def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Finish:
+        """Compress `message.body` and launch its exchange.
+
+        Args:
+            message: The bucket.
+            names: Of its parameters.
+            layout: Of the bucket.
 
         Returns:
-            What is left to do: waits for the exchange and writes `message.body`; starts no collective.
+            A function that waits for the exchange and writes the result into `message.body`; it launches no collective.
 
         Contract:
-            Collective; may block. Both run in the pipeline.
+            Collective: every rank, same order.  Blocks: perhaps.  Runs on the pipeline's first thread, and the returned
+            function on its second.
         """
 
     def _count(self, layout: Layout, sent_bytes: int) -> None:
@@ -163,10 +179,10 @@ class Lossy(Reduction):
 
     def withdraw(self, parameters: Sequence[Parameter]) -> None:
         for memory in self._memories.values():
-            memory.withdraw(self._names[id(parameter)] for parameter in parameters)
+            memory.restore(self._names[id(parameter)] for parameter in parameters)
 
     def end_step(self, timing: StepTiming) -> None:
-        self.overflowed = any(bool(sign.isnan()) for sign in self._signs)
+        self.overflowed = any(bool(check.isnan()) for check in self._finite_checks)
         if not self.overflowed:
             for memory in self._memories.values():
                 memory.commit()
@@ -178,18 +194,18 @@ class Lossy(Reduction):
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank for gradients, since it was made; the few words that ranks exchange besides are not counted."""
+        """Bytes that this rank has sent for gradients so far; control words of `ddp` are not counted."""
         return self._total.sent_bytes
 
     @property
     def bytes_saved(self) -> int:
-        """Against an all-reduce of the same gradients."""
+        """Bytes saved so far against a bandwidth-optimal all-reduce of the same gradients; may be negative."""
         return self._total.saved_bytes
 
     # ---- checkpoints
 
     def reset(self) -> None:
-        """Forget what was kept from step to step. Local; all ranks must do it before the same step."""
+        """Drop residuals and velocities. Local; all ranks must do it before the same step."""
         for memory in self._memories.values():
             memory.load({})
         self._num_steps = 0
@@ -207,18 +223,18 @@ class Lossy(Reduction):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what `state_dict` returned on this rank.
+        """Restore what `state_dict` returned on this rank.
 
         Args:
-            state: On the CPU or the parameters' device.
-            strict: False: of another rank's state, or one of another number of ranks, take what all ranks share, and
-                start with nothing left over from earlier gradients.
+            state: On the CPU or the parameters' device; copied.
+            strict: False: accept the state of another rank, or of another number of ranks. What all ranks share is
+                restored from it, and residuals start at zero.
 
         Contract:
             Local; all ranks must do it between the same steps.
 
         Raises:
-            ConfigurationError: It is the state of another kind of reduction, rank or model; nothing was changed.
+            ConfigurationError: It is the state of another reduction, rank or model; nothing was changed.
         """
         is_own = self._check_state(state, strict)
         self._load_shared(state)
@@ -228,10 +244,10 @@ class Lossy(Reduction):
         self._num_steps = state["num_steps"]
 
     def _load_shared(self, state: Mapping[str, Any]) -> None:
-        """Take what is the same on all ranks."""
+        """Restore what is the same on all ranks."""
 
     def _check_state(self, state: Mapping[str, Any], strict: bool) -> bool:
-        """Whether it is this rank's own."""
+        """Whether it was saved by this rank of as many ranks. Raises as `load_state_dict` does."""
         rank, num_ranks = self._place
         advice = (
             "Nothing was loaded. Training may go on without: what compression had left out of earlier gradients is "
@@ -261,5 +277,47 @@ def _one() -> float:
     return 1.0
 
 
-def _real_numel(parameter: Tensor) -> int:
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
+class Pipeline:
+    """Two threads for the buckets of one reduction: the first compresses and sends, the second decompresses.
+
+    Args:
+        name: Of the threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._sending, self._decoding = Lane(f"{name} sends"), Lane(f"{name} decodes")
+        for lane in (self._sending, self._decoding):
+            weakref.finalize(self, lane.close, 0.0)
+        self._under_way: deque[LaneWork] = deque()  # not yet decompressed
+
+    def launch(self, start: Callable[[], Finish], tensor: Tensor, what: str) -> PendingWork:
+        """Run `start` on the first thread, and then the function it returns on the second. Does not block.
+
+        Args:
+            start: May block and launch collectives; the function it returns may block, but launches none.
+            tensor: What is reduced: its device's current stream is used.
+            what: A label for the profiler and errors.
+        """
+        finish: list[Finish] = []
+
+        def decode() -> None:
+            finish.pop()()
+
+        def send() -> None:
+            try:
+                if len(self._under_way) >= MOST_UNDER_WAY:
+                    with suppress(Exception):  # raised for whoever waits for that bucket
+                        self._under_way.popleft().wait()
+                finish.append(start())
+            except BaseException as error:  # noqa: BLE001  whatever it is, it is raised for the waiter
+                finish.append(functools.partial(_raise, error))
+            self._under_way.append(decoded)
+            self._decoding.launch(decoded, at_once=False)
+
+        decoded = LaneWork(decode, [tensor], what)
+        self._sending.launch(LaneWork(send, [tensor], what), at_once=False)
+        return PendingWork(decoded)
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -1,6 +1,11 @@
-"""The mean over ranks: every rank scales its gradients by 1/P, then the buckets are summed."""
+"""The mean over ranks: gradients are scaled by 1/P, then buckets are all-reduced, in their dtype or a narrower one."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
 
 from paceline.comm.collectives import launch_sum
 from paceline.comm.pending import Done, Pending
@@ -11,7 +16,7 @@ class Mean(Reduction):
     """The arithmetic mean, scaled before the sum, so that half precision does not overflow in the sum.
 
     Cost:
-        One all-reduce a bucket. With two ranks bitwise what torch's DDP computes.
+        One all-reduce for each bucket. With two ranks bitwise what torch's DDP computes.
 
     Source:
         Li et al., VLDB 2020, Algorithm 1.
@@ -25,3 +30,38 @@ class Mean(Reduction):
         if message.process_group.size() == 1:
             return Done()
         return launch_sum(message.flat, message.process_group)
+
+
+class NarrowMean(Reduction):
+    """The mean over ranks, summed in a narrower dtype: half the bytes, with its precision and range.
+
+    Args:
+        dtype: In which buckets are summed.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def launch(self, message: Message) -> Pending:
+        narrow = message.body.to(self._dtype)
+        if message.process_group.size() == 1:
+            return _PendingCast(Done(), narrow, message.body)
+        return _PendingCast(launch_sum(narrow, message.process_group), narrow, message.body)
+
+
+class _PendingCast:
+    """A sum in a narrower dtype under way; copies it into the bucket when it is done."""
+
+    def __init__(self, inner: Pending, narrow: Tensor, body: Tensor) -> None:
+        self._inner = inner
+        self._narrow = narrow
+        self._body = body
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if not self._inner.wait(timeout_s):
+            return False
+        self._body.copy_(self._narrow)
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        self._inner.on_done(callback)

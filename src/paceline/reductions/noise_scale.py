@@ -1,4 +1,4 @@
-"""How noisy is the gradient? Measured from what the reduction sees anyway: each rank's part, and the mean.
+"""Estimates the gradient noise scale, and so the useful batch size, from gradients before and after reduction.
 
 A gradient over B samples is the true gradient G plus noise of variance S / B (S is the trace of one sample's
 covariance). Rank r trains the fraction w_r of the samples, and puts c_r into the bucket, so that the sum of all c_r is
@@ -9,8 +9,7 @@ the mean gradient g. With X = sum |c_r|² and Y = |g|² and q = sum w_r²:
     |G|² = E (Y - X) / (1 - q)        S / B = E (X - q Y) / (1 - q)
 
 With P equal ranks, q = 1 / P, this is equation A.2 of the source. The noise scale S / |G|² is the batch at which the
-noise
-is as large as the gradient: far below it twice the batch saves half of the steps, far above it saves nothing.
+noise is as large as the gradient: far below it twice the batch saves half of the steps, far above it saves nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from paceline.comm.collectives import launch_sum
 from paceline.comm.pending import Done, Pending
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.reductions.choice import choose_reduction
+from paceline.reductions.by_name import choose_reduction
 from paceline.reductions.reduction import Message, Reduction
 
 _FEW_STEPS = 10
@@ -37,7 +36,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class _Measured:
-    """A bucket under way; when it is there, `then` measures it and says what else to wait for."""
+    """A bucket under way; once it is done, `then` measures it and returns what to wait for next."""
 
     def __init__(self, bucket: Pending, then: Callable[[], Pending]) -> None:
         self._bucket = bucket
@@ -59,20 +58,19 @@ class GradientNoiseScale(Reduction):
     """Measures the gradient noise scale while another reduction reduces.
 
     It needs at least two ranks, and a reduction whose result is the ranks' mean up to rounding: not Adasum; with
-    compression the noise of shortening counts as well. What bypasses reductions (sparse and late gradients) is left
-    out; if the last bucket does so, steps are not measured. It looks at one step's gradients, so clear them before
-    each.
+    compression its error counts as noise as well. Gradients that bypass reductions (sparse and late ones) are left out;
+    if the last bucket does so, steps are not measured. It measures one step's gradients, so clear them before each.
 
     Args:
-        inner: What reduces: "mean" or a `Reduction`.
+        inner: The reduction that is measured: "mean" or a `Reduction`.
         shares: Each rank's fraction of the batch, if they are not equal (`GlobalBatch.shares`); gradients must be
             weighed by them, as `model.accumulate(..., weight=...)` does.
-        memory_steps: Over about how many measured steps it averages; single ones are far too noisy.
-        every: Measure one step in so many; the others cost nothing.
+        memory_steps: The time constant of its exponential averages, in measured steps; single ones are far too noisy.
+        every: Measure one step in `every`; the others cost nothing.
 
     Cost:
-        In a measured step two passes over the gradients, one before and one after they are reduced, and 8 bytes a step
-        that are summed over the ranks, behind the last bucket.
+        In a measured step two passes over the gradients, one before and one after they are reduced, and an all-reduce
+        of 8 bytes after the last bucket.
 
     Source:
         McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1.
@@ -103,19 +101,18 @@ class GradientNoiseScale(Reduction):
                 "it is not noise. Measure with the mean, or with a compression of it."
             )
         self._given_shares = shares
-        self._its_first: Callable[[], Parameter | None] = lambda: None  # parameter of the model
+        self._first_parameter: Callable[[], Parameter | None] = lambda: None  # of the model; a weak reference
         self._memory_steps = memory_steps
         self._concentration = 0.0  # q
         self._to_mean = 1.0
         self._parts = torch.zeros((), dtype=torch.float64)  # X of the step under way
-        self._whole = torch.zeros((), dtype=torch.float64)  # Y
+        self._whole = torch.zeros((), dtype=torch.float64)  # Y of the step under way
         self._is_agreed = False
         self._every = every
-        self._num_begun = (
-            0  # steps; the same on every rank, as each begins those whose collectives it takes part in
-        )
-        self._measures = False  # this step
-        self.num_steps = 0  # that were measured
+        # Equal on all ranks: a rank begins exactly the steps in whose collectives it takes part.
+        self._num_begun_steps = 0
+        self._measures = False  # the step under way
+        self.num_steps = 0  # measured
         self._signal = torch.zeros((), dtype=torch.float64)  # averages, not yet divided by their total weight
         self._noise = torch.zeros((), dtype=torch.float64)
 
@@ -127,12 +124,12 @@ class GradientNoiseScale(Reduction):
 
     @property
     def is_ours(self) -> bool:  # type: ignore[override]
-        """As the inner one's."""
+        """That of the inner reduction."""
         return self._inner.is_ours
 
     @property
     def inner(self) -> Reduction:
-        """What reduces."""
+        """The reduction that is measured."""
         return self._inner
 
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
@@ -149,12 +146,12 @@ class GradientNoiseScale(Reduction):
                 f"a rank."
             )
         first = next(iter(named_parameters.values()), None)
-        before = self._its_first()
+        before = self._first_parameter()
         if before is not None and before is not first:
             raise ConfigurationError(
                 "this GradientNoiseScale measures another model already, and would mix the two. Make one for each."
             )
-        self._its_first = (lambda: None) if first is None else weakref.ref(first)
+        self._first_parameter = (lambda: None) if first is None else weakref.ref(first)
         self._concentration = sum(share * share for share in shares)
         self._num_ranks = num_ranks
         self._inner.prepare(named_parameters, process_group)
@@ -165,8 +162,8 @@ class GradientNoiseScale(Reduction):
 
     def begin_step(self) -> None:
         self._is_agreed = False
-        self._measures = self._num_begun % self._every == 0
-        self._num_begun += 1
+        self._measures = self._num_begun_steps % self._every == 0
+        self._num_begun_steps += 1
         self._parts, self._whole = torch.zeros(2, dtype=torch.float64).unbind()
         self._inner.begin_step()
 
@@ -180,8 +177,8 @@ class GradientNoiseScale(Reduction):
             return self._inner.launch(message)
         self._parts = self._parts + _squared_norm(message.body) * self._to_mean**2
         bucket = self._inner.launch(message)
-        # Behind a plain sum the agreement may leave at once. Others may start collectives of their own later, on any
-        # thread, so that only after the last bucket is there the order is the same on every rank.
+        # After a plain all-reduce the sum of X may be launched at once. Other reductions may launch collectives of
+        # their own later, on any thread, so the order is the same on every rank only after the last bucket is done.
         agreement = self._agree(message) if message.is_last and self.carries_words else None
 
         def then() -> Pending:
@@ -212,15 +209,15 @@ class GradientNoiseScale(Reduction):
     # ---- the estimate
 
     def add(self, parts: Tensor, whole: Tensor) -> None:
-        """Take in one step; one that overflowed changes nothing.
+        """Add one step to the averages; one that is not finite changes nothing.
 
         Args:
-            parts: X, the sum over the ranks of the squared norms of what they contribute to the mean; a scalar.
+            parts: X, the sum over the ranks of the squared norms of their contributions to the mean; a scalar.
             whole: Y, the squared norm of the mean; a scalar.
         """
         q = self._concentration
         fresh = 1.0 / self._memory_steps
-        counts = (parts + whole).isfinite()  # asked without waiting for the device
+        counts = (parts + whole).isfinite()  # not read here, so that nothing waits for the device
         signal, noise = self._signal.to(whole.device), self._noise.to(whole.device)
         self._signal = torch.where(
             counts, signal * (1.0 - fresh) + (whole - parts) / (1.0 - q) * fresh, signal
@@ -242,7 +239,7 @@ class GradientNoiseScale(Reduction):
         return noise / signal if signal > 0 else float("inf")
 
     def in_words(self, batch: int) -> str:
-        """The estimate, for a batch of so many samples a step, as a sentence."""
+        """A sentence on the estimate, for steps of `batch` samples."""
         ratio = self.noise_over_signal
         if self.num_steps < _FEW_STEPS:
             return f"after {self.num_steps} steps there is no estimate yet; it takes {_FEW_STEPS}"
@@ -259,7 +256,7 @@ class GradientNoiseScale(Reduction):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, and the inner reduction's state."""
+        """The averages and the inner reduction's state. Local."""
         return {
             "num_steps": self.num_steps,
             "signal": float(self._signal),
@@ -272,8 +269,7 @@ class GradientNoiseScale(Reduction):
         if missing:
             raise ConfigurationError(
                 f"this is not the state of a GradientNoiseScale: it lacks {', '.join(sorted(missing))}. Load it into "
-                f"the "
-                "reduction that saved it."
+                "the reduction that saved it."
             )
         self._inner.load_state_dict(state["inner"])
         self.num_steps = int(state["num_steps"])
@@ -282,10 +278,10 @@ class GradientNoiseScale(Reduction):
 
 
 def _squared_norm(flat: Tensor) -> Tensor:
-    """The squared length of a vector as a float64 scalar, on its device.
+    """The squared norm of a vector as a float64 scalar, on its device.
 
-    Row by row: one float32 sum over a million elements is wrong in the fourth digit, and differences of such are
-    wanted.
+    Row by row: one float32 sum over a million elements is wrong in the fourth digit, and the estimate is a difference
+    of such sums.
     """
     wide = torch.float32 if flat.dtype in _HALVES else None
     whole = flat.numel() // _ROW * _ROW

@@ -1,4 +1,4 @@
-"""Stand-ins for torch hooks that work on one backend only: same signature, same numbers, any backend.
+"""Replacements for torch hooks that work on one backend only: same signature and results, on any backend.
 
 Torch's quantization hooks take NCCL's nesting of a gathered result for granted; its batched PowerSGD calls its own
 orthogonalization with a matrix where a batch of matrices is demanded, and fails everywhere (torch 2.13).
@@ -20,7 +20,7 @@ from paceline.reductions.hook import GradBucket
 def quantize_per_tensor(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """The mean of all ranks' gradients, each sent as 8-bit integers with one scale and zero point a bucket."""
+    """The mean of all ranks' gradients, quantized to 8 bits with one scale and zero point for each bucket."""
     return _gather_quantized(process_group, bucket.buffer(), bucket.buffer().view(1, -1))
 
 
@@ -37,7 +37,7 @@ def quantize_per_channel(
 def _gather_quantized(
     process_group: dist.ProcessGroup | None, flat: Tensor, channels: Tensor
 ) -> torch.futures.Future[torch.Tensor]:
-    """Send scale, zero point and integers of all channels in one message; decode and average when it is there.
+    """All-gather a payload of scales, zero points and integers of all channels; then dequantize and average.
 
     Args:
         process_group: None for the default one.
@@ -55,8 +55,7 @@ def _gather_quantized(
     def decode(_: Any) -> Tensor:
         total = torch.zeros_like(channels, dtype=torch.float32)
         for received in payloads:
-            words = received[: header.numel()].clone().view(torch.float32)
-            scale, zero_point = words.view(2, -1, 1)
+            scale, zero_point = received[: header.numel()].clone().view(torch.float32).view(2, -1, 1)
             total += scale * (received[header.numel() :].view(channels.shape).float() - zero_point)
         return (total.view(-1)[: flat.numel()] / group.size()).to(flat.dtype)
 

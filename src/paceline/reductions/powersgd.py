@@ -1,9 +1,9 @@
-"""PowerSGD: gradients as matrices, of which two thin factors are averaged."""
+"""PowerSGD: gradients as matrices, of which the ranks average two thin factors."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,20 +12,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.compression import Layout, widened
+from paceline.compression import Layout, accumulation_dtype
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.reductions.exchange import launch_mean, sent_for_mean
-from paceline.reductions.lossy import Lossy
-from paceline.reductions.memory import Memory
+from paceline.reductions.error_feedback import RESIDUAL, Memory
+from paceline.reductions.lossy import Finish, Lossy
+from paceline.reductions.ordered_mean import launch_mean, sent_for_mean
 from paceline.reductions.reduction import Message
-
-RESIDUAL = "residual"
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """One gradient, as it lies in memory: `num_rows` rows of `num_columns`, approximated with `rank`."""
+    """A gradient as a matrix in the bucket: `num_rows` rows of `num_columns`, approximated with rank `rank`."""
 
     name: str
     start: int
@@ -34,7 +32,7 @@ class _Matrix:
     rank: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """A view, shape (rows, columns)."""
+        """The matrix in a flat bucket: a view, shape (num_rows, num_columns)."""
         stop = self.start + self.num_rows * self.num_columns
         return flat[self.start : stop].view(self.num_rows, self.num_columns)
 
@@ -43,28 +41,28 @@ class PowerSGD(Lossy):
     """The mean over ranks of a low-rank approximation, with error feedback.
 
     Of each gradient M, seen as a matrix, the ranks average P = MQ and, with its columns made orthonormal, Q = M'P; the
-    result is PQ'. Two messages a bucket: every P and what is not compressed, then every Q.
+    result is PQ'. Two all-reduces for each bucket: all P and the uncompressed gradients, then all Q.
 
     Limits first: QR factorisations and matrix products, unlike sums, need not have the same bits on processors of
     different kinds or with different numbers of threads; ranks must be alike in both to stay bitwise equal.
 
     Args:
         rank: Columns of P and Q; 1 to 4 are usual.
-        min_compression_rate: Gradients that would not become shorter than this many times go uncompressed; so do
-            vectors.
-        start_step: Steps in which the plain mean is taken first.
-        warm_start: Begin with the last step's Q, so that steps together are a power iteration; else with random
+        min_compression_rate: Gradients that would not become smaller by more than this factor are sent uncompressed; so
+            are vectors.
+        start_step: The number of first steps that take the plain mean.
+        warm_start: Begin with the last step's Q, so that successive steps are a power iteration; else with random
             numbers.
-        error_feedback: Add what the approximation left out to the next step's gradients.
+        error_feedback: Add the residual, which is the gradient minus its approximation, to the next step's gradient.
         seed: Of the first Q; the same on every rank.
 
     Cost:
-        2 (P-1)/P x 4 rank (rows + columns) bytes a matrix, whatever the number of ranks P; three products and a QR
-        factorisation of the thin factor. Error feedback keeps two numbers an element.
+        2 (P-1)/P x 4 rank (rows + columns) bytes for each matrix, on P ranks; three products and a QR factorisation
+        of the thin factor. Error feedback keeps two numbers an element.
 
     Source:
-        Vogels et al., "PowerSGD", NeurIPS 2019, Algorithms 1 and 2. As there, and unlike torch's hook, what a rank
-        keeps is what the approximation left of its own gradient, not its distance to the mean.
+        Vogels et al., "PowerSGD", NeurIPS 2019, Algorithms 1 and 2. As there, and unlike in torch's hook, the
+        residual of a rank is its gradient minus the approximation of that gradient, not minus the mean.
     """
 
     def __init__(
@@ -95,9 +93,8 @@ class PowerSGD(Lossy):
         self.error_feedback = error_feedback
         self.seed = seed
         self._shapes: dict[str, tuple[int, int]] = {}
-        self._factors: dict[
-            str, Tensor
-        ] = {}  # Q, shape (columns, rank), of the last step; the same on all ranks
+        # Q of the last step, shape (num_columns, rank), by parameter; the same on all ranks.
+        self._factors: dict[str, Tensor] = {}
         self._next_factors: dict[str, Tensor] = {}
         if error_feedback:
             self._memories[RESIDUAL] = Memory()
@@ -113,7 +110,7 @@ class PowerSGD(Lossy):
         super().prepare(named_parameters, process_group)
         self._shapes = {name: _matrix_shape(parameter) for name, parameter in named_parameters.items()}
 
-    def _check(self, name: str, dtype: torch.dtype) -> None:
+    def _check_dtype(self, name: str, dtype: torch.dtype) -> None:
         if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise ConfigurationError(
                 f"PowerSGD cannot compress the gradient of {name!r}, which is {dtype}: it knows float16, bfloat16, "
@@ -124,11 +121,11 @@ class PowerSGD(Lossy):
         super().begin_step()
         self._next_factors = {}
 
-    def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Callable[[], None]:
+    def _start(self, message: Message, names: tuple[str, ...], layout: Layout) -> Finish:
         matrices = self._matrices(names, layout) if self._num_steps >= self.start_step else []
         if not matrices:
             return self._start_mean(message, layout)
-        group, wide = message.process_group, widened(layout.dtype)
+        group, wide = message.process_group, accumulation_dtype(layout.dtype)
         body = message.body
         pending = self._pending(body, names, layout)
         others = _gaps(matrices, pending.numel())
@@ -141,12 +138,12 @@ class PowerSGD(Lossy):
         bases = [torch.linalg.qr(p).Q for p in ps]
         local = [m.of(pending).t() @ basis for m, basis in zip(matrices, bases, strict=True)]
         finish = launch_mean(torch.cat([q.reshape(-1) for q in local]), group)
-        self._keep_rest(pending, matrices, bases, local)
+        self._keep_residual(pending, matrices, bases, local)
         second_bytes = sum(q.nbytes for q in local)
         self._count(layout, sent_for_mean(first.nbytes + second_bytes, group.size()))
         return lambda: self._write(body, matrices, bases, finish(), list(zip(others, means, strict=True)))
 
-    def _start_mean(self, message: Message, layout: Layout) -> Callable[[], None]:
+    def _start_mean(self, message: Message, layout: Layout) -> Finish:
         body, group = message.body, message.process_group
         mean = launch_mean(body, group)
         self._count(layout, sent_for_mean(layout.num_bytes, group.size()))
@@ -161,7 +158,7 @@ class PowerSGD(Lossy):
         return finish
 
     def _matrices(self, names: tuple[str, ...], layout: Layout) -> list[_Matrix]:
-        """Those of a bucket's gradients that are worth approximating."""
+        """The gradients of a bucket that are compressed."""
         matrices, start = [], 0
         for name, size in zip(names, layout.sizes, strict=True):
             num_rows, num_columns = self._shapes[name]
@@ -172,14 +169,14 @@ class PowerSGD(Lossy):
         return matrices
 
     def _pending(self, body: Tensor, names: tuple[str, ...], layout: Layout) -> Tensor:
-        """The gradients, and what was left of earlier ones; where that will be kept."""
+        """What is compressed, in a wide dtype: the gradients plus the residuals of earlier steps."""
         if not self.error_feedback:
-            return body.to(widened(layout.dtype))
+            return body.to(accumulation_dtype(layout.dtype))
         slot = self._memories[RESIDUAL].slot(names, layout)
         return slot.proposed.copy_(body).add_(slot.kept)
 
     def _factor(self, matrix: _Matrix, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Q to begin with: the last step's, or random numbers that are the same on all ranks."""
+        """The Q to begin with, shape (num_columns, rank): the last step's, or random numbers, the same on all ranks."""
         known = self._factors.get(matrix.name)
         if known is not None and self.warm_start:
             return known.to(device=device, dtype=dtype)
@@ -188,10 +185,10 @@ class PowerSGD(Lossy):
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(matrix.num_columns, matrix.rank, generator=generator, dtype=dtype).to(device)
 
-    def _keep_rest(
+    def _keep_residual(
         self, pending: Tensor, matrices: list[_Matrix], bases: list[Tensor], local: list[Tensor]
     ) -> None:
-        """Take the approximation of this rank's own gradients out of what is kept; of the others nothing is left."""
+        """Subtract the approximation of this rank's own gradients, which leaves the residual; zero the others."""
         if not self.error_feedback:
             return
         for matrix, basis, q in zip(matrices, bases, local, strict=True):
@@ -207,7 +204,7 @@ class PowerSGD(Lossy):
         mean_qs: Tensor,
         others: list[tuple[tuple[int, int], Tensor]],
     ) -> None:
-        """Replace `body` by the mean of the approximations, and of what was sent as it is."""
+        """Replace `body` by the mean of the approximations, and of what was sent uncompressed."""
         factor = self._place[1] / self._num_averaged
         sizes = [matrix.num_columns * matrix.rank for matrix in matrices]
         for matrix, basis, flat in zip(matrices, bases, mean_qs.split(sizes), strict=True):
@@ -239,7 +236,7 @@ class PowerSGD(Lossy):
 
 
 def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """Rows and columns of a gradient as it lies in memory: its outermost dimension by all others.
+    """The rows and columns of a gradient in memory order: its outermost dimension, and all others.
 
     A vector is one row; so is a complex gradient, whose real and imaginary parts alternate.
     """
@@ -252,7 +249,7 @@ def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
 
 
 def _gaps(matrices: list[_Matrix], num_elements: int) -> list[tuple[int, int]]:
-    """What lies between the matrices: first element and the one after the last."""
+    """The elements that belong to no matrix: [first, last) of each gap."""
     gaps, start = [], 0
     for matrix in matrices:
         gaps.append((start, matrix.start))
@@ -264,7 +261,7 @@ def _gaps(matrices: list[_Matrix], num_elements: int) -> list[tuple[int, int]]:
 def _cut(
     message: Tensor, matrices: list[_Matrix], others: list[tuple[int, int]]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The first message's parts: every P, shape (rows, rank), and what was not compressed."""
+    """The parts of the first all-reduce: all P, shape (num_rows, rank), and the uncompressed gradients."""
     sizes = [matrix.num_rows * matrix.rank for matrix in matrices]
     parts = message.split(sizes + [stop - start for start, stop in others])
     ps = [part.view(m.num_rows, m.rank) for part, m in zip(parts, matrices, strict=False)]

@@ -1,4 +1,4 @@
-"""The seam between *when* a bucket leaves and *what* combining means."""
+"""The interface of a reduction: what `ddp` calls to combine the ranks' gradient buckets, dense or sparse."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.pending import Pending
+from paceline.comm.collectives import backend_of, launch_sum
+from paceline.comm.pending import Done, Pending
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.reductions.sparse import launch_sparse_sum
 
 
 @dataclass(frozen=True)
 class Message:
-    """One bucket, handed over for reduction; nobody else touches its tensors until the reduction is done.
+    """One bucket, passed to a reduction, which owns its tensors until it is done.
 
     Attributes:
-        index: Which bucket; the same on every rank.
+        index: Of the bucket in launch order; the same on every rank.
         is_last: Whether it is the last one of this backward.
-        flat: Real, contiguous, shape (N,): gradients and, behind them, words that are summed along with them.
+        flat: Real, contiguous, shape (N,): the gradients and, if the reduction `carries_words`, a trailer of control
+            words that are summed with them.
         num_gradient_elements: How many leading elements of `flat` are gradients.
-        gradients: Views of `flat`, one a parameter.
-        parameters: Their parameters.
-        process_group: Over whom.
+        gradients: Views of `flat`, one for each parameter, in its shape and dtype.
+        parameters: The parameters, in the order of `gradients`.
+        process_group: The ranks.
     """
 
     index: int
@@ -41,42 +42,44 @@ class Message:
 
     @property
     def body(self) -> Tensor:
+        """The gradients without the trailer: a view of `flat`, shape (num_gradient_elements,)."""
         return self.flat[: self.num_gradient_elements]
 
 
 class Reduction(ABC):
-    """How the ranks' buckets become one. Final classes implement `launch` and override what differs.
+    """Combines the ranks' buckets. Final classes implement `launch` and override what differs.
 
-    An object belongs to one model: it may keep state, such as what compression left out.
+    An object belongs to one model: it may keep state, such as the residuals of compression.
     """
 
     is_ours: bool = True
-    """Whether an exception at launch means that communication failed, not that a user's code raised."""
+    """Whether an exception of `launch` means that communication failed, not that a user's hook raised."""
 
     is_linear: bool = True
-    """Whether reducing two parts of a gradient one after the other is as good as reducing their sum."""
+    """Whether reducing two parts of a gradient one after the other gives what reducing their sum gives."""
 
     def __repr__(self) -> str:
-        """Its kind and settings, equal on all ranks: how ranks that were given different ones find out."""
+        """Class and settings, equal on all ranks: `ddp` compares them, so that ranks with different ones raise."""
         return type(self).__name__
 
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:  # noqa: B027  most have nothing to do
-        """Get to know the model, before the first step and again whenever its parameters change.
+        """Set up for a model: before the first step, and again whenever its parameters change.
 
         Args:
-            named_parameters: What will be reduced, in registration order; the same on every rank.
-            process_group: Over whom.
+            named_parameters: The parameters whose gradients will be reduced, in registration order; the same on every
+                rank.
+            process_group: The ranks.
 
         Contract:
             Local.
 
         Raises:
-            ConfigurationError: These parameters or this group cannot be reduced so. Nothing has begun.
+            ConfigurationError: This reduction does not support these parameters or this group. Nothing was launched.
         """
 
     @property
     def carries_words(self) -> bool:
-        """Whether the words behind the gradients come back as exact sums; otherwise they are sent by themselves.
+        """Whether `launch` returns exact sums of the control words behind the gradients; else `ddp` sends them apart.
 
         Constant from `begin_step` to the end of the step.
         """
@@ -86,41 +89,96 @@ class Reduction(ABC):
         """A synchronized backward begins. Local."""
 
     def input_scale(self, num_ranks: int) -> float:
-        """What each rank multiplies its gradients by on their way into the bucket; asked after `begin_step`."""
+        """The factor that `ddp` multiplies gradients by as it copies them into the bucket; called after `begin_step`.
+
+        Args:
+            num_ranks: By how many ranks' gradients the sum is divided; fewer than the group has if some have no data.
+        """
         return 1.0 / num_ranks
 
     @abstractmethod
     def launch(self, message: Message) -> Pending:
         """Start reducing `message.flat` in place.
 
+        Returns:
+            Done when `message.body` holds the result.
+
         Contract:
-            Collective: every rank, same order.  Blocks: no.  Mutates: `message.flat`, until the result is done.
+            Collective: every rank, same order.  Blocks: no.  Mutates: `message.flat`, until the returned is done.
         """
 
     def launch_sparse(
         self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
     ) -> Pending:
-        """Start taking the mean of sparse gradients, which are scaled already; as `launch_sparse_sum`."""
+        """Start reducing a sparse gradient, scaled by `input_scale` already; arguments as of `launch_sparse_sum`."""
         return launch_sparse_sum(gradient, process_group, keep)
 
     def withdraw(self, parameters: Sequence[Parameter]) -> None:  # noqa: B027  most have nothing to do
-        """No rank used these in the step that ends: what was reduced for them is dropped. Local; before `end_step`."""
+        """Drop what this step changed in the state of these parameters: no rank used them. Local; before `end_step`."""
 
     def end_step(self, timing: StepTiming) -> None:  # noqa: B027  most have nothing to do
-        """A synchronized backward has ended well, with these timings on this rank. Local."""
+        """A synchronized backward has ended without error on all ranks; `timing` is this rank's. Local."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: to be saved by every rank, and loaded by the same rank. Local."""
+        """This rank's state, to be saved by every rank and loaded by the same rank. Local."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. Local.
+        """Restore what `state_dict` returned. Local.
 
         Raises:
-            ConfigurationError: It is the state of another kind of reduction, rank or model; nothing was changed.
+            ConfigurationError: It is the state of another reduction, rank or model; nothing was changed.
         """
         if state:
             raise ConfigurationError(
                 f"{type(self).__name__} keeps no state, but was given one with the keys {', '.join(sorted(state))}. "
                 "Load it into the reduction that saved it."
             )
+
+
+def real_numel(tensor: Tensor) -> int:
+    """The number of real elements of a tensor, or of its gradient: a complex element counts as two."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+class _PendingSparse:
+    """A sum of sparse gradients under way; passes it to `keep`, coalesced, when it is done."""
+
+    def __init__(self, inner: Pending, total: Tensor, keep: Callable[[Tensor], None]) -> None:
+        self._inner = inner
+        self._total = total
+        self._keep = keep
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if not self._inner.wait(timeout_s):
+            return False
+        total = self._total if self._total.is_sparse else self._total.to_sparse(1)
+        self._keep(total.coalesce())
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        self._inner.on_done(callback)
+
+
+def launch_sparse_sum(gradient: Tensor, group: ProcessGroup, keep: Callable[[Tensor], None]) -> Pending:
+    """Start summing a sparse COO gradient over the ranks.
+
+    Args:
+        gradient: This rank's, scaled already, coalesced, sparse in its first dimension; unchanged.
+        group: The ranks.
+        keep: Called with the sum, sparse and coalesced, by the `wait` that completes it.
+
+    Contract:
+        Collective: every rank, same order.  Blocks: no.  Mutates: nothing.
+
+    Cost:
+        On Gloo an all-gather of indices and values; elsewhere an all-reduce of the dense gradient.
+    """
+    if group.size() == 1:
+        return _PendingSparse(Done(), gradient, keep)
+    total = gradient.clone() if _can_sum_sparse(group, gradient) else gradient.to_dense()
+    return _PendingSparse(launch_sum(total, group), total, keep)
+
+
+def _can_sum_sparse(group: ProcessGroup, gradient: Tensor) -> bool:
+    return gradient.device.type == "cpu" and backend_of(group) == "gloo"

@@ -20,7 +20,7 @@ from paceline.errors import ConfigurationError
 from paceline.lab.bench import peers
 from paceline.lab.bench.packages import require
 from paceline.reductions import GradientNoiseScale, Reduction
-from paceline.reductions.choice import COMPRESSIONS
+from paceline.reductions.by_name import COMPRESSIONS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
-from paceline.reductions.choice import COMPRESSIONS
+from paceline.reductions.by_name import COMPRESSIONS
 
 BASELINE, UNCOMPRESSED, EVERY_STEP = "small batch", "no compression", "1 local step"
 BATCHES, CODECS, LOCAL = "batches", "codecs", "local steps"

@@ -1,6 +1,6 @@
-"""Adasum: gradients, or updates, combined so that what they agree on is averaged and what they do not is added."""
+"""Adasum: combines gradients or updates so that parallel ones are averaged and orthogonal ones added."""
 
-from paceline.reductions.adasum.reduction import Adasum
-from paceline.reductions.adasum.tree import combine
+from paceline.reductions.adasum.adasum import Adasum
+from paceline.reductions.adasum.local_tree import combine
 
 __all__ = ["Adasum", "combine"]

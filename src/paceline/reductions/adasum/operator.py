@@ -1,14 +1,14 @@
-"""The operator: two vectors, tensor by tensor, become one; their dot products are taken in float64.
+"""The Adasum operator: combines two vectors tensor by tensor, with dot products in float64.
 
-With a, b two tensors that stand for p and q ranks (legend: d = a.b, A = |a|^2, B = |b|^2):
+With a, b two tensors that combine the gradients of p and q ranks (legend: d = a.b, A = |a|^2, B = |b|^2):
 
     Adasum(a, b) = (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b
 
 It is the mean, weighted p : q, of two sequential steps, "first a, then b" and "first b, then a", where the second
-step leaves out what the first has done already. p = q is the paper's operator.
+step leaves out its projection on the first. p = q is the paper's operator.
 
 * Orthogonal tensors: a + b, for any weights.
-* Parallel tensors b = c a, c != 0: (p a + q b) / (p + q), the mean over the ranks behind them.
+* Parallel tensors b = c a, c != 0: (p a + q b) / (p + q), the mean over their ranks.
 * A tensor whose norm is below 2^-100 of the other's, and so a zero one, leaves the other as it is: both coefficients
   are 1. (The limit is relative, so that scaling all inputs scales the output, however small or large they are.)
 * Swapping (a, p) and (b, q) changes no bit.
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 15
-"""Worked on at a time: what fits a core's cache in float64."""
+"""Processed at a time: what fits a core's cache in float64."""
 
 NEGLIGIBLE = 2.0**-200
 """Ratio of squared norms below which the smaller tensor counts as zero."""
@@ -51,9 +51,9 @@ class Chunk:
     first: int
     last: int
     tensors: range
-    """Whose elements they are, in order."""
+    """The tensors whose elements they are, in order."""
     lengths: Tensor | None
-    """How many elements of each, shape (number of tensors,); None for a single tensor."""
+    """How many elements each of them has here, shape (number of tensors,); None for a single tensor."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Segments:
         return sum(self.sizes)
 
     def chunks(self, first: int, last: int) -> list[Chunk]:
-        """Elements `first` to `last` (excluded), cut so that each chunk has one tensor or is short."""
+        """Cut elements `first` to `last` (excluded) so that each chunk has elements of one tensor, or is short."""
         chunks: list[Chunk] = []
-        waiting: list[tuple[int, int, int]] = []  # small pieces: tensor, first, last
+        waiting: list[tuple[int, int, int]] = []  # small pieces for one chunk: tensor, first, last
 
         def close() -> None:
             if waiting:
@@ -107,7 +107,7 @@ class Segments:
 
 
 def new_dots(num_tensors: int, device: torch.device) -> Tensor:
-    """Dot products of nothing yet: zeros, shape (3, num_tensors), float64."""
+    """Zeros for `add_dots`, shape (3, num_tensors), float64."""
     return torch.zeros(NUM_DOTS, num_tensors, dtype=torch.float64, device=device)
 
 
@@ -120,8 +120,8 @@ def add_dots(
         dots: Shape (3, number of tensors), float64; mutated.
         a: Flat, shape (N,).
         b: Likewise.
-        chunks: Of them.
-        scales: What both are multiplied by before, shape (number of tensors,); for float64 vectors.
+        chunks: Which elements.
+        scales: Factors of both before they are multiplied, shape (number of tensors,); for float64 vectors.
     """
     scratch = _scratch(3, chunks, torch.float64, a.device)
     for chunk in chunks:
@@ -159,12 +159,12 @@ def scales_of(peaks: Tensor) -> Tensor:
 
 
 def coefficients(dots: Tensor, num_left: int, num_right: int) -> Tensor:
-    """What to multiply a and b by, for each tensor; shape (2, number of tensors), float64.
+    """The coefficients of a and b for each tensor, shape (2, number of tensors), float64.
 
     Args:
         dots: Complete dot products, shape (3, number of tensors).
-        num_left: Ranks behind a.
-        num_right: Ranks behind b.
+        num_left: The number of ranks whose gradients a combines.
+        num_right: That of b.
     """
     dot, left, right = dots
     share = num_left / (num_left + num_right)
@@ -180,10 +180,10 @@ def combine_into(
 
     Args:
         own: Flat, shape (N,); mutated.
-        other: Likewise; undefined afterwards.
-        own_coefficients: One a tensor.
-        other_coefficients: Likewise.
-        chunks: Of them.
+        other: Flat, shape (N,); undefined afterwards.
+        own_coefficients: One for each tensor.
+        other_coefficients: One for each tensor.
+        chunks: Which elements.
     """
     wide = torch.float64 if own.dtype == torch.float64 else torch.float32
     of_own, of_other = own_coefficients.to(wide), other_coefficients.to(wide)
@@ -193,14 +193,14 @@ def combine_into(
         x, y = target, other[chunk.first : chunk.last]
         if scratch is not None:
             x, y = (row.copy_(values) for row, values in zip(scratch[:, : len(x)], (x, y), strict=True))
-        # Two rounded products and a sum: a fused multiply-add would tell a from b.
+        # Two rounded products and a sum: with a fused multiply-add, swapping a and b would change bits.
         x.mul_(_spread(of_own, chunk)).add_(y.mul_(_spread(of_other, chunk)))
         if scratch is not None:
             target.copy_(x)
 
 
 def squared_norms(dots: Tensor, coefficients: Tensor) -> Tensor:
-    """|combination|^2 of each tensor, shape (number of tensors,), from what is known of its two parts."""
+    """The squared norm of each combined tensor, shape (number of tensors,), from its dot products and coefficients."""
     of_left, of_right = coefficients
     dot, left, right = dots
     norms: Tensor = of_left * of_left * left + of_right * of_right * right + 2.0 * of_left * of_right * dot
@@ -211,7 +211,7 @@ def _sums(values: Tensor, lengths: Tensor) -> Tensor:
     """The sum over each of consecutive segments of these lengths."""
     if values.device.type != "cpu":
         return torch.segment_reduce(values, "sum", lengths=lengths.to(values.device))
-    # A quarter of the time of segment_reduce; but it has no notion of empty segments.
+    # A quarter of the time of segment_reduce, but without empty segments.
     is_full = lengths > 0
     full = lengths[is_full]
     sums = torch.zeros(len(lengths), dtype=values.dtype)
@@ -220,13 +220,13 @@ def _sums(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _scratch(num_rows: int, chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rows as long as the longest chunk; made once, for memory that is given back is slow to get again."""
+    """Rows as long as the longest chunk; allocated once for all chunks, because freed memory is slow to get again."""
     longest = max((chunk.last - chunk.first for chunk in chunks), default=0)
     return torch.empty(num_rows, longest, dtype=dtype, device=device)
 
 
 def _spread(values: Tensor, chunk: Chunk) -> Tensor:
-    """Each tensor's value, for each element of the chunk; one value if there is one tensor."""
+    """The value of its tensor for each element of the chunk; one value if there is one tensor."""
     mine = values[chunk.tensors.start : chunk.tensors.stop]
     if chunk.lengths is None:
         return mine

@@ -15,7 +15,7 @@ from paceline.comm.traffic import Traffic
 from paceline.observe import StepTiming
 from paceline.planning import Line, ReductionCost
 from paceline.reductions.lossy import Lossy
-from paceline.reductions.reduction import Message, Reduction
+from paceline.reductions.reduction import Message, Reduction, real_numel
 
 NUM_TIMES = 3
 LARGE_SHARE = (
@@ -59,7 +59,7 @@ def _real(gradient: Tensor) -> Tensor:
 def _copy(message: Message, num_gradients: int) -> Message:
     gradients = message.gradients[:num_gradients]
     start = message.flat.storage_offset()
-    num_elements = sum(_real(gradient).numel() for gradient in gradients)
+    num_elements = sum(map(real_numel, gradients))
     flat = message.flat[:num_elements].clone()
     storage, views = flat.untyped_storage(), []
     for gradient in gradients:

@@ -230,7 +230,7 @@ class Auto(Reduction):
 
 def _named(candidates: Sequence[Compressor | Reduction | str]) -> dict[str, Reduction]:
     """The candidates as reductions, under the names by which they are reported."""
-    from paceline.reductions.choice import choose_reduction  # noqa: PLC0415  its table has us, too
+    from paceline.reductions.by_name import choose_reduction  # noqa: PLC0415  its table has us, too
 
     return {
         given if isinstance(given, str) else repr(given): choose_reduction(None, compression=given)

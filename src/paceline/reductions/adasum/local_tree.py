@@ -1,16 +1,16 @@
-"""Adasum of any number of inputs in one process: the reference for the distributed form, and for in-process ranks.
+"""Adasum of any number of inputs within one process: the reference that Adasum over ranks equals up to rounding.
 
-The tree, for any n: Adasum(g[0:n]) = Adasum(Adasum(g[0:h]), Adasum(g[h:n])) with h = ceil(n / 2), each side weighted by
-the number of its inputs (`operator`). For a power of two all weights are equal and it is the paper's tree.
+The tree, for any n: Adasum(g[0:n]) = Adasum(Adasum(g[0:h]), Adasum(g[h:n])) with h = ceil(n / 2), each child weighted
+by the number of its inputs (`operator.py`). For a power of two all weights are equal and it is the paper's tree.
 
 What holds for every n
-* Mutually orthogonal inputs: their sum. (By induction: both sides lie in orthogonal subspaces.)
+* Mutually orthogonal inputs: their sum. (By induction: both children lie in orthogonal subspaces.)
 * Parallel inputs c_i v: their mean, as long as no partial mean is zero, for example when all c_i have one sign. (By
   induction: the weighted operator takes the mean of h inputs and that of n - h inputs to the mean of all.)
-* Zero inputs: as if that rank were not there, but for its weight. All zero: zero.
+* Zero inputs: as without that rank, but for its weight. All zero: zero.
 * Scaling all inputs scales the output.
-* Swapping the two sides of any node that has equally many inputs on both changes no bit; so does swapping the two
-  inputs of a pair. Other permutations change the result: Adasum is not associative.
+* Swapping the two children of a node changes no bit if both have equally many inputs; nor does swapping the two inputs
+  of a pair. Other permutations change the result: Adasum is not associative.
 * Per tensor: no tensor's result depends on another tensor, but for rounding.
 """
 
@@ -31,11 +31,6 @@ from paceline.reductions.adasum.operator import (
     new_dots,
     scales_of,
 )
-
-
-def split(num_inputs: int) -> int:
-    """How many inputs the left side of a node gets."""
-    return (num_inputs + 1) // 2
 
 
 @torch.no_grad()
@@ -67,10 +62,10 @@ def combine(inputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _fold(flats: list[Tensor], segments: Segments) -> Tensor:
-    """The tree over flat vectors, which it uses up."""
+    """The tree over flat vectors, which are overwritten."""
     if len(flats) == 1:
         return flats[0]
-    left, right = split(len(flats)), len(flats) - split(len(flats))
+    left, right = (len(flats) + 1) // 2, len(flats) // 2
     a, b = _fold(flats[:left], segments), _fold(flats[left:], segments)
     chunks = segments.chunks(0, a.numel())
     scales = None
@@ -108,7 +103,7 @@ def _check(inputs: Sequence[Sequence[Tensor]]) -> None:
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of tensors that can share a flat vector."""
+    """The indices of tensors of one dtype and device, which can share a flat vector."""
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.dtype, tensor.device), []).append(index)

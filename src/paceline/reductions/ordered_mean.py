@@ -1,4 +1,4 @@
-"""Means of tensors over the ranks, on any process group: folded in rank order, 16-bit numbers in single precision."""
+"""The mean of a tensor over the ranks, summed in rank order and 16-bit elements in float32, on any process group."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from paceline.comm.collectives import (
 )
 from paceline.comm.pending import PendingWork
 from paceline.comm.traffic import all_reduced
-from paceline.compression import widened
+from paceline.compression import accumulation_dtype
 
-NARROW = (torch.float16, torch.bfloat16)
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 def launch_mean(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Start taking the mean over the ranks: folded in rank order, 16-bit numbers in float32, and rounded once.
+    """Start taking the mean over the ranks: summed in rank order, 16-bit elements in float32 and rounded once.
 
     Args:
         tensor: Floating, contiguous, shape (n,); may be overwritten.
-        group: Over whom.
+        group: The ranks.
 
     Returns:
         A function that waits and returns the mean, in the tensor's dtype; it starts no collective.
 
     Contract:
-        Collective.  Blocks: for the first of two exchanges, if there are two.  Afterwards: bitwise equal on all ranks.
+        Collective: every rank, same order.  Blocks: until the all-to-all is done, where there is one.  Mutates:
+        `tensor`.  Afterwards: bitwise equal on all ranks.
 
     Cost:
-        `all_reduced` bytes a rank, whichever way. On two ranks one all-reduce, or in 16 bits one gather; on more an
-        all-to-all of shares, each folded by one rank, and a gather of the results. A ring sends as much, but in 16
-        bits it rounds after each of its P-1 additions (Gloo, NCCL), and its order of additions depends on where an
-        element lies in the message, so on how buckets are cut. Within one host the backend `paceline` does what is
-        needed by itself, for 16 bits; its order is by place, too.
+        `all_reduced` bytes a rank in every case. On two ranks one all-reduce, or in 16 bits one all-gather. On more a
+        reduce-scatter, as an all-to-all whose chunks each rank sums, and an all-gather. A ring all-reduce sends as
+        much, but in 16 bits it rounds after each of its P-1 additions (Gloo, NCCL), and its order of additions depends
+        on where an element lies in the message, so on how buckets are cut. Within one host the backend `paceline` sums
+        16-bit elements in float32 itself; its order of additions depends on the position, too.
     """
     num_ranks = group.size()
     if num_ranks == 1:
         return lambda: tensor
-    is_narrow = tensor.dtype in NARROW
+    is_narrow = tensor.dtype in _NARROW
     if is_narrow and reduces_in_shared_memory(group):
         # Between hosts this backend sends partial sums of 16-bit numbers in 32 bits.
         averaging = launch_average(tensor, group)
@@ -60,7 +61,7 @@ def launch_mean(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
 
 
 def sent_for_mean(num_bytes: int, num_ranks: int) -> int:
-    """What each rank sends for a mean of so many bytes."""
+    """The bytes that each rank sends for the `launch_mean` of a tensor of `num_bytes`."""
     return all_reduced(num_bytes, num_ranks)
 
 
@@ -81,12 +82,12 @@ def _gather_and_fold(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor
 
 
 def _fold_shares(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Everybody folds one share of everybody's tensor, and tells the result to all."""
+    """Reduce-scatter by an all-to-all, in rank order; then all-gather."""
     num_ranks, num_elements = group.size(), tensor.numel()
     share = -(-num_elements // num_ranks)
     padded = torch.nn.functional.pad(tensor, (0, share * num_ranks - num_elements))
     received = torch.empty_like(padded)
-    # As bytes: Gloo exchanges few types, and nothing is computed on the way.
+    # As bytes: Gloo's all-to-all supports few dtypes, and nothing is computed on the way.
     byte = torch.uint8
     launch_all_to_all(received.view(byte), padded.view(byte), group).wait()
     mine = _folded(list(received.split(share))).to(tensor.dtype)
@@ -95,9 +96,24 @@ def _fold_shares(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
 
 
 def _folded(rows: list[Tensor]) -> Tensor:
-    """The mean, folded in rank order; of 16-bit numbers in float32."""
-    wide = widened(rows[0].dtype)
+    """The mean of the rows, summed in order; of 16-bit elements in float32."""
+    wide = accumulation_dtype(rows[0].dtype)
     total = rows[0].to(wide, copy=True)
     for row in rows[1:]:
         total.add_(row.to(wide))
     return total.div_(len(rows))
+<<<<<<< HEAD:src/paceline/reductions/exchange.py
+=======
+
+
+def _has_all_to_all(group: ProcessGroup) -> bool:
+    """Whether the group implements it; one written in Python may not (`RoundRobin`)."""
+    kind = type(group)
+    return kind is ProcessGroup or kind.all_to_all_single is not ProcessGroup.all_to_all_single
+
+
+def _is_on_one_host(group: ProcessGroup) -> bool:
+    """Whether all ranks of a `paceline` group share memory; between hosts it sends 16-bit partial sums in 32 bits."""
+    ours: Any = group
+    return len(ours.host.hosts) == 1
+>>>>>>> reductions:src/paceline/reductions/ordered_mean.py

@@ -1,4 +1,4 @@
-"""Which reduction a caller means by `reduction=` and `compression=`."""
+"""The names that `reduction=` and `compression=` take, and the reduction that each stands for."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paceline.reductions.mean import Mean
 from paceline.reductions.reduction import Reduction
 
 
-def _make(home: str, name: str) -> Reduction:
-    """Import what few use only when it is asked for."""
-    made: Reduction = getattr(importlib.import_module(f"paceline.reductions.{home}"), name)()
+def _make(module: str, name: str) -> Reduction:
+    """Import a class that few use only when it is asked for, and make one with its default settings."""
+    made: Reduction = getattr(importlib.import_module(f"paceline.reductions.{module}"), name)()
     return made
 
 
@@ -29,29 +29,31 @@ BY_NAME: dict[str, Callable[[], Reduction]] = {
     "mean": Mean,
     "adasum": functools.partial(_make, "adasum", "Adasum"),
 }
-
+"""What `reduction=` takes."""
 
 COMPRESSIONS: dict[str, Callable[[], Reduction]] = {
     **{name: lambda kind=kind: _compress_by(kind()) for name, kind in compressors.BY_NAME.items()},  # type: ignore[misc]
     "powersgd": functools.partial(_make, "powersgd", "PowerSGD"),
 }
-"""Every codec with its default settings: compressors, and reductions that compress."""
+"""What `compression=` takes besides "auto": a compressor or PowerSGD, with its default settings."""
 
-_UNDERSTOOD: dict[str, Callable[[], Reduction]] = {
+_COMPRESSIONS_AND_AUTO: dict[str, Callable[[], Reduction]] = {
     **COMPRESSIONS,
     "auto": functools.partial(_make, "auto", "Auto"),
 }
-"""By `compression=`: a codec, or what chooses one."""
 
 
 def choose_reduction(
     reduction: Reduction | str | None, compression: Compressor | Reduction | str | None = None
 ) -> Reduction:
-    """Return the reduction that the two arguments mean; the mean if both are None.
+    """Return the reduction that `DistributedDataParallel`'s two arguments stand for; the mean if both are None.
+
+    Args:
+        reduction: A name of `BY_NAME`, or a reduction, which is returned.
+        compression: A name of `COMPRESSIONS`, "auto", a compressor, or a reduction that compresses.
 
     Raises:
-        ConfigurationError: There is none of that name, it is something else altogether, or both say how gradients are
-            combined.
+        ConfigurationError: The name is unknown, the type is wrong, or both are given and `reduction` is not the mean.
     """
     if compression is None:
         return _find(reduction, "reduction", BY_NAME) if reduction is not None else Mean()
@@ -62,7 +64,7 @@ def choose_reduction(
         )
     if isinstance(compression, Compressor):
         return _compress_by(compression)
-    return _find(compression, "compression", _UNDERSTOOD)
+    return _find(compression, "compression", _COMPRESSIONS_AND_AUTO)
 
 
 def _find(given: object, argument: str, table: dict[str, Callable[[], Reduction]]) -> Reduction:

@@ -1,12 +1,12 @@
-"""Performs Adasum over a transport, by the schedule `vector_halving`.
+"""Adasum of vectors that are distributed over ranks, by the schedule `vector_halving` on a transport.
 
 Rules
-1. In place. What a level receives is kept in scratch memory, at the same positions as in the message.
-2. Dot products of a piece are taken while the next pieces are under way.
-3. A team sums its partial dot products in an order that gives all its members the same bits
-   (`recursive_doubling`), and every element of the result is computed by one rank and copied to all others. So the
-   result is bitwise equal on all ranks.
-4. Tensors on the wire have their own dtype: 16-bit tensors are rounded once a level.
+1. In place. What a level of the tree receives is kept in scratch memory, at the same positions as in the vector.
+2. The dot products of a piece are computed while the next pieces are under way.
+3. The ranks that hold parts of one pair of vectors (a team) all-reduce their partial dot products in an order that
+   gives all of them the same bits (`recursive_doubling`), and every element of the result is computed by one rank and
+   copied to all others. So the result is bitwise equal on all ranks.
+4. Tensors are sent in their own dtype: 16-bit tensors are rounded once for each level.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from paceline.transports import Transport
 
 @dataclass(frozen=True)
 class Norms:
-    """What the dot products reveal besides: squared norms, of the result and, summed, of the inputs."""
+    """Squared norms of the result and, summed, of the inputs; by-products of the dot products."""
 
     of_result: float
     of_inputs: float
 
 
-class Performance:
-    """Performs one Adasum after another.
+class AdasumOverRanks:
+    """Computes one Adasum after another.
 
     Args:
         transport: Over all ranks of `plan`; nothing else may use it meanwhile.
-        plan: Who exchanges what; the same on every rank.
-        timeout_s: For one Adasum.
+        plan: The schedule; the same on every rank.
+        timeout_s: Of one Adasum.
     """
 
     def __init__(self, transport: Transport, plan: VectorHalving, timeout_s: float) -> None:
@@ -85,9 +85,7 @@ class Performance:
         plan = self._plan
         call = _Call(self, flat, segments, cut(flat.numel(), plan.num_blocks), self._timeout_s)
         if plan.within.rounds:
-            flat.mul_(
-                1.0 / self._num_neighbours
-            )  # before the sum, so that 16-bit numbers do not overflow in it
+            flat.mul_(1.0 / self._num_neighbours)  # before the sum, which could overflow in 16 bits
             self.executor.run(plan.within, flat, dist.ReduceOp.SUM, call.left_s(), operation="adasum")
         for level in plan.levels:
             call.take(level)
@@ -96,7 +94,7 @@ class Performance:
         return Norms(*call.norms.tolist())
 
     def scratch_like(self, flat: Tensor) -> Tensor:
-        """Uninitialized, as long as `flat`; the same memory again and again."""
+        """Uninitialized, of the shape and dtype of `flat`; the same memory in every call."""
         if self._scratch.dtype != flat.dtype or self._scratch.numel() < flat.numel():
             self._scratch = torch.empty_like(flat)
         return self._scratch[: flat.numel()]
@@ -107,36 +105,36 @@ class _Call:
 
     def __init__(
         self,
-        performance: Performance,
+        owner: AdasumOverRanks,
         flat: Tensor,
         segments: Segments,
         cuts: tuple[int, ...],
         timeout_s: float,
     ) -> None:
-        self._transport = performance.transport
-        self._executor = performance.executor
+        self._transport = owner.transport
+        self._executor = owner.executor
         self._flat = flat
-        self._received = performance.scratch_like(flat)
+        self._received = owner.scratch_like(flat)
         self._segments = segments
         self._cuts = cuts
         self._deadline = time.monotonic() + timeout_s
         self.norms = torch.zeros(2, dtype=torch.float64)
-        """Squared norms of the vector that this rank has a part of, and, summed, of the inputs behind it."""
+        """Squared norms of the vector that this rank holds a part of and, summed, of the inputs below its node."""
 
     def left_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.0)
 
     def take(self, level: Level) -> None:
-        """One level of the tree: exchange, complete the dot products, fold."""
+        """One level of the tree: exchange halves, all-reduce dot products within the team, combine."""
         team = level.team_of(self._transport.rank)
         num_tensors = len(self._segments.sizes)
-        words = torch.zeros(NUM_DOTS * num_tensors + 2, dtype=torch.float64)
-        dots = words[:-2].view(NUM_DOTS, num_tensors)
+        sums = torch.zeros(NUM_DOTS * num_tensors + 2, dtype=torch.float64)
+        dots, known_norms = sums[:-2].view(NUM_DOTS, num_tensors), sums[-2:]
         if team is None:
             self._exchange(level, [], _nothing)
             if self._flat.dtype == torch.float64:
                 self._complete(level, torch.zeros(num_tensors, dtype=torch.float64), dist.ReduceOp.MAX)
-            self._complete(level, words, dist.ReduceOp.SUM)
+            self._complete(level, sums, dist.ReduceOp.SUM)
             return
         is_left = self._transport.rank in team.left
         a, b = (self._flat, self._received) if is_left else (self._received, self._flat)
@@ -144,21 +142,21 @@ class _Call:
         scales = None
         if self._flat.dtype == torch.float64:
             self._exchange(level, pieces, _nothing)
-            scales = self._agree_on_scales(level, a, b, pieces)
+            scales = self._common_scales(level, a, b, pieces)
             for piece in pieces:
                 add_dots(dots, a, b, piece.chunks, scales)
         else:
             self._exchange(level, pieces, lambda index: add_dots(dots, a, b, pieces[index].chunks))
-        self._add_known_norms(words[-2:], team)
-        self._complete(level, words, dist.ReduceOp.SUM)
+        self._add_known_norms(known_norms, team)
+        self._complete(level, sums, dist.ReduceOp.SUM)
         both = coefficients(dots, team.num_left, team.num_right)
         mine, theirs = both if is_left else both.flip(0)
         for piece in pieces:
             combine_into(self._flat, self._received, mine, theirs, piece.chunks)
-        self._note_norms(words[-2:], dots, both, team, scales)
+        self._note_norms(known_norms, dots, both, team, scales)
 
     def _pieces(self, level: Level) -> list[_Piece]:
-        """What this rank receives, as it arrives."""
+        """The pieces that this rank receives, in the order in which they arrive."""
         rank = self._transport.rank
         return [
             piece
@@ -183,24 +181,24 @@ class _Call:
         if sends or receives:
             self._transport.exchange(sends, receives, self.left_s(), react)
 
-    def _complete(self, level: Level, words: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Sum, or maximize, over the team; ranks without a team only keep count."""
-        self._executor.run(level.completion, words, op, self.left_s(), operation="adasum dots")
+    def _complete(self, level: Level, partial: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """All-reduce within each team. Ranks without a team send nothing, but must call it, too."""
+        self._executor.run(level.completion, partial, op, self.left_s(), operation="adasum dots")
 
-    def _agree_on_scales(self, level: Level, a: Tensor, b: Tensor, pieces: list[_Piece]) -> Tensor:
+    def _common_scales(self, level: Level, a: Tensor, b: Tensor, pieces: list[_Piece]) -> Tensor:
         peaks = torch.zeros(len(self._segments.sizes), dtype=torch.float64)
         for piece in pieces:
             add_peaks(peaks, a, b, piece.chunks)
         self._complete(level, peaks, dist.ReduceOp.MAX)
         return scales_of(peaks)
 
-    def _add_known_norms(self, words: Tensor, team: Team) -> None:
-        """The squared norms of the inputs behind each side, from one rank of the side; a leaf's is a dot product."""
+    def _add_known_norms(self, known: Tensor, team: Team) -> None:
+        """Write the inputs' squared norms below each child, on one rank of the child; a leaf's is a dot product."""
         rank = self._transport.rank
         if rank == team.ranks[0]:
-            words[0] = self.norms[1]
+            known[0] = self.norms[1]
         if rank == team.ranks[-1] and rank not in team.left:
-            words[1] = self.norms[1]
+            known[1] = self.norms[1]
 
     def _note_norms(
         self, known: Tensor, dots: Tensor, both: Tensor, team: Team, scales: Tensor | None
@@ -218,7 +216,7 @@ def _nothing(index: int) -> None:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements `first` to `last` (excluded) of the message, on their way to or from `peer`."""
+    """Elements `first` to `last` (excluded) of the vector, sent to or received from `peer` in one message."""
 
     peer: int
     first: int
@@ -228,7 +226,7 @@ class _Piece:
 
 @lru_cache(maxsize=1024)
 def _pieces_of(segments: Segments, peer: int, first: int, last: int, itemsize: int) -> tuple[_Piece, ...]:
-    """A transfer, cut into pieces; the same for every step, so it is worked out once."""
+    """A transfer, cut into pieces; cached, as it is the same in every step."""
     length = PIECE_BYTES // itemsize
     starts = range(first, last, length)
     return tuple(

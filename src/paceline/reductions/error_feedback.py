@@ -1,10 +1,10 @@
-"""Numbers kept from step to step for every gradient element, by parameter: what compression left out, velocities.
+"""State of error feedback: residuals, or velocities of momentum correction, for every gradient element.
 
 Rules
-1. Within a step they lie as the bucket does, in one tensor, so that a bucket is handled in a few operations.
-2. Between steps they belong to parameters: buckets may be cut anew, and a checkpoint knows names only.
-3. A step proposes what to keep; `commit` makes it so when the step counts. A step that was aborted or that overflowed
-   leaves no trace. That costs a second copy.
+1. Within a step the state has the layout of the bucket, in one tensor, so that a bucket is handled in a few operations.
+2. Between steps it belongs to parameters: buckets may be rebuilt, and a checkpoint contains names only.
+3. A step writes new state beside the old (`Slot.proposed`), and `commit` swaps the two at its end. So a step that
+   failed or overflowed changes nothing. That costs a second copy.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.compression import Layout, widened
+from paceline.compression import Layout, accumulation_dtype
+
+RESIDUAL, VELOCITY = "residual", "velocity"
+"""Which state a memory holds: its key in a checkpoint."""
 
 
 @dataclass
 class Slot:
-    """One bucket's numbers.
+    """The state of one bucket.
 
     Attributes:
-        kept: Shape (N,): what is valid; read only within a step.
-        proposed: Shape (N,): what will be valid if the step counts; its contents are undefined before it is written.
-        is_proposed: Whether it was written in this step.
+        kept: Shape (N,): the state before this step; not written within a step.
+        proposed: Shape (N,): the state after this step, if it is committed; undefined before it is written.
+        is_proposed: Whether this step writes it.
     """
 
     kept: Tensor
@@ -35,7 +38,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a parameter's numbers lie."""
+    """Where the state of a parameter lies."""
 
     slot: Slot
     start: int
@@ -47,14 +50,14 @@ class _Home:
 
 
 class Memory:
-    """Zero at first, for every parameter."""
+    """One number for every gradient element, zero at first, kept from step to step by parameter."""
 
     def __init__(self) -> None:
         self._slots: dict[tuple[str, ...], Slot] = {}
         self._homes: dict[str, _Home] = {}
 
     def slot(self, names: tuple[str, ...], layout: Layout) -> Slot:
-        """The numbers of a bucket's parameters; to be written to `proposed` in this step."""
+        """The state of a bucket's parameters; the caller must write all of `proposed` in this step."""
         if names not in self._slots:
             self._slots[names] = self._gather(names, layout)
             alive = {id(home.slot) for home in self._homes.values()}
@@ -64,7 +67,7 @@ class Memory:
         return slot
 
     def _gather(self, names: tuple[str, ...], layout: Layout) -> Slot:
-        kept = torch.zeros(layout.num_elements, dtype=widened(layout.dtype), device=layout.device)
+        kept = torch.zeros(layout.num_elements, dtype=accumulation_dtype(layout.dtype), device=layout.device)
         slot, start = Slot(kept, torch.empty_like(kept)), 0
         for name, size in zip(names, layout.sizes, strict=True):
             if name in self._homes:
@@ -74,34 +77,34 @@ class Memory:
         return slot
 
     def begin(self) -> None:
-        """A step begins: forget what the last one proposed in vain."""
+        """Begin a step, dropping what an uncommitted one wrote."""
         for slot in self._slots.values():
             slot.is_proposed = False
 
-    def withdraw(self, names: Iterable[str]) -> None:
-        """Propose for these parameters what is kept: the step counts, but not for them."""
+    def restore(self, names: Iterable[str]) -> None:
+        """Keep the state of these parameters as it was before this step. Before `commit`."""
         for name in names:
             if name in self._homes:
                 home = self._homes[name]
                 home.slot.proposed[home.start : home.stop] = home.kept
 
     def commit(self) -> None:
-        """The step counts."""
+        """End a step: make what it wrote the state."""
         for slot in self._slots.values():
             if slot.is_proposed:
                 slot.kept, slot.proposed = slot.proposed, slot.kept
 
     def multiply(self, factor: float) -> None:
-        """Between steps: change the unit."""
+        """Multiply all state, between steps: for a new loss scale."""
         for slot in {id(home.slot): home.slot for home in self._homes.values()}.values():
             slot.kept.mul_(factor)
 
     def by_name(self) -> dict[str, Tensor]:
-        """Copies, shape (n,) each, of what is kept."""
+        """Copies of the state of every parameter, shape (n,) each."""
         return {name: home.kept.clone() for name, home in self._homes.items()}
 
     def load(self, by_name: Mapping[str, Tensor]) -> None:
-        """Replace everything by what `by_name` returned; copies it."""
+        """Replace all state by copies of what `by_name` returned."""
         self._slots = {}
         self._homes = {
             name: _Home(Slot(tensor.clone(), tensor), 0, tensor.numel()) for name, tensor in by_name.items()

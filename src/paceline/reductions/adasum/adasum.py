@@ -1,0 +1,282 @@
+"""Adasum as a reduction of gradients, `DistributedDataParallel(model, reduction="adasum")`, and its connections.
+
+Rules
+1. Adasum has connections of its own, so that its messages never meet other traffic on the caller's group: shared memory
+   if all ranks are on one host, else a Gloo group. Both are made from c10d's store alone, without `new_group`, which is
+   safe for groups over some of the world's ranks.
+2. Their key in the store is random, drawn by rank 0 and broadcast over the caller's group at the first launch. So it
+   cannot differ between ranks with a different history, such as a failed constructor on one of them.
+3. Everything that blocks runs on a lane (one thread): Adasums are performed in the order of their launch.
+4. A tensor of an accelerator is staged through host memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import socket
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from paceline.comm.collectives import device_for_words, launch_broadcast
+from paceline.comm.lane import Lane, LaneWork
+from paceline.comm.pending import Done, Pending, PendingWork
+from paceline.errors import ConfigurationError
+from paceline.host.processes import whereabouts
+from paceline.observe import StepTiming
+from paceline.process_group.connections import open_transport
+from paceline.process_group.executor import Executor, flat_view
+from paceline.reductions.adasum.operator import Segments
+from paceline.reductions.adasum.over_ranks import AdasumOverRanks, Norms
+from paceline.reductions.reduction import Message, Reduction, real_numel
+from paceline.schedules import Topology, circulant
+from paceline.schedules.vector_halving import vector_halving
+
+Hosts = Sequence[Sequence[int]] | Literal["auto"] | None
+FindTopology = Callable[[Executor, float], Topology]
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+_HOST_ID_BYTES = 32
+
+
+class Adasum(Reduction):
+    """Adasum of the ranks' gradients, tensor by tensor: where they agree their mean, where they do not their sum.
+
+    Limits first: not linear, so gradients accumulate correctly under `no_sync` only, and a model with sparse gradients
+    is refused. The result depends on which rank has which number. Tensors of 16 bits are rounded once for each level of
+    the tree. Tensors of an accelerator are staged in host memory (written for it, tested on CPUs only).
+
+    Args:
+        hosts: None: Adasum over all ranks. "auto": the mean within each host, Adasum across hosts. Or the hosts, as
+            lists of ranks of the process group.
+
+    Attributes:
+        orthogonality: |result|^2 / sum of the inputs' |g|^2 in the last step: 1/P where P gradients are equal,
+            1 where they are orthogonal. NaN before the first step, and where nothing was combined by Adasum.
+
+    Cost:
+        With P a power of two each rank sends 2(P-1)/P of the gradients' bytes, in 2 log2 P rounds, and takes part in
+        log2 P small all-reduces of 24 bytes for each tensor. See `paceline.schedules.vector_halving`.
+
+    Source:
+        Maleki et al. 2021, "Scaling distributed training with adaptive summation".
+    """
+
+    is_linear = False
+
+    def __init__(self, hosts: Hosts = None) -> None:
+        if isinstance(hosts, str) and hosts != "auto":
+            raise ConfigurationError(f'hosts={hosts!r}: give None, "auto" or lists of ranks.')
+        self.hosts: Hosts = hosts if hosts is None or isinstance(hosts, str) else tuple(map(tuple, hosts))
+        self.orthogonality = math.nan
+        self._connection: Connection | None = None
+        self._prepared_for: ProcessGroup | None = None
+        self._lock = threading.Lock()  # `_keep` is called on the lane's thread
+        self._norms: list[Norms] = []
+
+    def __repr__(self) -> str:
+        hosts = (
+            self.hosts if self.hosts is None or isinstance(self.hosts, str) else list(map(list, self.hosts))
+        )
+        return f"{type(self).__name__}(hosts={hosts!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings only: a copy makes connections of its own."""
+        return {"hosts": self.hosts}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        Adasum.__init__(self, state["hosts"])
+
+    def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
+        if self.hosts is not None and not isinstance(self.hosts, str):
+            _topology_of(self.hosts, process_group.size())
+        for name, parameter in named_parameters.items():
+            if not (parameter.is_floating_point() or parameter.is_complex()) or parameter.dtype.itemsize < 2:
+                raise ConfigurationError(
+                    f"Adasum cannot combine gradients of {name}, which is {parameter.dtype}; it takes floating and "
+                    "complex tensors of 16 bits or more."
+                )
+        if process_group is not self._prepared_for:
+            self._connection = None  # the other group may have been destroyed
+        self._prepared_for = process_group
+
+    def begin_step(self) -> None:
+        with self._lock:
+            self._norms = []
+
+    def input_scale(self, num_ranks: int) -> float:
+        return 1.0
+
+    def launch(self, message: Message) -> Pending:
+        if message.process_group.size() == 1:
+            return Done()
+        if self._connection is None:
+            self._connection = Connection(message.process_group, message.flat.device, self._find_topology)
+        sizes = tuple(map(real_numel, message.gradients))
+        return self._connection.launch(message.body, Segments(sizes), self._keep)
+
+    def end_step(self, timing: StepTiming) -> None:
+        self.note_step()
+
+    def note_step(self) -> None:
+        """Compute `orthogonality` when all messages of a step have been reduced. Local."""
+        with self._lock:
+            of_result = sum(norms.of_result for norms in self._norms)
+            of_inputs = sum(norms.of_inputs for norms in self._norms)
+        self.orthogonality = of_result / of_inputs if of_inputs > 0 else math.nan
+
+    def _keep(self, norms: Norms) -> None:
+        with self._lock:
+            self._norms.append(norms)
+
+    def _find_topology(self, executor: Executor, timeout_s: float) -> Topology:
+        num_ranks = executor.transport.num_ranks
+        if self.hosts is None:
+            return Topology.one_rank_a_host(num_ranks)
+        if not isinstance(self.hosts, str):
+            return _topology_of(self.hosts, num_ranks)
+        found = _find_hosts(executor, timeout_s)
+        if found.num_hosts == 1 and executor.transport.rank == 0:
+            warnings.warn(
+                f'Adasum(hosts="auto") found all {num_ranks} ranks on one host: their gradients are averaged, and '
+                "nothing is combined by Adasum. Leave hosts out to combine the ranks of one host by Adasum.",
+                UserWarning,
+                stacklevel=1,
+            )
+        return found
+
+
+class Connection:
+    """Transport and thread of the Adasums over one process group.
+
+    Args:
+        process_group: The ranks; used once, for a broadcast.
+        device: Of the tensors.
+        find_topology: Returns which ranks share a host, given an executor and a timeout in seconds. Collective.
+
+    Contract:
+        Collective: making one, and `launch`; neither blocks.
+    """
+
+    def __init__(
+        self, process_group: ProcessGroup, device: torch.device, find_topology: FindTopology
+    ) -> None:
+        self.process_group = process_group
+        self._find_topology = find_topology
+        self._timeout = _timeout_of(process_group)
+        self._store = _store()
+        token_device = device_for_words(process_group, device)
+        self._token = torch.tensor([secrets.randbits(62)], device=token_device)
+        self._token_sent = launch_broadcast(self._token, process_group, source=0)
+        self._over_ranks: AdasumOverRanks | None = None
+        self._lane = Lane(f"paceline adasum lane of rank {process_group.rank()}")
+        self._let_go = weakref.finalize(self, self._lane.close, 0.0)
+
+    def launch(self, flat: Tensor, segments: Segments, keep: Callable[[Norms], None]) -> PendingWork:
+        """Start replacing `flat` by the Adasum of all ranks' vectors. Collective; does not block.
+
+        Args:
+            flat: Contiguous, shape (N,), floating; mutated until the result is done.
+            segments: Which elements belong to which tensor.
+            keep: Called with the norms before the result is done, on the lane's thread.
+        """
+
+        def perform() -> None:
+            with flat_view(flat, is_output=True) as values:
+                keep(self._connect().run(values, segments))
+
+        work = LaneWork(perform, [flat], "adasum")
+        self._lane.launch(work, at_once=False)
+        return PendingWork(work)
+
+    def _connect(self) -> AdasumOverRanks:
+        """Connect to the other ranks at the first use. Collective; runs on the lane's thread."""
+        if self._over_ranks is None:
+            self._token_sent.wait()
+            store = dist.PrefixStore(f"paceline/adasum/{int(self._token.item())}", self._store)
+            group = self.process_group
+            transport = open_transport(store, group.rank(), group.size(), self._timeout)
+            timeout_s = self._timeout.total_seconds()
+            topology = self._find_topology(Executor(transport), timeout_s)
+            self._over_ranks = AdasumOverRanks(transport, vector_halving(topology), timeout_s)
+        return self._over_ranks
+
+
+def _timeout_of(process_group: ProcessGroup) -> timedelta:
+    """The timeout of the group's collectives; 30 minutes where it cannot be found."""
+    ours: Any = process_group
+    found = getattr(ours, "_timeout", None)
+    if not isinstance(found, timedelta):
+        try:
+            found = ours._get_backend(ours._device_types[0]).options._timeout
+        except (AttributeError, IndexError, RuntimeError):
+            found = None
+    return found if isinstance(found, timedelta) else _DEFAULT_TIMEOUT
+
+
+def _store() -> dist.Store:
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            "Adasum makes connections of its own and finds the other ranks by the job's store, but this job has none "
+            "(it was launched by MPI?). Call init_process_group with a store or an init_method, as torchrun does."
+        ) from error
+
+
+def _find_hosts(executor: Executor, timeout_s: float) -> Topology:
+    """All-gather which host each rank runs on.
+
+    Contract:
+        Collective over the executor's ranks.  Blocks: yes.  Afterwards: the same answer on all ranks.
+    """
+    num_ranks = executor.transport.num_ranks
+    host_ids = torch.zeros(num_ranks, _HOST_ID_BYTES, dtype=torch.uint8)
+    host_ids[executor.transport.rank] = torch.frombuffer(bytearray(_host_id()), dtype=torch.uint8)
+    executor.run(circulant.all_gather(num_ranks), host_ids.view(-1), None, timeout_s, operation="hosts")
+    return _number([bytes(host_id.tolist()) for host_id in host_ids])
+
+
+def _topology_of(hosts: Sequence[Sequence[int]], num_ranks: int) -> Topology:
+    """The topology of hosts that are given as lists of ranks.
+
+    Raises:
+        ConfigurationError: Not every rank from 0 to `num_ranks` - 1 is on exactly one host.
+    """
+    ranks = [rank for host in hosts for rank in host]
+    if sorted(ranks) != list(range(num_ranks)):
+        raise ConfigurationError(
+            f"hosts={[list(host) for host in hosts]} names the ranks {sorted(ranks)}; the process group has "
+            f"{num_ranks}. Name each rank from 0 to {num_ranks - 1} (of this group) once."
+        )
+    host_of = {rank: number for number, host in enumerate(hosts) for rank in host}
+    return _number([host_of[rank] for rank in range(num_ranks)])
+
+
+def _number(names: Sequence[bytes] | Sequence[int]) -> Topology:
+    """Number hosts in the order of their first ranks."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return Topology(tuple(numbers[name] for name in names))
+
+
+def _host_id() -> bytes:
+    """Equal for ranks of one host: the same boot of a kernel, and the same network namespace.
+
+    A mean over these is meant to be cheap; whether they can share memory is another question (`join_host`).
+    """
+    try:
+        where = whereabouts("net")
+    except OSError:
+        where = socket.gethostname()
+    return hashlib.sha256(where.encode()).digest()
