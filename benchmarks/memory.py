@@ -36,7 +36,7 @@ from paceline.lab.bench.protocol.report import Report, Verdict, figure_path, pub
 from paceline.lab.bench.protocol.summary import Summary
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.bench.sides import labels, parse_sides, wrap
-from paceline.lab.bench.workloads import Workload, make_workload
+from paceline.lab.workloads import Workload, make_workload
 
 FLOOR = "floor"  # gradients are dropped as they appear
 DEFAULT_SIDES = "none,torch,torch-view,torch-batched,ours,ours-unused"

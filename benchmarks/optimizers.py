@@ -21,7 +21,7 @@ from paceline.lab.bench.protocol.provenance import collect, load_average
 from paceline.lab.bench.protocol.report import Report, Verdict, figure_path, publish
 from paceline.lab.bench.protocol.summary import Summary, ratios
 from paceline.lab.bench.ranks import LoopbackRanks, TellProgress
-from paceline.lab.bench.workloads import make_workload
+from paceline.lab.workloads import make_workload
 from paceline.optim import LAMB, LARS
 
 MODELS = ("tiny", "transformer", "resnet50", "wide_mlp")

@@ -31,7 +31,7 @@ from paceline.lab.bench.protocol.report import Report, Verdict, figure_path, pub
 from paceline.lab.bench.protocol.summary import Summary, differences
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.bench.sides import labels, parse_sides, wrap
-from paceline.lab.bench.workloads.tiny import TinyWorkload
+from paceline.lab.workloads.synthetic import TinyWorkload
 
 BASELINE = "none"
 DEFAULT_SIDES = "torch,torch-view,torch-batched,torch-static,torch-unused,ours,ours-unused"

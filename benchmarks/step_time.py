@@ -29,7 +29,7 @@ from paceline.lab.bench.protocol.summary import Summary, ratios, slowest_rank
 from paceline.lab.bench.ranks import LoopbackRanks, gather
 from paceline.lab.bench.sides import labels, parse_sides
 from paceline.lab.bench.training import StepTimes, Trainee
-from paceline.lab.bench.workloads import Workload, make_workload
+from paceline.lab.workloads import Workload, make_workload
 
 WARM_UP_STEPS = 4  # torch re-buckets after the first
 PHASES = ("forward_s", "backward_s", "optimizer_s", "step_s")

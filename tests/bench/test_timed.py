@@ -24,7 +24,7 @@ from paceline.lab.bench.timed import (
     scaled,
 )
 from paceline.lab.bench.training import Trainee, digest
-from paceline.lab.bench.workloads import make_workload
+from paceline.lab.workloads import make_workload
 from ranks import pool
 
 SHAPES = ((3, 4), (5,), (2, 3, 2, 2), (1, 3, 3), (6, 1), ())

@@ -23,8 +23,8 @@ from paceline.lab.bench.sides import parse_sides
 from paceline.lab.bench.sizes import parse_sizes
 from paceline.lab.bench.step import StepConfig, StepOutcome, check, measure
 from paceline.lab.bench.step_report import draw, report
-from paceline.lab.bench.workloads import WORKLOADS, make_workload
 from paceline.lab.report import ReportFolder
+from paceline.lab.workloads import WORKLOADS, make_workload
 
 
 @dataclass(frozen=True)

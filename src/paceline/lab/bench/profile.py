@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.shapes import Layer, Shape, layers_of
-from paceline.lab.bench.workloads import make_workload
+from paceline.lab.workloads import make_workload
 
 BACKWARD_TO_FORWARD = 2.0
 OPTIMIZER_TO_COMPUTE = 0.025  # Li et al. 2020, figure 6: .014 of .014 + .15 + .40

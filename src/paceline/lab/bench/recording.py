@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.profile import LayerTime, Profile
 from paceline.lab.bench.shapes import Layer, layers_of, owners
-from paceline.lab.bench.workloads import Workload, make_workload
+from paceline.lab.workloads import Workload, make_workload
 
 WARM_UP_STEPS = 2
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from paceline.lab.bench.workloads.workload import SizedWorkload, Workload
+from paceline.lab.workloads.workload import SizedWorkload, Workload
 
 Shape = tuple[int, ...]
 _TOUCHED_OPERATIONS = 4.0  # operations counted for each element that a normalisation or an embedding touches

@@ -28,7 +28,7 @@ from paceline.lab.bench.ranks import gather
 from paceline.lab.bench.sides import SIDES, labels
 from paceline.lab.bench.timed import TimedModel, TimedWorkload, gradient_bytes
 from paceline.lab.bench.training import StepTimes, Trainee, digest
-from paceline.lab.bench.workloads import Workload, make_workload
+from paceline.lab.workloads import Workload, make_workload
 
 WARM_UP_STEPS = 3  # torch re-buckets after the first, PowerSGD compresses from the third on
 PIECE_BYTES = 25 * 2**20  # of communication alone

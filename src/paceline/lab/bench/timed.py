@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.profile import Profile
 from paceline.lab.bench.shapes import Shape
-from paceline.lab.bench.workloads.workload import Workload
+from paceline.lab.workloads.workload import Workload
 
 _STEP = 1 / 256  # between two values of a gradient
 _PRIME = 7919  # how far apart the windows of neighbouring parameters begin

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.lab.bench.sides import parallelise
-from paceline.lab.bench.workloads import Workload
+from paceline.lab.workloads import Workload
 
 NUM_BATCHES = 8  # prepared before timing, then used in turn
 SEED = 20200817

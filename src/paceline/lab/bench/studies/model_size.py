@@ -23,7 +23,7 @@ from paceline.lab.bench.protocol.summary import Summary, slowest_rank
 from paceline.lab.bench.ranks import ClusterRanks, gather
 from paceline.lab.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.lab.bench.studies.study import Findings, Measured, Study, StudyOptions
-from paceline.lab.bench.workloads.mlstm import Mlstm
+from paceline.lab.workloads.mlstm import Mlstm
 
 CELLS = (64, 128, 256, 512, 1024)
 NUM_ROWS, SEGMENT, EMBEDDING = 16, 16, 64

@@ -25,7 +25,7 @@ from paceline.lab.bench.protocol.summary import Summary
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.lab.bench.studies.study import Findings, Measured, Study, StudyOptions
-from paceline.lab.bench.workloads.mlstm import Mlstm
+from paceline.lab.workloads.mlstm import Mlstm
 
 NUM_WARM_UP = 3
 KINDS = ("processes", "threads", "independent")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.lab.bench.workloads.workload import SizedWorkload, batch_generator
+from paceline.lab.workloads.workload import SizedWorkload, batch_generator
 
 
 class EncoderLayer(nn.Module):

@@ -1,4 +1,4 @@
-"""What must a workload offer?"""
+"""What a workload is: a model, endless batches for it, and a loss."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SizedWorkload(Workload):
         return self
 
     def operations(self) -> Mapping[str, float] | None:
-        """Return floating-point operations of one forward, by module; None: `shapes` counts them."""
+        """Return floating-point operations of one forward, by module; None: they are counted."""
         return None
 
 

@@ -1,8 +1,13 @@
-"""The shape of ResNet-50 (He et al. 2015, table 1) on small images: 161 tensors of very different sizes, and buffers.
+"""Convolutional networks: ResNet-50, many tensors of very different sizes; VGG-16, most bytes in one layer.
 
-Same parameters as the ImageNet model, 25,557,032 in 161 tensors; the images are small so that two cores
-finish a step.
+Both have the parameters of the ImageNet models (25,557,032 in 161 tensors; 138,357,544 in 32); the images are small so
+that two cores finish a step.
+
+Source: He et al. 2015, table 1; Simonyan & Zisserman 2015, configuration D, here without dropout (all sides must
+compute the same).
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -10,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.lab.bench.workloads.workload import SizedWorkload, batch_generator
+from paceline.lab.workloads.workload import SizedWorkload, batch_generator
 
 EXPANSION = 4
-STAGES = (
+RESNET_STAGES = (
     (64, 3, 1),
     (128, 4, 2),
     (256, 6, 2),
@@ -57,7 +62,7 @@ def resnet50(num_classes: int = 1000) -> nn.Sequential:
         nn.MaxPool2d(3, 2, padding=1),
     ]
     num_channels = 64
-    for width, num_blocks, stride in STAGES:
+    for width, num_blocks, stride in RESNET_STAGES:
         for block in range(num_blocks):
             layers.append(Bottleneck(num_channels, width, stride if block == 0 else 1))
             num_channels = width * EXPANSION
@@ -72,17 +77,71 @@ class ResNet50Workload(SizedWorkload):
     batch_size: int = 4
 
     @classmethod
-    def quick(cls) -> "ResNet50Workload":
+    def quick(cls) -> ResNet50Workload:
         """Return the smallest images; the network stays whole."""
         return cls(image_size=32, batch_size=2)
 
-    def published(self) -> "ResNet50Workload":
+    def published(self) -> ResNet50Workload:
         """Return ImageNet's images, 32 of them."""
         return ResNet50Workload(image_size=224, batch_size=32)
 
     def make_model(self) -> nn.Module:
         """Return the network."""
         return resnet50()
+
+    def make_batch(self, rank: int, step: int) -> tuple[Tensor, Tensor]:
+        """Return images (B, 3, S, S) and labels (B,)."""
+        generator = batch_generator(rank, step)
+        images = torch.randn(self.batch_size, 3, self.image_size, self.image_size, generator=generator)
+        return images, torch.randint(1000, (self.batch_size,), generator=generator)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], carry: None) -> tuple[Tensor, None]:
+        """Return the cross-entropy."""
+        return functional.cross_entropy(model(batch[0]), batch[1]), None
+
+
+VGG_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # (channels, convolutions before a pooling)
+
+
+def vgg16(num_classes: int = 1000, width: int = 4096) -> nn.Sequential:
+    """Return the network; any image of 32 pixels or more is pooled to the 7 x 7 that the head expects."""
+    layers: list[nn.Module] = []
+    num_channels = 3
+    for channels, num_convolutions in VGG_STAGES:
+        for _ in range(num_convolutions):
+            layers += [nn.Conv2d(num_channels, channels, 3, padding=1), nn.ReLU(inplace=True)]
+            num_channels = channels
+        layers.append(nn.MaxPool2d(2))
+    layers += [
+        nn.AdaptiveAvgPool2d(7),
+        nn.Flatten(),
+        nn.Linear(num_channels * 49, width),
+        nn.ReLU(inplace=True),
+    ]
+    layers += [nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, num_classes)]
+    return nn.Sequential(*layers)
+
+
+@dataclass(frozen=True)
+class Vgg16Workload(SizedWorkload):
+    """Random images and labels: the figures are about time, not accuracy."""
+
+    image_size: int = 64
+    batch_size: int = 2
+    head_width: int = 4096
+
+    @classmethod
+    def quick(cls) -> Vgg16Workload:
+        """Return the smallest images and a narrow head."""
+        return cls(image_size=32, batch_size=1, head_width=16)
+
+    def published(self) -> Vgg16Workload:
+        """Return ImageNet's images, 32 of them."""
+        return Vgg16Workload(image_size=224, batch_size=32)
+
+    def make_model(self) -> nn.Module:
+        """Return the network."""
+        return vgg16(width=self.head_width)
 
     def make_batch(self, rank: int, step: int) -> tuple[Tensor, Tensor]:
         """Return images (B, 3, S, S) and labels (B,)."""

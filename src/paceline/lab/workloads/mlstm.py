@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.lab.bench.workloads.text import load_text
-from paceline.lab.bench.workloads.workload import SizedWorkload
+from paceline.lab.workloads.datasets import load_text
+from paceline.lab.workloads.workload import SizedWorkload
 
 State = tuple[Tensor, Tensor]  # h and c, each (B, hidden)
 
