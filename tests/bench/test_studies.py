@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.errors import WrongAnswerError
 from paceline.lab.bench.limit import ring_bytes_per_rank
 from paceline.lab.bench.profile import LayerTime, Profile, default_profile
+from paceline.lab.bench.protocol import WrongAnswerError
 from paceline.lab.bench.studies import STUDIES, find_study
 from paceline.lab.bench.studies import round_robin_hook as hook
 from paceline.lab.bench.studies.calibration import GOODPUT, realisable, scale_for

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.lab.bench.errors import WrongAnswerError
 from paceline.lab.bench.profile import LayerTime, Profile, default_profile
+from paceline.lab.bench.protocol import WrongAnswerError
 from paceline.lab.bench.shapes import layers_of
 from paceline.lab.bench.step import Communication, StepConfig, check, measure
 from paceline.lab.bench.timed import (

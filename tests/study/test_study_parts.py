@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from paceline.errors import ConfigurationError
+from paceline.lab.report.summary import Spread, p_value
 from paceline.lab.study.claims import FAILS, HOLDS, UNDECIDED, judge
 from paceline.lab.study.plan import GRID, Plan
 from paceline.lab.study.rates import rate_at
 from paceline.lab.study.results import TUNED, Results
 from paceline.lab.study.rows import BASELINE, ROWS, choose_rows
 from paceline.lab.study.samples import Part, split
-from paceline.lab.study.spread import Spread, p_value
 from paceline.lab.study.store import Outcome, Store, Trial
 from paceline.lab.study.tasks import TASKS, find_task
 from paceline.lab.study.trial import batches

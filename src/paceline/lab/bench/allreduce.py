@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.exchange import REDUCE_SIDES, Exchange
-from paceline.lab.bench.protocol.alternation import turns
+from paceline.lab.bench.protocol import turns
 
 WARM_UP = 2
 NUM_LAUNCHES = 2  # of each group of sides, when there are several groups

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline.lab.bench.allreduce import NUM_LAUNCHES, ReduceConfig, ReduceSamples, launches, measure_sides
-from paceline.lab.bench.errors import WrongAnswerError
 from paceline.lab.bench.exchange import REDUCE_SIDES, ResidentExchange
 from paceline.lab.bench.job import TellProgress
 from paceline.lab.bench.limit import bus_rate, ring_bytes_per_rank
-from paceline.lab.bench.protocol.figure import save_lines
-from paceline.lab.bench.protocol.provenance import collect
-from paceline.lab.bench.protocol.report import Report
-from paceline.lab.bench.protocol.summary import Summary, ratios
+from paceline.lab.bench.protocol import WrongAnswerError
+from paceline.lab.bench.provenance import collect
 from paceline.lab.bench.ranks import Ranks
 from paceline.lab.emulation.quantities import show_size
+from paceline.lab.report.figures import save_lines
+from paceline.lab.report.publication import Report
+from paceline.lab.report.summary import Summary, ratios
 
 COLUMNS = (
     "size",

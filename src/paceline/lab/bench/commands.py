@@ -13,10 +13,8 @@ from paceline.lab.bench.allreduce import ReduceConfig
 from paceline.lab.bench.exchange import parse_reduce_sides
 from paceline.lab.bench.footprint import available_bytes, check_memory
 from paceline.lab.bench.profile import PUBLISHED, Profile, default_profile
-from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.lab.bench.protocol.progress import progress_bar
-from paceline.lab.bench.protocol.provenance import load_average
-from paceline.lab.bench.protocol.report import Report, figure_path, publish
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
+from paceline.lab.bench.provenance import load_average
 from paceline.lab.bench.ranks import Ranks
 from paceline.lab.bench.recording import check_recordable, record
 from paceline.lab.bench.sides import parse_sides
@@ -24,6 +22,8 @@ from paceline.lab.bench.sizes import parse_sizes
 from paceline.lab.bench.step import StepConfig, StepOutcome, check, measure
 from paceline.lab.bench.step_report import draw, report
 from paceline.lab.report import ReportFolder
+from paceline.lab.report.publication import Report, figure_path, publish
+from paceline.lab.report.terminal import progress_bar
 from paceline.lab.workloads import WORKLOADS, make_workload
 
 

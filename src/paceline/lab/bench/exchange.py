@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.packages import require
+from paceline.lab.bench.protocol import require
 
 Buffer = npt.NDArray[np.float32]
 

@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
 from paceline.lab.bench import job, mpi
-from paceline.lab.bench.errors import RanksFailedError
 from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.protocol.progress import progress_bar
+from paceline.lab.bench.protocol import RanksFailedError
 from paceline.lab.bench.remote_start import remote_start
+from paceline.lab.report.terminal import progress_bar
 from paceline.launch import Keeper, launch, parse
 from paceline.launch.keeper import MARK
 

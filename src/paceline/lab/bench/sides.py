@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.errors import ConfigurationError
 from paceline.lab.bench import peers
-from paceline.lab.bench.packages import require
+from paceline.lab.bench.protocol import require
 from paceline.reductions import GradientNoiseScale, Reduction
 from paceline.reductions.choice import COMPRESSIONS
 

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.errors import WrongAnswerError
 from paceline.lab.bench.job import TellProgress
 from paceline.lab.bench.profile import Profile
-from paceline.lab.bench.protocol.alternation import turns
+from paceline.lab.bench.protocol import WrongAnswerError, turns
 from paceline.lab.bench.ranks import gather
 from paceline.lab.bench.sides import SIDES, labels
 from paceline.lab.bench.timed import TimedModel, TimedWorkload, gradient_bytes

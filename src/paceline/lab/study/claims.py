@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paceline.lab.report.summary import LEVEL, Spread, p_value
 from paceline.lab.study.plan import Cell
 from paceline.lab.study.results import RULE, TUNED, Results
 from paceline.lab.study.rows import (
@@ -24,7 +25,6 @@ from paceline.lab.study.rows import (
     ROWS,
     UNCOMPRESSED,
 )
-from paceline.lab.study.spread import LEVEL, Spread, p_value
 
 MARGIN = 1.0  # points of accuracy
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"

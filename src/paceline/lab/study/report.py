@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.lab.bench.protocol.provenance import collect
-from paceline.lab.bench.protocol.report import Report, figure_path
-from paceline.lab.bench.studies.chart import Line, Panel, draw_panels
+from paceline.lab.bench.provenance import collect
 from paceline.lab.report import table
+from paceline.lab.report.figures import ROW_COLORS, Line, Panel, draw_panels
+from paceline.lab.report.publication import Report, figure_path
 from paceline.lab.study.claims import Verdict, judge
 from paceline.lab.study.plan import Cell
 from paceline.lab.study.results import RULE, TUNED, Results
@@ -23,10 +23,6 @@ _PROTOCOL = (
     "seeds, or those that are there"
 )
 _SHOWN_SHARE = 0.75  # of the baseline's accuracy: the bottom of the picture
-_COLORS = [
-    f"tab:{name}"
-    for name in ("olive", "orange", "red", "cyan", "blue", "green", "purple", "brown", "pink", "gray")
-]
 
 
 def make_report(results: Results, load_average_before: float, num_missing: int) -> Report:
@@ -101,7 +97,7 @@ def _over_batch(results: Results, mode: str) -> Panel:
     factors = [f for f in (results.plan.factors if mode == RULE else results.plan.tuned_factors) if f > 1]
     lines = []
     rows = [row for row in results.plan.rows if row.table == BATCHES and row.name != BASELINE]
-    for row, color in zip(rows, _COLORS, strict=False):
+    for row, color in zip(rows, ROW_COLORS, strict=False):
         spreads = [(factor, results.spread(Cell(row, factor), mode)) for factor in factors]
         points = [(float(factor), spread.mean) for factor, spread in spreads if spread is not None]
         if points:
@@ -114,7 +110,7 @@ def _over_batch(results: Results, mode: str) -> Panel:
 
 def _over_bytes(results: Results) -> Panel:
     lines, steps = [], []
-    colors = iter(_COLORS)
+    colors = iter(ROW_COLORS)
     for row in results.plan.rows:
         cell = Cell(row, CODEC_FACTOR)
         spread = None if row.table == BATCHES else results.spread(cell, TUNED) or results.spread(cell)

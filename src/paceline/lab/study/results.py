@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.lab.report.summary import Spread
 from paceline.lab.study.plan import Cell, Plan
 from paceline.lab.study.rows import BASELINE, BATCHES, CODEC_FACTOR, CODECS, LOCAL, ROWS
-from paceline.lab.study.spread import Spread
 from paceline.lab.study.store import Outcome, Store, Trial
 
 RULE, TUNED = "by the rule", "tuned"

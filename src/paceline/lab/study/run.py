@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from paceline.lab.bench.protocol.progress import progress_bar
-from paceline.lab.bench.protocol.provenance import load_average
+from paceline.lab.bench.provenance import load_average
+from paceline.lab.report.terminal import progress_bar
 from paceline.lab.study.plan import Plan
 from paceline.lab.study.report import draw, make_report, show
 from paceline.lab.study.results import Results

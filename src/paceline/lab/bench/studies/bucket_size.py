@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.lab.bench.studies.calibration import scale_for
-from paceline.lab.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.lab.bench.studies.measure import Block, Outcome
 from paceline.lab.bench.studies.published import BREAKDOWN, BUCKET_CAPS, BUCKET_SECONDS
 from paceline.lab.bench.studies.study import ClusterStudy, Findings, StudyOptions
 from paceline.lab.bench.studies.variant import Variant
-
-_COLORS = {"torch": TORCH, "ours": OURS}
+from paceline.lab.report.figures import OTHER, PAPER, SIDE_COLORS, Line, Panel, draw_panels
 
 
 class BucketSizeStudy(ClusterStudy):
@@ -107,7 +105,8 @@ class BucketSizeStudy(ClusterStudy):
                 )
             ]
             ours = [
-                Line(f"here, {side}", _placed(found[side], caps), _COLORS[side]) for side in ("torch", "ours")
+                Line(f"here, {side}", _placed(found[side], caps), SIDE_COLORS[side])
+                for side in ("torch", "ours")
             ]
             panels.append(
                 Panel(

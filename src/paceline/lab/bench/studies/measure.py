@@ -18,14 +18,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paceline.lab.bench.errors import WrongAnswerError
 from paceline.lab.bench.job import TellProgress
 from paceline.lab.bench.profile import Profile
-from paceline.lab.bench.protocol.alternation import turns
-from paceline.lab.bench.protocol.summary import Summary, slowest_rank
+from paceline.lab.bench.protocol import WrongAnswerError, turns
 from paceline.lab.bench.ranks import gather
 from paceline.lab.bench.studies.round_robin_hook import cap_flows
 from paceline.lab.bench.studies.variant import Phases, Trainee, Variant
+from paceline.lab.report.summary import Summary, slowest_rank
 
 NUM_WARM_UP = {"torch": 2}  # cuts its buckets anew after the first; the others settle at once
 _COUNTERS = Path("/proc/self/net/dev")

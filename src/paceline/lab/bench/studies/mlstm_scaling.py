@@ -17,7 +17,6 @@ from paceline.errors import ConfigurationError
 from paceline.lab.bench.limit import ring_bytes_per_rank
 from paceline.lab.bench.profile import Profile, default_profile
 from paceline.lab.bench.studies.calibration import scale_for
-from paceline.lab.bench.studies.chart import Line, Panel, draw_panels
 from paceline.lab.bench.studies.measure import Block, Outcome, StudyConfig
 from paceline.lab.bench.studies.published import (
     MLSTM_GPUS,
@@ -27,6 +26,7 @@ from paceline.lab.bench.studies.published import (
 from paceline.lab.bench.studies.study import Findings, Measured, Study, StudyOptions, how, record, run_blocks
 from paceline.lab.bench.studies.variant import Variant
 from paceline.lab.bench.timed import gradient_bytes
+from paceline.lab.report.figures import PARALLEL_COLORS, Line, Panel, draw_panels, linear_line
 
 if TYPE_CHECKING:
     from paceline.lab.emulation import ClusterSpec
@@ -35,7 +35,6 @@ METHODS = {"all-reduce after backward, 16 bits": ("after", True), "the same, 32 
     "Paceline, 16 bits": ("ours", True),
 }
 STUDYS_METHOD, SINGLE = list(METHODS)[:2]
-_COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown")
 
 
 @dataclass(frozen=True)
@@ -181,25 +180,32 @@ class ScalingStudy(Study):
         gpus = published.pop("gpus")
         paper = [
             Line(label, [(x, y) for x, y in zip(gpus, ys, strict=True) if y is not None], color, "--", "x")
-            for (label, ys), color in zip(published.items(), _COLORS, strict=False)
+            for (label, ys), color in zip(published.items(), PARALLEL_COLORS, strict=False)
         ]
         ours = [
             Line(label, curve[STUDYS_METHOD], color)
-            for (label, curve), color in zip(curves.items(), _COLORS, strict=False)
+            for (label, curve), color in zip(curves.items(), PARALLEL_COLORS, strict=False)
         ]
         slowest = list(curves)[-len({label.partition(",")[0] for label in curves})]
         methods = [
             Line(method, points, color)
-            for (method, points), color in zip(curves[slowest].items(), _COLORS, strict=False)
+            for (method, points), color in zip(curves[slowest].items(), PARALLEL_COLORS, strict=False)
         ]
         ticks = [x for x, _ in next(iter(curves.values()))[STUDYS_METHOD]]
         most = ticks[-1]
         panels = [
-            Panel("the study's chart", "GPUs", "speed-up", [_linear(128), *paper]),
+            Panel("the study's chart", "GPUs", "speed-up", [linear_line(128), *paper]),
             Panel(
-                "here, the study's method", "ranks", "speed-up", [_linear(most), *ours], ticks, linear_x=True
+                "here, the study's method",
+                "ranks",
+                "speed-up",
+                [linear_line(most), *ours],
+                ticks,
+                linear_x=True,
             ),
-            Panel(f"here, {slowest}", "ranks", "speed-up", [_linear(most), *methods], ticks, linear_x=True),
+            Panel(
+                f"here, {slowest}", "ranks", "speed-up", [linear_line(most), *methods], ticks, linear_x=True
+            ),
         ]
         draw_panels(path, "mLSTM: speed-up over ranks, timed compute on emulated hosts", panels)
 
@@ -224,10 +230,6 @@ def _blocks(options: ScalingOptions) -> tuple[Block, ...]:
 def _speed_up(point: tuple[int, float]) -> str:
     count, speed_up = point
     return f"{speed_up:.2f} ({speed_up / count:.0%})"
-
-
-def _linear(most: int) -> Line:
-    return Line("linear", [(1, 1), (most, most)], "lightgray", "-", "")
 
 
 def _published_note() -> str:

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.lab.bench.protocol.summary import Summary, slowest_rank
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline.lab.bench.ranks import ClusterRanks, gather
-from paceline.lab.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.lab.bench.studies.study import Findings, Measured, Study, StudyOptions
+from paceline.lab.report.figures import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
+from paceline.lab.report.summary import Summary, slowest_rank
 from paceline.lab.workloads.mlstm import Mlstm
 
 CELLS = (64, 128, 256, 512, 1024)

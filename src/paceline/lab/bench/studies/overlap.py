@@ -7,11 +7,11 @@ from pathlib import Path
 
 from paceline.lab.bench.limit import StepLimit
 from paceline.lab.bench.studies.calibration import realisable, scale_for
-from paceline.lab.bench.studies.chart import Bars, draw_bars
 from paceline.lab.bench.studies.measure import Block, Outcome
 from paceline.lab.bench.studies.published import BREAKDOWN, Breakdown
 from paceline.lab.bench.studies.study import ClusterStudy, Findings, StudyOptions
 from paceline.lab.bench.studies.variant import PAPERS_CAP_MB, Variant
+from paceline.lab.report.figures import Bars, draw_bars
 
 PARTS = ("forward", "backward", "communication", "optimizer", "step with overlap")
 SIDES = {

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.lab.bench.studies.calibration import scale_for
-from paceline.lab.bench.studies.chart import OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.lab.bench.studies.measure import Block, Outcome
 from paceline.lab.bench.studies.published import BREAKDOWN, SCALING_GPUS, SCALING_SECONDS
 from paceline.lab.bench.studies.study import ClusterStudy, Findings, StudyOptions
 from paceline.lab.bench.studies.variant import PAPERS_CAP_MB, Variant
-
-_COLORS = {"torch": TORCH, "ours": OURS}
+from paceline.lab.report.figures import PAPER, SIDE_COLORS, Line, Panel, draw_panels
 
 
 class RankCountStudy(ClusterStudy):
@@ -78,7 +76,7 @@ class RankCountStudy(ClusterStudy):
             gpus, published = found["published"]
             lines = [Line("paper, torch DDP", list(zip(gpus, published, strict=True)), PAPER, "--", "x")]
             lines += [
-                Line(f"here, {side}", list(zip(found["ranks"], found[side], strict=True)), _COLORS[side])
+                Line(f"here, {side}", list(zip(found["ranks"], found[side], strict=True)), SIDE_COLORS[side])
                 for side in ("torch", "ours")
             ]
             panels.append(Panel(label, "ranks", "step / step of one rank", lines, ticks=(1, 4, 16, 64, 256)))

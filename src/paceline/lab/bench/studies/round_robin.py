@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.lab.bench.studies.calibration import scale_for
-from paceline.lab.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.lab.bench.studies.measure import Block, Outcome
 from paceline.lab.bench.studies.published import BREAKDOWN, GROUP_SECONDS, GROUPS
 from paceline.lab.bench.studies.study import ClusterStudy, Findings, StudyOptions
 from paceline.lab.bench.studies.variant import PAPERS_CAP_MB, Variant
+from paceline.lab.report.figures import OTHER, PAPER, SIDE_COLORS, Line, Panel, draw_panels
 
 FLOWS_A_LINK = 3  # with the cap, a connection gets this part of the link
-_COLORS = {"torch": TORCH, "ours": OURS}
 _CONDITIONS = {"no cap": None, f"a flow gets 1/{FLOWS_A_LINK} of the link": FLOWS_A_LINK}
 
 
@@ -104,7 +103,7 @@ class RoundRobinStudy(ClusterStudy):
                 for (key, values), color in zip(findings.summaries["published"].items(), colors, strict=True)
             ]
             lines += [
-                Line(f"here, {side}", list(zip(found["groups"], found[side], strict=True)), _COLORS[side])
+                Line(f"here, {side}", list(zip(found["groups"], found[side], strict=True)), SIDE_COLORS[side])
                 for side in ("torch", "ours")
             ]
             panels.append(

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.lab.bench.studies.calibration import scale_for
-from paceline.lab.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.lab.bench.studies.measure import Block, Outcome
 from paceline.lab.bench.studies.published import SKIPPED_ALONE_S, SKIPPED_EVERY, SKIPPED_SECONDS
 from paceline.lab.bench.studies.study import ClusterStudy, Findings, StudyOptions
 from paceline.lab.bench.studies.variant import PAPERS_CAP_MB, Variant
+from paceline.lab.report.figures import OTHER, PAPER, SIDE_COLORS, Line, Panel, draw_panels
 
-_COLORS = {"torch": TORCH, "ours": OURS}
 _BACKWARD_RATIO = 2 / 3  # of forward and backward together; what communication hides behind
 
 
@@ -97,7 +96,7 @@ class SkippedSyncStudy(ClusterStudy):
             lines = [
                 line("paper, 256 GPUs", "published", PAPER, "--", "x"),
                 line("computing + exposed / n", "expected", OTHER, ":", ""),
-                *[line(f"here, {side}", side, _COLORS[side]) for side in ("torch", "ours")],
+                *[line(f"here, {side}", side, SIDE_COLORS[side]) for side in ("torch", "ours")],
             ]
             panels.append(
                 Panel(

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.profile import Profile, default_profile
-from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.lab.bench.protocol.provenance import collect, load_average
-from paceline.lab.bench.protocol.report import Report, figure_path, publish
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
+from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.ranks import ClusterRanks
 from paceline.lab.bench.studies.measure import Block, Outcome, StudyConfig, check, measure
 from paceline.lab.report import ReportFolder
+from paceline.lab.report.publication import Report, figure_path, publish
 
 if TYPE_CHECKING:
     from paceline.lab.emulation import ClusterSpec

@@ -21,10 +21,10 @@ from torch.nn import functional
 
 from paceline.ddp import DistributedDataParallel
 from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.protocol.summary import Summary
 from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.bench.studies.chart import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.lab.bench.studies.study import Findings, Measured, Study, StudyOptions
+from paceline.lab.report.figures import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels, linear_line
+from paceline.lab.report.summary import Summary
 from paceline.lab.workloads.mlstm import Mlstm
 
 NUM_WARM_UP = 3
@@ -207,7 +207,7 @@ class ThreadsStudy(Study):
                 [
                     Line("processes", list(PAPER_PROCESSES.items()), PAPER, "--", "x"),
                     Line("threads (DataParallel), at most", list(PAPER_THREADS.items()), TORCH, "--", "x"),
-                    Line("linear", [(1, 1), (8, 8)], "lightgray", "-", ""),
+                    linear_line(8),
                 ],
             )
         ]
@@ -223,7 +223,7 @@ class ThreadsStudy(Study):
                         Line("processes", found["processes"], OURS),
                         Line("threads", found["threads"], TORCH),
                         Line("independent processes: what the cores give", found["independent"], OTHER, ":"),
-                        Line("linear", [(1, 1), (most, most)], "lightgray", "-", ""),
+                        linear_line(most),
                     ],
                     ticks=(1, most),
                     linear_x=True,

@@ -1,8 +1,11 @@
-"""How does the user see that a long measurement is alive?"""
+"""What a command shows on a terminal: tables, and a bar while a long measurement runs."""
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -12,6 +15,17 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose first column names the row and whose other columns are numbers."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 @contextmanager

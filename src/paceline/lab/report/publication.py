@@ -1,15 +1,66 @@
-"""Where does a finished benchmark go? To the terminal, to JSON, to a figure."""
+"""Where a finished result goes: to the terminal, to JSON, into a folder beside its figures."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from paceline.lab.bench.protocol.provenance import Provenance
+from paceline.errors import ConfigurationError
+from paceline.lab.report.figures import DOTS_PER_INCH
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from paceline.lab.bench.provenance import Provenance
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportFolder:
+    """Where a report's files go.
+
+    Attributes:
+        path: The folder; it exists and can be written to.
+    """
+
+    path: Path
+
+    @classmethod
+    def prepare(cls, path: Path) -> ReportFolder:
+        """Make the folder, before the work whose result it is to hold.
+
+        Raises:
+            ConfigurationError: It cannot be made or written to.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the report folder {path} cannot be made ({error.strerror}). Pass another one with --report."
+            ) from error
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigurationError(
+                f"the report folder {path} is not writable. Pass another one with --report."
+            )
+        return cls(path)
+
+    def write_rows(self, name: str, rows: object) -> Path:
+        """Write `rows` as JSON."""
+        path = self.path / name
+        path.write_text(json.dumps(rows, indent=2) + "\n")
+        return path
+
+    def write_figure(self, name: str, figure: Figure) -> Path:
+        """Write a figure as a picture, in the format that the name's ending says."""
+        path = self.path / name
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+        return path
 
 
 @dataclasses.dataclass(frozen=True)

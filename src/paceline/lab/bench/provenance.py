@@ -1,4 +1,4 @@
-"""Where does a number come from?"""
+"""Where a number comes from: command, commit, versions, machine and its load."""
 
 import datetime as dt
 import os
@@ -13,7 +13,7 @@ import torch
 
 from paceline import __version__
 
-PACKAGE = Path(__file__).resolve().parents[3]
+PACKAGE = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
