@@ -22,9 +22,9 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, Sides, run_cli
-from paceline.lab.bench.job import TellProgress
 from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
 from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.bench.sides import labels, parse_sides, wrap
 from paceline.lab.report.figures import save_bars

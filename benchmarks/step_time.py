@@ -18,12 +18,11 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
-from paceline.lab.bench.job import TellProgress
 from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, WrongAnswerError, turns
 from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks, gather
-from paceline.lab.bench.sides import labels, parse_sides
-from paceline.lab.bench.training import StepTimes, Trainee
+from paceline.lab.bench.sides import StepTimes, Trainee, labels, parse_sides
 from paceline.lab.report.figures import save_bars
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, ratios, slowest_rank

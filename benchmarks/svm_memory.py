@@ -16,8 +16,8 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from benchmarks.svm_data import HELP, load
-from paceline.lab.bench.job import TellProgress
 from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.report.publication import Report, publish
 

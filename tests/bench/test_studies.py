@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
+from paceline.lab.bench.layer_profile import LayerTime, Profile, default_profile
 from paceline.lab.bench.limit import ring_bytes_per_rank
-from paceline.lab.bench.profile import LayerTime, Profile, default_profile
 from paceline.lab.bench.protocol import WrongAnswerError
 from paceline.lab.bench.studies import STUDIES, find_study
 from paceline.lab.bench.studies import round_robin_hook as hook
@@ -29,7 +29,7 @@ from paceline.lab.bench.studies.published import BREAKDOWN
 from paceline.lab.bench.studies.study import StudyOptions
 from paceline.lab.bench.studies.threads import SIZES, WorkersConfig, measure_workers
 from paceline.lab.bench.studies.variant import Phases, Variant
-from paceline.lab.bench.timed import gradient_bytes
+from paceline.lab.bench.timed_model import gradient_bytes
 from ranks import pool
 from terminal import paceline
 

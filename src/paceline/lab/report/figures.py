@@ -21,14 +21,8 @@ if TYPE_CHECKING:
 # Who is who in a comparison with published figures: the paper's, torch's, ours, and anything else.
 PAPER, TORCH, OURS, OTHER = "tab:gray", "tab:orange", "tab:blue", "tab:green"
 SIDE_COLORS = {"torch": TORCH, "ours": OURS}
-PARALLEL_COLORS = (
-    "tab:blue",
-    "tab:orange",
-    "tab:green",
-    "tab:purple",
-    "tab:red",
-    "tab:brown",
-)  # a curve each
+# Of curves and of rows that have no such role, in order.
+CURVE_COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown")
 ROW_COLORS = tuple(
     f"tab:{name}"
     for name in ("olive", "orange", "red", "cyan", "blue", "green", "purple", "brown", "pink", "gray")

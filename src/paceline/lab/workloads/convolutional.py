@@ -18,12 +18,10 @@ from torch.nn import functional
 from paceline.lab.workloads.workload import SizedWorkload, batch_generator
 
 EXPANSION = 4
-RESNET_STAGES = (
-    (64, 3, 1),
-    (128, 4, 2),
-    (256, 6, 2),
-    (512, 3, 2),
-)  # (bottleneck width, blocks, stride of the first block)
+# Bottleneck width, blocks, stride of the first block.
+RESNET_STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
+# Channels, convolutions before a pooling.
+VGG_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 
 
 class Bottleneck(nn.Module):
@@ -98,9 +96,6 @@ class ResNet50Workload(SizedWorkload):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], carry: None) -> tuple[Tensor, None]:
         """Return the cross-entropy."""
         return functional.cross_entropy(model(batch[0]), batch[1]), None
-
-
-VGG_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # (channels, convolutions before a pooling)
 
 
 def vgg16(num_classes: int = 1000, width: int = 4096) -> nn.Sequential:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 
+from paceline.lab.bench.layer_profile import Profile
 from paceline.lab.bench.limit import StepLimit, ring_bytes_per_rank
-from paceline.lab.bench.profile import Profile
-from paceline.lab.bench.timed import gradient_bytes
+from paceline.lab.bench.timed_model import gradient_bytes
 
 GOODPUT = 0.93  # of a link's rate, for payload; measured
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.profile import Profile
+from paceline.lab.bench.layer_profile import Profile
 from paceline.lab.bench.protocol import WrongAnswerError, turns
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import gather
 from paceline.lab.bench.studies.round_robin_hook import cap_flows
 from paceline.lab.bench.studies.variant import Phases, Trainee, Variant

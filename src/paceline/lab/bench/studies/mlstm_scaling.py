@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigurationError
+from paceline.lab.bench.layer_profile import Profile, default_profile
 from paceline.lab.bench.limit import ring_bytes_per_rank
-from paceline.lab.bench.profile import Profile, default_profile
 from paceline.lab.bench.studies.calibration import scale_for
 from paceline.lab.bench.studies.measure import Block, Outcome, StudyConfig
 from paceline.lab.bench.studies.published import (
@@ -25,8 +25,8 @@ from paceline.lab.bench.studies.published import (
 )
 from paceline.lab.bench.studies.study import Findings, Measured, Study, StudyOptions, how, record, run_blocks
 from paceline.lab.bench.studies.variant import Variant
-from paceline.lab.bench.timed import gradient_bytes
-from paceline.lab.report.figures import PARALLEL_COLORS, Line, Panel, draw_panels, linear_line
+from paceline.lab.bench.timed_model import gradient_bytes
+from paceline.lab.report.figures import CURVE_COLORS, Line, Panel, draw_panels, linear_line
 
 if TYPE_CHECKING:
     from paceline.lab.emulation import ClusterSpec
@@ -180,16 +180,16 @@ class ScalingStudy(Study):
         gpus = published.pop("gpus")
         paper = [
             Line(label, [(x, y) for x, y in zip(gpus, ys, strict=True) if y is not None], color, "--", "x")
-            for (label, ys), color in zip(published.items(), PARALLEL_COLORS, strict=False)
+            for (label, ys), color in zip(published.items(), CURVE_COLORS, strict=False)
         ]
         ours = [
             Line(label, curve[STUDYS_METHOD], color)
-            for (label, curve), color in zip(curves.items(), PARALLEL_COLORS, strict=False)
+            for (label, curve), color in zip(curves.items(), CURVE_COLORS, strict=False)
         ]
         slowest = list(curves)[-len({label.partition(",")[0] for label in curves})]
         methods = [
             Line(method, points, color)
-            for (method, points), color in zip(curves[slowest].items(), PARALLEL_COLORS, strict=False)
+            for (method, points), color in zip(curves[slowest].items(), CURVE_COLORS, strict=False)
         ]
         ticks = [x for x, _ in next(iter(curves.values()))[STUDYS_METHOD]]
         most = ticks[-1]

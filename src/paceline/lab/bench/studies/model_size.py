@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from paceline.lab.bench.job import TellProgress
 from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import ClusterRanks, gather
 from paceline.lab.bench.studies.study import Findings, Measured, Study, StudyOptions
 from paceline.lab.report.figures import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.profile import Profile, default_profile
+from paceline.lab.bench.layer_profile import Profile, default_profile
 from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.ranks import ClusterRanks

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.ddp import DistributedDataParallel
-from paceline.lab.bench.job import TellProgress
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.bench.studies.study import Findings, Measured, Study, StudyOptions
 from paceline.lab.report.figures import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels, linear_line

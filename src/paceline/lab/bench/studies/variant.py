@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.ddp.plan import MEBIBYTE, BucketCaps
-from paceline.lab.bench.profile import Profile
+from paceline.lab.bench.layer_profile import Profile
 from paceline.lab.bench.studies.round_robin_hook import RoundRobin, in_turn
-from paceline.lab.bench.timed import SleepingOptimizer, TimedModel, gradient_bytes
+from paceline.lab.bench.timed_model import SleepingOptimizer, TimedModel, gradient_bytes
 
 SIDES = ("ours", "torch", "after", "none")
 TORCH_CAPS_MB = (1.0, 25.0)

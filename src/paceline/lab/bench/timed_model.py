@@ -1,4 +1,4 @@
-"""A model whose computing is waiting: real gradients, real hooks, real traffic, and no core taken.
+"""A model whose layers sleep instead of computing: real gradients, real hooks, real traffic, and no core taken.
 
 More ranks than cores cannot compute at the same time, but they can wait at the same time. So every layer sleeps as
 long as a profile says, and its backward returns gradients of the real shapes, layer by layer, as autograd would.
@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.profile import Profile
-from paceline.lab.bench.shapes import Shape
+from paceline.lab.bench.layer_profile import Profile, Shape
 from paceline.lab.workloads.workload import Workload
 
 _STEP = 1 / 256  # between two values of a gradient
@@ -103,9 +102,7 @@ class TimedLayer(nn.Module):
         super().__init__()
         self.weights = nn.ParameterList(parameters)
         self._own = list(parameters)
-        self.gradients = list(
-            gradients
-        )  # one a parameter; held here, so autograd copies instead of taking them
+        self.gradients = list(gradients)  # one a parameter; held here: autograd copies instead of taking them
         self.stopwatch = stopwatch
         self.forward_s = self.backward_s = 0.0
 

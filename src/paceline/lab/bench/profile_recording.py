@@ -1,8 +1,8 @@
 """Record a profile: train for some steps without data parallelism, and note when every layer is done.
 
 A layer's time is what passed between the end of the one before it and its own end, in the order in which timed models
-go (`timed`): so the sums are those of the real forward and backward, whatever happens between layers. A layer that is
-done before one that should come earlier gets 0.
+go (`timed_model`): so the sums are those of the real forward and backward, whatever happens between layers. A layer
+that is done before one that should come earlier gets 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.profile import LayerTime, Profile
-from paceline.lab.bench.shapes import Layer, layers_of, owners
+from paceline.lab.bench.layer_profile import Layer, LayerTime, Profile, layers_of, owners
 from paceline.lab.workloads import Workload, make_workload
 
 WARM_UP_STEPS = 2

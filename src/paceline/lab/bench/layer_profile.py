@@ -1,24 +1,107 @@
-"""How long does each layer of a model compute? Recorded, given, or from published timings; kept as a JSON file.
+"""How long each layer of a model computes: recorded, given, or from published timings; kept as a JSON file.
 
 Without a file, a total is shared out: forward to backward 1 to 2 (two products for each one of forward), and among
-the layers by their operations (`shapes`).
+the layers by their operations.
+
+A layer is a module that owns parameters itself, or one item of a ParameterList. A parameter that several modules
+share belongs to the first one, which is the last to finish its gradient. Sizes and operations are found on torch's meta
+device, without memory or arithmetic.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigurationError
-from paceline.lab.bench.shapes import Layer, Shape, layers_of
-from paceline.lab.workloads import make_workload
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from paceline.errors import ConfigurationError
+from paceline.lab.workloads import make_workload
+from paceline.lab.workloads.workload import SizedWorkload, Workload
+
+Shape = tuple[int, ...]
+_TOUCHED_OPERATIONS = 4.0  # operations counted for each element that a normalisation or an embedding touches
 BACKWARD_TO_FORWARD = 2.0
 OPTIMIZER_TO_COMPUTE = 0.025  # Li et al. 2020, figure 6: .014 of .014 + .15 + .40
 DEFAULT_OPERATIONS_PER_S = 7.5e12  # ResNet-50's below, 32 images: what one V100 did in float32
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: its gradients become ready together.
+
+    Attributes:
+        name: The module's name in the model.
+        shapes: One a parameter.
+        operations: Floating-point operations of its forward, for one step of the workload's published size.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    operations: float
+
+
+def layers_of(workload: SizedWorkload) -> tuple[Layer, ...]:
+    """Return the layers in the order of their registration, which is about that of forward."""
+    with torch.device("meta"):
+        model = workload.make_model()
+    operations = workload.published().operations() or _count(workload.published())
+    layers = []
+    for name, (module, parameters) in owners(model).items():
+        shapes = tuple(tuple(parameter.shape) for parameter in parameters)
+        if isinstance(module, nn.ParameterList):
+            work = operations.get(name.rpartition(".")[0], 0.0) / len(module)
+        else:
+            work = operations.get(name, 0.0)
+        layers.append(Layer(name, shapes, work))
+    return tuple(layers)
+
+
+def owners(model: nn.Module) -> dict[str, tuple[nn.Module, list[nn.Parameter]]]:
+    """Return the layers of a model by name: the module and the parameters it owns, in the order of registration."""
+    found: dict[str, tuple[nn.Module, list[nn.Parameter]]] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        seen.update(id(parameter) for parameter in own)
+        if isinstance(module, nn.ParameterList):
+            found |= {f"{name}.{i}": (module, [parameter]) for i, parameter in enumerate(own)}
+        elif own:
+            found[name] = (module, own)
+    return found
+
+
+def _count(workload: Workload) -> Mapping[str, float]:
+    """Run one forward on the meta device and count what each module that owns parameters does."""
+    batch = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, workload.make_batch(0, 0))
+    counted: dict[str, float] = {}
+    with torch.device("meta"):
+        model = workload.make_model()
+        for name, module in model.named_modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_hook(_counter(name, counted))
+        workload.loss(model, batch, None)
+        lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ParameterList)]
+    for name, module in lists:  # containers: nobody calls their forward
+        counted[name] = float(sum(parameter.numel() for parameter in module.parameters()))
+    return counted
+
+
+def _counter(name: str, counted: dict[str, float]) -> Any:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            each = 2.0 * module.weight[0].numel()  # a multiplication and an addition for each weight
+        else:
+            each = _TOUCHED_OPERATIONS
+        counted[name] = counted.get(name, 0.0) + each * output.numel()
+
+    return hook
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Who performs an all-reduce? A table: one line a side.
+"""Who performs an all-reduce: a table, one line a side, and how sides and sizes are typed.
 
 A side is opened once on every rank and is then handed flat float32 buffers. To add one, add a line: a name, which
 program starts its ranks, and what opens it.
@@ -17,7 +17,9 @@ import numpy.typing as npt
 
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.protocol import require
+from paceline.lab.emulation.quantities import size
 
+FLOAT_BYTES = 4
 Buffer = npt.NDArray[np.float32]
 
 
@@ -180,3 +182,19 @@ def parse_reduce_sides(text: str) -> tuple[str, ...]:
     for name in names:
         require(REDUCE_SIDES[name].package)
     return names
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Turn "64KiB,1MiB" into bytes, each at least one float32.
+
+    Raises:
+        ConfigurationError: A size has no unit, is no number, or is too small.
+    """
+    sizes = tuple(size(word, "--sizes") for word in text.split(",") if word.strip())
+    small = [num_bytes for num_bytes in sizes if num_bytes < FLOAT_BYTES or num_bytes % FLOAT_BYTES]
+    if small or not sizes:
+        raise ConfigurationError(
+            f"--sizes {text!r} holds {small or 'nothing'}; a message is made of float32 numbers, so its bytes are a "
+            "multiple of 4. Pass sizes such as 64KiB,1MiB,25MiB."
+        )
+    return sizes
