@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.ddp.plan import MEBIBYTE, BucketCaps
 from paceline.lab.bench.layer_profile import Profile
-from paceline.lab.bench.studies.round_robin_hook import RoundRobin, in_turn
 from paceline.lab.bench.timed_model import SleepingOptimizer, TimedModel, gradient_bytes
+from paceline.process_group.round_robin import RoundRobin
 
 SIDES = ("ours", "torch", "after", "none")
 TORCH_CAPS_MB = (1.0, 25.0)
@@ -40,7 +40,7 @@ class Variant:
         cap_mb: Closes a bucket, in MiB of the unscaled model; None: the side's defaults for several hosts.
         half: Gradients are reduced in 16 bits.
         sync_every: Micro-steps of which the last one synchronizes.
-        num_groups: Process groups that take buckets in turn.
+        num_groups: Process groups that take buckets in turn (`RoundRobin`).
         flow_bytes_per_s: What one TCP connection may send; None: as much as the link.
     """
 
@@ -77,7 +77,7 @@ class Phases:
         return [sum(step) for step in zip(*phases, strict=True)]
 
 
-class Trainee:
+class VariantTrainee:
     """A variant at work on this rank.
 
     Args:
@@ -105,14 +105,12 @@ class Trainee:
         caps = bucket_caps_mb(self.variant, gradient_bytes(profile))
         model = wrapper(
             self.module,
-            process_group=groups[0],
+            process_group=groups[0] if self.variant.num_groups == 1 else RoundRobin(groups),
             init_sync=False,  # parameters of timed models are never read
             bucket_cap_mb_list=[cap / scale for cap in caps],
         )
         if self.variant.half:
             model.register_comm_hook(groups[0], fp16_compress_hook)
-        elif self.variant.num_groups > 1:
-            model.register_comm_hook(RoundRobin(list(groups)), in_turn)
         return model
 
     def step(self, phases: Phases | None = None) -> None:

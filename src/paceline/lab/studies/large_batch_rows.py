@@ -1,11 +1,19 @@
-"""The rows of the study's tables: what is done when the global batch grows, or the messages shrink."""
+"""The rows of the large-batch study's tables: how each trains when the global batch grows, or the messages shrink.
+
+A row says how its learning rate grows and warms up, which optimizer steps, and what becomes of the ranks' gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+from torch.optim import SGD, Optimizer
+
 from paceline.errors import ConfigurationError
+from paceline.lab.studies.tasks import MOMENTUM, WEIGHT_DECAY
+from paceline.optim import LAMB, LARS, Curve, parameter_groups, rate_factor
 from paceline.reductions.choice import COMPRESSIONS
 
 BASELINE, UNCOMPRESSED, EVERY_STEP = "small batch", "no compression", "1 local step"
@@ -85,3 +93,39 @@ def choose_rows(names: Sequence[str]) -> list[Row]:
     if unknown:
         raise ConfigurationError(f"--rows: there is no row {unknown[0]!r}. There are: {', '.join(ROWS)}.")
     return [row for name, row in ROWS.items() if not names or name in names or name == BASELINE]
+
+
+def curve(row: Row, num_steps: int) -> Curve:
+    """Warm-up, then a straight line down to nothing."""
+    num_warm = 0 if row.warmup == "none" else round(row.warmup_ratio * num_steps)
+    return Curve(num_steps, num_warm, row.warmup, decay="linear")
+
+
+def rate_at(row: Row, reference: float, factor: int, step: int, num_steps: int) -> float:
+    """The rate of a step of a training with `factor` times the reference batch, counted from 0."""
+    peak = reference * rate_factor(row.scaling, factor, 1)
+    return curve(row, num_steps).rate(step, reference, peak)
+
+
+TRUST_COEFFICIENT = 0.02  # so large that LARS's rates suit biases, which it steps as SGD does
+
+
+def make_optimizer(name: str, model: nn.Module) -> Optimizer:
+    """Make one for a model: sgd, lars or lamb. Its rate is set before each step.
+
+    Biases and normalisation do not decay, and have no rate of their own layer.
+    """
+    groups = parameter_groups(model, WEIGHT_DECAY)
+    if name == "sgd":
+        return SGD(groups, lr=1.0, momentum=MOMENTUM, foreach=True)
+    for group in groups:
+        group["layerwise"] = group["weight_decay"] > 0
+    if name == "lars":
+        return LARS(groups, lr=1.0, momentum=MOMENTUM, trust_coefficient=TRUST_COEFFICIENT)
+    return LAMB(groups, lr=1.0)
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Give every group this rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

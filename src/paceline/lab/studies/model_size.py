@@ -20,9 +20,10 @@ from torch.nn import functional
 from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import ClusterRanks, gather
-from paceline.lab.bench.studies.study import Findings, Measured, Study, StudyOptions
 from paceline.lab.report.figures import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
 from paceline.lab.report.summary import Summary, slowest_rank
+from paceline.lab.studies.cluster_study import StudyOptions, TimeStudy
+from paceline.lab.studies.description import Findings, Measured
 from paceline.lab.workloads.mlstm import Mlstm
 
 CELLS = (64, 128, 256, 512, 1024)
@@ -81,7 +82,7 @@ def measure_sizes(config: SizesConfig, tell: TellProgress) -> list[SizeOutcome]:
     return outcomes
 
 
-class ModelSizeStudy(Study):
+class ModelSizeStudy(TimeStudy[StudyOptions]):
     """Real computing on two cores, a real all-reduce over an emulated link."""
 
     name = "model-size"
@@ -95,7 +96,9 @@ class ModelSizeStudy(Study):
         with ClusterRanks(options.cluster()) as ranks:
             outcomes = ranks.run(measure_sizes, config, self.name, ENVIRONMENTS[Allocator.KEEP])[0]
             place = {**ranks.describe(), "compute": "real, one thread a rank"}
-        return Measured(outcomes, [vars(outcome) for outcome in outcomes], [], place, options.num_ranks)
+        return Measured(
+            outcomes, {"outcomes": [vars(outcome) for outcome in outcomes]}, (), place, options.num_ranks
+        )
 
     def find(self, outcomes: Sequence[Any], options: StudyOptions) -> Findings:
         """Set ratio and efficiency beside what n^2 alone would give."""
@@ -155,7 +158,7 @@ class ModelSizeStudy(Study):
             {"sizes": summaries},
         )
 
-    def draw(self, findings: Findings, path: Path) -> None:
+    def draw(self, outcomes: Sequence[Any], findings: Findings, path: Path) -> None:
         """The ratio, and the two things that it is made of, each over its value at the largest size."""
         found = findings.summaries["sizes"]
         last, cells = found[-1], [row["num_cells"] for row in found]

@@ -22,9 +22,10 @@ from torch.nn import functional
 from paceline.ddp import DistributedDataParallel
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.bench.studies.study import Findings, Measured, Study, StudyOptions
 from paceline.lab.report.figures import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels, linear_line
 from paceline.lab.report.summary import Summary
+from paceline.lab.studies.cluster_study import StudyOptions, TimeStudy
+from paceline.lab.studies.description import Findings, Measured
 from paceline.lab.workloads.mlstm import Mlstm
 
 NUM_WARM_UP = 3
@@ -139,7 +140,7 @@ def _time_threads(size: str, config: WorkersConfig) -> list[float]:
     return [end - start for start, end in zip(marks[NUM_WARM_UP - 1 : -1], marks[NUM_WARM_UP:], strict=True)]
 
 
-class ThreadsStudy(Study):
+class ThreadsStudy(TimeStudy[StudyOptions]):
     """One and two workers, as processes and as threads; launches alternate."""
 
     name = "threads"
@@ -164,7 +165,9 @@ class ThreadsStudy(Study):
                     )
         outcomes = [WorkersOutcome(*key, tuple(values)) for key, values in samples.items()]
         place = {"network": "loopback", "compute": "real", "threads of torch": "1 a worker"}
-        return Measured(outcomes, [vars(outcome) for outcome in outcomes], [], place, options.num_ranks)
+        return Measured(
+            outcomes, {"outcomes": [vars(outcome) for outcome in outcomes]}, (), place, options.num_ranks
+        )
 
     def find(self, outcomes: Sequence[Any], options: StudyOptions) -> Findings:
         """Set throughput over that of one worker."""
@@ -197,7 +200,7 @@ class ThreadsStudy(Study):
             summaries,
         )
 
-    def draw(self, findings: Findings, path: Path) -> None:
+    def draw(self, outcomes: Sequence[Any], findings: Findings, path: Path) -> None:
         """Speed-up over workers, one panel a size, and the study's."""
         panels = [
             Panel(

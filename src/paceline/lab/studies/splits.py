@@ -1,4 +1,4 @@
-"""Which samples? A training set, a validation set on which rates are chosen, and a test set that is only reported."""
+"""Training, validation and test sets of the tasks: rates are chosen on the second, the third is only reported."""
 
 from __future__ import annotations
 

@@ -1,10 +1,16 @@
-"""What becomes of the ranks' gradients in a step: the library's reductions, each on ranks of one process."""
+"""One training run of the large-batch study: a task, a row, a global batch, a rate and a seed in; accuracies out.
+
+What becomes of the ranks' gradients in a step is a `Combination`: the library's reductions, each on ranks of one
+process.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,15 +19,68 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from paceline.lab.study.exchange import Exchange, ring_bytes
-from paceline.lab.study.optimizers import make_optimizer, set_rate
-from paceline.lab.study.ranks import backward_of_the_mean, gradients_of_each, loss_of, slices
-from paceline.lab.study.rows import Row
+from paceline.lab.studies.in_process_ranks import (
+    RankReductions,
+    backward_of_the_mean,
+    gradients_of_each,
+    loss_of,
+    ring_bytes,
+    slices,
+)
+from paceline.lab.studies.large_batch_rows import ROWS, Row, make_optimizer, rate_at, set_rate
+from paceline.lab.studies.splits import Part, Samples
+from paceline.lab.studies.store import Outcome, Trial
+from paceline.lab.studies.tasks import TASKS
 from paceline.lab.study.world import World
 from paceline.optim import DiLoCo, LocalSGD
 from paceline.optim.local_steps import LocalSteps
 from paceline.reductions import Reduction, choose_reduction
 from paceline.reductions.adasum import combine
+
+
+def run_trial(trial: Trial, samples: Samples) -> Outcome:
+    """Train and measure. A run whose loss is no longer finite ends there, and counts as it stands."""
+    start_s = time.perf_counter()
+    task, row = TASKS[trial.task], ROWS[trial.row]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(trial.seed)
+        model = task.make_model()
+    combination = make_combination(row, model, trial.factor)
+    num_steps = trial.epochs * trial.num_train // (task.rank_batch * trial.factor)
+    losses = []
+    for step, batch in enumerate(batches(samples.train, task.rank_batch * trial.factor, trial)):
+        rate = rate_at(row, trial.rate, trial.factor, step, num_steps)
+        losses.append(combination.step(samples.train.inputs[batch], samples.train.labels[batch], rate))
+        if not math.isfinite(losses[-1]):
+            break
+    combination.finish()
+    tail = losses[-max(1, len(losses) // 10) :]
+    loss = sum(tail) / len(tail)
+    return Outcome(
+        accuracy(model, samples.validation),
+        accuracy(model, samples.test),
+        loss if math.isfinite(loss) else None,
+        combination.sent_bytes / len(losses),
+        round(time.perf_counter() - start_s, 3),
+    )
+
+
+def batches(part: Part, size: int, trial: Trial) -> Iterator[Tensor]:
+    """Yield each global batch's samples: one shuffle an epoch, the same for every row and batch of a seed."""
+    for epoch in range(trial.epochs):
+        source = torch.Generator().manual_seed(1_000_003 * trial.seed + epoch)
+        order = torch.randperm(len(part), generator=source)
+        yield from order[: len(order) // size * size].split(size)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, part: Part) -> float:
+    """Which share of the samples the model puts into the right class."""
+    model.eval()
+    pairs = zip(part.inputs.split(1024), part.labels.split(1024), strict=True)
+    num_right = sum(int((model(x).argmax(dim=1) == y).sum()) for x, y in pairs)
+    model.train()
+    return num_right / len(part)
 
 
 class Combination(ABC):
@@ -66,15 +125,15 @@ class Reduced(Combination):
 
     def __init__(self, model: nn.Module, num_ranks: int, make_reduction: Callable[[], Reduction]) -> None:
         super().__init__(model, num_ranks)
-        self.exchange = Exchange(dict(model.named_parameters()), num_ranks, make_reduction)
+        self.reductions = RankReductions(dict(model.named_parameters()), num_ranks, make_reduction)
 
     def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
         loss, gradients = gradients_of_each(self.model, inputs, labels, self.num_ranks)
-        for parameter, gradient in zip(self.parameters, self.exchange.reduce(gradients), strict=True):
+        for parameter, gradient in zip(self.parameters, self.reductions.reduce(gradients), strict=True):
             parameter.grad = gradient
         set_rate(self.optimizer, rate)
         self.optimizer.step()
-        self.sent_bytes += self.exchange.sent_bytes(self.parameters)
+        self.sent_bytes += self.reductions.sent_bytes(self.parameters)
         return loss
 
 

@@ -1,4 +1,4 @@
-"""The studies of two papers, again, on emulated clusters: each beside what was published.
+"""The table of time studies: figures of two papers, measured again on emulated clusters, by name or figure.
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020; Puri et al., "Large Scale Language Modeling", 2018.
 """
@@ -6,16 +6,13 @@ Source: Li et al., "PyTorch Distributed", VLDB 2020; Puri et al., "Large Scale L
 from __future__ import annotations
 
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.studies.bucket_size import BucketSizeStudy
-from paceline.lab.bench.studies.model_size import ModelSizeStudy
-from paceline.lab.bench.studies.overlap import OverlapStudy
-from paceline.lab.bench.studies.rank_count import RankCountStudy
-from paceline.lab.bench.studies.round_robin import RoundRobinStudy
-from paceline.lab.bench.studies.skipped_sync import SkippedSyncStudy
-from paceline.lab.bench.studies.study import Study
-from paceline.lab.bench.studies.threads import ThreadsStudy
+from paceline.lab.studies.cluster_study import StudyOptions, TimeStudy
+from paceline.lab.studies.ddp_scale_figures import RankCountStudy, RoundRobinStudy, SkippedSyncStudy
+from paceline.lab.studies.ddp_step_figures import BucketSizeStudy, OverlapStudy
+from paceline.lab.studies.model_size import ModelSizeStudy
+from paceline.lab.studies.worker_threads import ThreadsStudy
 
-STUDIES: dict[str, Study] = {
+STUDIES: dict[str, TimeStudy[StudyOptions]] = {
     study.name: study
     for study in (
         OverlapStudy(),
@@ -27,13 +24,17 @@ STUDIES: dict[str, Study] = {
         ModelSizeStudy(),
     )
 }
-_FIGURES = {"fig6": "overlap", "fig7": "bucket-size", "fig8": "bucket-size", "fig9": "rank-count"} | {
+_FIGURES = {
+    "fig6": "overlap",
+    "fig7": "bucket-size",
+    "fig8": "bucket-size",
+    "fig9": "rank-count",
     "fig10": "skipped-sync",
     "fig12": "round-robin",
 }
 
 
-def find_study(name: str) -> Study:
+def find_study(name: str) -> TimeStudy[StudyOptions]:
     """Return the study of this name, or of this figure.
 
     Raises:

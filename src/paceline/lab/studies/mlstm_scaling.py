@@ -16,17 +16,26 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.layer_profile import Profile, default_profile
 from paceline.lab.bench.limit import ring_bytes_per_rank
-from paceline.lab.bench.studies.calibration import scale_for
-from paceline.lab.bench.studies.measure import Block, Outcome, StudyConfig
-from paceline.lab.bench.studies.published import (
+from paceline.lab.bench.timed_model import gradient_bytes
+from paceline.lab.report.figures import CURVE_COLORS, Line, Panel, draw_panels, linear_line
+from paceline.lab.studies.cluster_study import (
+    Block,
+    Outcome,
+    StudyConfig,
+    StudyOptions,
+    TimeStudy,
+    how,
+    record,
+    run_blocks,
+)
+from paceline.lab.studies.description import Findings, Measured
+from paceline.lab.studies.published import (
     MLSTM_GPUS,
     MLSTM_SLOW_COMMUNICATION_TO_COMPUTE,
     MLSTM_SPEED_UP,
+    scale_for,
 )
-from paceline.lab.bench.studies.study import Findings, Measured, Study, StudyOptions, how, record, run_blocks
-from paceline.lab.bench.studies.variant import Variant
-from paceline.lab.bench.timed_model import gradient_bytes
-from paceline.lab.report.figures import CURVE_COLORS, Line, Panel, draw_panels, linear_line
+from paceline.lab.studies.variants import Variant
 
 if TYPE_CHECKING:
     from paceline.lab.emulation import ClusterSpec
@@ -95,7 +104,7 @@ class ScalingOptions(StudyOptions):
         return scale_for(profile, self.num_ranks, slowest, MLSTM_SLOW_COMMUNICATION_TO_COMPUTE, half_bytes)
 
 
-class ScalingStudy(Study):
+class ScalingStudy(TimeStudy[ScalingOptions]):
     """One job a link."""
 
     name = "mlstm-scaling"
@@ -111,9 +120,8 @@ class ScalingStudy(Study):
         rates=(10.0, 1.0),
     )
 
-    def measure(self, options: StudyOptions) -> Measured:
+    def measure(self, options: ScalingOptions) -> Measured:
         """Run all sizes, numbers of ranks and methods on each link."""
-        assert isinstance(options, ScalingOptions)
         found: list[tuple[str, Outcome]] = []
         place: dict[str, str] = {}
         blocks = _blocks(options)
@@ -126,11 +134,10 @@ class ScalingStudy(Study):
             f"{link_label(x)}: {dict(options.link(x).describe())['rate']}" for x in options.rates
         )
         samples = [{"link": label, **record(outcome)} for label, outcome in found]
-        return Measured(found, samples, how(blocks), place, options.num_ranks)
+        return Measured(found, {"outcomes": samples}, how(blocks), place, options.num_ranks)
 
-    def find(self, outcomes: Sequence[Any], options: StudyOptions) -> Findings:
+    def find(self, outcomes: Sequence[Any], options: ScalingOptions) -> Findings:
         """Set efficiencies at the largest number of ranks beside the published ones."""
-        assert isinstance(options, ScalingOptions)
         rows: list[tuple[str, ...]] = []
         curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
         sent: dict[str, list[tuple[int, float, float]]] = {}
@@ -174,7 +181,7 @@ class ScalingStudy(Study):
             {"speed_up": curves, "sent_bytes": sent, "published": {"gpus": MLSTM_GPUS, **MLSTM_SPEED_UP}},
         )
 
-    def draw(self, findings: Findings, path: Path) -> None:
+    def draw(self, outcomes: Sequence[Any], findings: Findings, path: Path) -> None:
         """The study's chart, ours of the same method, and what precision and overlap change on the slowest link."""
         curves, published = findings.summaries["speed_up"], dict(findings.summaries["published"])
         gpus = published.pop("gpus")

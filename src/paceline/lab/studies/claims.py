@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.lab.report.summary import LEVEL, Spread, p_value
-from paceline.lab.study.plan import Cell
-from paceline.lab.study.results import RULE, TUNED, Results
-from paceline.lab.study.rows import (
+from paceline.lab.studies.large_batch_plan import RULE, TUNED, Cell, Results
+from paceline.lab.studies.large_batch_rows import (
     BASELINE,
     BATCHES,
     CODEC_FACTOR,

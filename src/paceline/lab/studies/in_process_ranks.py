@@ -1,4 +1,4 @@
-"""Ranks in one process, one after another: as many as the study asks for, on however many cores there are.
+"""Ranks in one process, one after another: as many as a study asks for, on however many cores there are.
 
 Rules
 1. Rank r computes on its slice of the global batch, by itself, exactly what a process would: the same kernels on the
@@ -12,7 +12,7 @@ as much in slices of 64 as in whole batches on the recorded machine, since a sli
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.reductions import Mean
+from paceline.lab.study.world import World
+from paceline.observe import StepTiming
+from paceline.reductions import Mean, Message, Reduction
+from paceline.reductions.lossy import Lossy
 
 
 def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -92,3 +95,61 @@ def statistics_of(model: nn.Module, rank: int) -> Iterator[None]:
     finally:
         for module in frozen:
             module.track_running_stats = True
+
+
+_NO_TIMING = StepTiming(0, 0.0, 0.0, 0.0, 0.0, ())
+
+
+class RankReductions:
+    """Reduces lists of tensors, one list a rank, with the library's reductions.
+
+    Args:
+        named_parameters: Whose gradients, or values, they are.
+        num_ranks: How many.
+        make_reduction: Called for every rank.
+    """
+
+    def __init__(
+        self,
+        named_parameters: dict[str, nn.Parameter],
+        num_ranks: int,
+        make_reduction: Callable[[], Reduction],
+    ) -> None:
+        self._parameters = list(named_parameters.values())
+        self._groups = World(num_ranks).groups
+        self._reductions = [make_reduction() for _ in self._groups]
+        for reduction, group in zip(self._reductions, self._groups, strict=True):
+            reduction.prepare(named_parameters, group)
+
+    @torch.no_grad()
+    def reduce(self, of_ranks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return what every rank gets: one tensor a parameter."""
+        messages = [self._message(rank, tensors) for rank, tensors in enumerate(of_ranks)]
+        pending = []
+        for reduction, message in zip(self._reductions, messages, strict=True):
+            reduction.begin_step()
+            message.flat.mul_(reduction.input_scale(len(messages)))
+            pending.append(reduction.launch(message))
+        for each in pending:
+            each.wait()
+        for reduction in self._reductions:
+            reduction.end_step(_NO_TIMING)
+        return list(messages[0].gradients)
+
+    def _message(self, rank: int, tensors: Sequence[Tensor]) -> Message:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+        return Message(0, True, flat, flat.numel(), views, self._parameters, self._groups[rank])
+
+    def sent_bytes(self, tensors: Sequence[Tensor]) -> float:
+        """By rank 0 in the last step, as its reduction counts them; `tensors` are what was reduced."""
+        first = self._reductions[0]
+        if isinstance(first, Lossy):
+            return first.last_step.sent_bytes
+        return ring_bytes(tensors, len(self._groups))
+
+
+def ring_bytes(tensors: Sequence[Tensor], num_ranks: int) -> float:
+    """What each rank sends when these are all-reduced with as few bytes as possible: 2 (P-1)/P of their size."""
+    return 2 * (num_ranks - 1) / num_ranks * sum(tensor.nbytes for tensor in tensors)
