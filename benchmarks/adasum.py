@@ -16,12 +16,12 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
 from paceline.comm.collectives import allocate_zeros
-from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.protocol.alternation import turns
-from paceline.lab.bench.protocol.provenance import collect, load_average
-from paceline.lab.bench.protocol.report import Report, publish
-from paceline.lab.bench.protocol.summary import Summary, ratios
+from paceline.lab.bench.protocol import turns
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
+from paceline.lab.report.publication import Report, publish
+from paceline.lab.report.summary import Summary, ratios
 from paceline.reductions import Adasum, Mean, Message
 
 SIDES = ("mean", "adasum")

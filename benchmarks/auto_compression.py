@@ -1,6 +1,6 @@
 """Does `compression="auto"` choose well? Swept over link rates, against no compression and every fixed codec.
 
-One rank on each host of an emulated cluster. Computation sleeps (`paceline.lab.bench.timed`), so that it does not
+One rank on each host of an emulated cluster. Computation sleeps (`paceline.lab.bench.timed_model`), so that it does not
 compete for two cores; gradients, codecs and traffic are real. Two models with about the same bytes of gradients and
 different computing: where communication hides behind backward, no codec can pay.
 
@@ -27,19 +27,18 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.profile import default_profile
-from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.lab.bench.protocol.alternation import turns
-from paceline.lab.bench.protocol.figure import save_lines
-from paceline.lab.bench.protocol.provenance import collect, load_average
-from paceline.lab.bench.protocol.report import Report, Verdict, figure_path, publish
-from paceline.lab.bench.protocol.summary import Summary, ratios, slowest_rank
+from paceline.lab.bench.layer_profile import default_profile
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import ClusterRanks, LoopbackRanks, gather
 from paceline.lab.bench.ranks import Ranks as Place
-from paceline.lab.bench.timed import TimedWorkload
-from paceline.lab.bench.training import StepTimes, Trainee
+from paceline.lab.bench.sides import StepTimes, Trainee
+from paceline.lab.bench.timed_model import TimedWorkload
 from paceline.lab.emulation import ClusterSpec
+from paceline.lab.report.figures import save_lines
+from paceline.lab.report.publication import Report, Verdict, figure_path, publish
+from paceline.lab.report.summary import Summary, ratios, slowest_rank
 from paceline.reductions.auto import Auto
 
 NAME = "auto-compression"

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
 from paceline.compression import BY_NAME, Layout, Seeds
-from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.lab.bench.protocol.alternation import turns
-from paceline.lab.bench.protocol.figure import save_bars
-from paceline.lab.bench.protocol.provenance import collect, load_average
-from paceline.lab.bench.protocol.report import Report, figure_path, publish
-from paceline.lab.bench.protocol.summary import Summary, ratios
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
+from paceline.lab.report.figures import save_bars
+from paceline.lab.report.publication import Report, figure_path, publish
+from paceline.lab.report.summary import Summary, ratios
 
 BASELINE = "memcpy"
 SEEDS = Seeds(common=1, private=2)

@@ -28,15 +28,15 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
-from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.lab.bench.protocol.figure import save_bars
-from paceline.lab.bench.protocol.provenance import collect, load_average
-from paceline.lab.bench.protocol.report import Report, Verdict, figure_path, publish
-from paceline.lab.bench.protocol.summary import Summary
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.bench.sides import labels, parse_sides, wrap
-from paceline.lab.bench.workloads import Workload, make_workload
+from paceline.lab.report.figures import save_bars
+from paceline.lab.report.publication import Report, Verdict, figure_path, publish
+from paceline.lab.report.summary import Summary
+from paceline.lab.workloads import Workload, make_workload
 
 FLOOR = "floor"  # gradients are dropped as they appear
 DEFAULT_SIDES = "none,torch,torch-view,torch-batched,ours,ours-unused"

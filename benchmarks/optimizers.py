@@ -14,14 +14,13 @@ import typer
 from torch import nn
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
-from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.lab.bench.protocol.alternation import turns
-from paceline.lab.bench.protocol.figure import save_bars
-from paceline.lab.bench.protocol.provenance import collect, load_average
-from paceline.lab.bench.protocol.report import Report, Verdict, figure_path, publish
-from paceline.lab.bench.protocol.summary import Summary, ratios
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
+from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.ranks import LoopbackRanks, TellProgress
-from paceline.lab.bench.workloads import make_workload
+from paceline.lab.report.figures import save_bars
+from paceline.lab.report.publication import Report, Verdict, figure_path, publish
+from paceline.lab.report.summary import Summary, ratios
+from paceline.lab.workloads import make_workload
 from paceline.optim import LAMB, LARS
 
 MODELS = ("tiny", "transformer", "resnet50", "wide_mlp")

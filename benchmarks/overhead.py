@@ -22,16 +22,15 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, Sides, run_cli
-from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.lab.bench.protocol.alternation import turns
-from paceline.lab.bench.protocol.figure import save_bars
-from paceline.lab.bench.protocol.provenance import collect, load_average
-from paceline.lab.bench.protocol.report import Report, Verdict, figure_path, publish
-from paceline.lab.bench.protocol.summary import Summary, differences
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.bench.sides import labels, parse_sides, wrap
-from paceline.lab.bench.workloads.tiny import TinyWorkload
+from paceline.lab.report.figures import save_bars
+from paceline.lab.report.publication import Report, Verdict, figure_path, publish
+from paceline.lab.report.summary import Summary, differences
+from paceline.lab.workloads.synthetic import TinyWorkload
 
 BASELINE = "none"
 DEFAULT_SIDES = "torch,torch-view,torch-batched,torch-static,torch-unused,ours,ours-unused"

@@ -32,16 +32,14 @@ from torch import Tensor, nn
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Rounds, Sides, run_cli
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.places import choose_place
-from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.lab.bench.protocol.alternation import turns
-from paceline.lab.bench.protocol.figure import save_lines
-from paceline.lab.bench.protocol.provenance import collect, load_average
-from paceline.lab.bench.protocol.report import Report, Verdict, figure_path, publish
-from paceline.lab.bench.protocol.summary import Summary, slowest_rank
-from paceline.lab.bench.ranks import gather
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
+from paceline.lab.bench.ranks import choose_place, gather
 from paceline.lab.bench.sides import labels, parse_sides, wrap
+from paceline.lab.report.figures import save_lines
+from paceline.lab.report.publication import Report, Verdict, figure_path, publish
+from paceline.lab.report.summary import Summary, slowest_rank
 
 WARM_UP_STEPS = 4
 TARGET_SHARE = 0.95

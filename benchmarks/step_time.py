@@ -18,18 +18,15 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
-from paceline.lab.bench.errors import WrongAnswerError
-from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.lab.bench.protocol.alternation import turns
-from paceline.lab.bench.protocol.figure import save_bars
-from paceline.lab.bench.protocol.provenance import collect, load_average
-from paceline.lab.bench.protocol.report import Report, Verdict, figure_path, publish
-from paceline.lab.bench.protocol.summary import Summary, ratios, slowest_rank
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, WrongAnswerError, turns
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks, gather
-from paceline.lab.bench.sides import labels, parse_sides
-from paceline.lab.bench.training import StepTimes, Trainee
-from paceline.lab.bench.workloads import Workload, make_workload
+from paceline.lab.bench.sides import StepTimes, Trainee, labels, parse_sides
+from paceline.lab.report.figures import save_bars
+from paceline.lab.report.publication import Report, Verdict, figure_path, publish
+from paceline.lab.report.summary import Summary, ratios, slowest_rank
+from paceline.lab.workloads import Workload, make_workload
 
 WARM_UP_STEPS = 4  # torch re-buckets after the first
 PHASES = ("forward_s", "backward_s", "optimizer_s", "step_s")

@@ -30,13 +30,13 @@ from sklearn.metrics.pairwise import rbf_kernel
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Rounds, run_cli
 from benchmarks.svm_data import HELP, Split, load
-from paceline.lab.bench.errors import WrongAnswerError
-from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.protocol.figure import save_bars
-from paceline.lab.bench.protocol.provenance import collect, load_average
-from paceline.lab.bench.protocol.report import Report, figure_path, publish
-from paceline.lab.bench.protocol.summary import Summary
+from paceline.lab.bench.protocol import WrongAnswerError
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
+from paceline.lab.report.figures import save_bars
+from paceline.lab.report.publication import Report, figure_path, publish
+from paceline.lab.report.summary import Summary
 
 TOL = 1e-3
 OBJECTIVE_RTOL = 1e-4  # between two solutions at that tolerance

@@ -16,10 +16,10 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from benchmarks.svm_data import HELP, load
-from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.protocol.provenance import collect, load_average
-from paceline.lab.bench.protocol.report import Report, publish
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
+from paceline.lab.report.publication import Report, publish
 
 VECTOR_BYTES = (
     40 * 8

@@ -17,10 +17,10 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from benchmarks.svm_data import HELP, Split, load
-from paceline.lab.bench.protocol.figure import save_bars
-from paceline.lab.bench.protocol.provenance import collect, load_average
-from paceline.lab.bench.protocol.report import Report, figure_path, publish
-from paceline.lab.bench.protocol.summary import Summary
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.report.figures import save_bars
+from paceline.lab.report.publication import Report, figure_path, publish
+from paceline.lab.report.summary import Summary
 
 LATENCY_S = 30e-6
 RATE_BYTES_PER_S = 1.25e9  # 10 Gbit/s

@@ -33,8 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn import functional
 
 from paceline import DistributedDataParallel
-from paceline.lab.bench.workloads.mlstm import Mlstm, State
-from paceline.lab.bench.workloads.text import load_text
+from paceline.lab.workloads import Mlstm, State, load_text
 
 CLIP_NORM = 1.0
 HELD_OUT_RATIO = 0.05  # the end of the text is never trained on

@@ -104,7 +104,7 @@ def test_nothing_is_left_after_sigkill(tmp_path: Path) -> None:
         str(tmp_path / "report"),
     ]
     with started([sys.executable, "-m", "paceline", "bench", "step", *words], tmp_path) as process:
-        until(lambda: sum("paceline.lab.bench.rank" in line for line in alive(process).values()) >= 2)
+        until(lambda: sum("paceline.lab.bench.rank_program" in line for line in alive(process).values()) >= 2)
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)
         until(lambda: not alive(process) and not list((tmp_path / "tmp").glob("paceline-*")))

@@ -10,11 +10,11 @@ import pytest
 
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.allreduce import launches, num_per_turn
-from paceline.lab.bench.footprint import check_memory, needed_bytes
+from paceline.lab.bench.allreduce_sides import parse_sizes
+from paceline.lab.bench.commands import check_memory, needed_bytes
+from paceline.lab.bench.layer_profile import LayerTime, Profile, default_profile
 from paceline.lab.bench.limit import StepLimit, backward_and_communication_s, bus_rate, ring_bytes_per_rank
-from paceline.lab.bench.profile import LayerTime, Profile, default_profile
-from paceline.lab.bench.recording import record
-from paceline.lab.bench.sizes import parse_sizes
+from paceline.lab.bench.profile_recording import record
 from paceline.lab.bench.step import StepConfig
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.lab.bench.errors import WrongAnswerError
-from paceline.lab.bench.profile import LayerTime, Profile, default_profile
-from paceline.lab.bench.shapes import layers_of
+from paceline.lab.bench.layer_profile import LayerTime, Profile, default_profile, layers_of
+from paceline.lab.bench.protocol import WrongAnswerError
+from paceline.lab.bench.sides import Trainee, digest
 from paceline.lab.bench.step import Communication, StepConfig, check, measure
-from paceline.lab.bench.timed import (
+from paceline.lab.bench.timed_model import (
     GradientTable,
     SleepingOptimizer,
     Stopwatch,
@@ -23,8 +23,7 @@ from paceline.lab.bench.timed import (
     gradient_bytes,
     scaled,
 )
-from paceline.lab.bench.training import Trainee, digest
-from paceline.lab.bench.workloads import make_workload
+from paceline.lab.workloads import make_workload
 from ranks import pool
 
 SHAPES = ((3, 4), (5,), (2, 3, 2, 2), (1, 3, 3), (6, 1), ())

@@ -13,8 +13,8 @@ from sklearn.datasets import load_digits
 from paceline.cli import main
 from paceline.errors import ConfigurationError
 from paceline.lab.demo.comparison import difference, epoch_losses
-from paceline.lab.demo.data import load_images
 from paceline.lab.demo.messages import Inbox, Progress, Sender
+from paceline.lab.workloads.datasets import load_images
 from paceline.launch import num_cores
 from terminal import paceline
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused_before_any_work(words, says, tmp_path, monkey
 
 
 def test_absent_fashion_mnist_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.lab.demo.data.FASHION_MNIST_FOLDER", tmp_path / "absent")
+    monkeypatch.setattr("paceline.lab.workloads.datasets.FASHION_MNIST_FOLDER", tmp_path / "absent")
     with pytest.raises(ConfigurationError, match="apt-get install dataset-fashion-mnist"):
         load_images("fashion-mnist")
 

@@ -10,7 +10,7 @@ from torch import nn
 from models import Mlp, TinyTransformer, conv_net, generator
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.workloads.resnet import Bottleneck
+from paceline.lab.workloads.convolutional import Bottleneck
 from paceline.optim import parameter_groups
 from paceline.recipes import GhostBatchNorm, convert_ghost_batchnorm, init_output_layer, zero_init_residual
 from ranks import pool

@@ -10,11 +10,15 @@ from models import digest, generator
 from paceline import DistributedDataParallel
 from paceline.comm.collectives import launch_broadcast, launch_gather, launch_maximum, launch_sum
 from paceline.errors import CollectiveMismatchError
-from paceline.lab.study.combinations import AdasumOfUpdates, MeanOfRanks, RareAverages, make_combination
-from paceline.lab.study.models import mlp, residual_cnn
-from paceline.lab.study.optimizers import make_optimizer, set_rate
-from paceline.lab.study.ranks import backward_of_the_mean, gradients_of_each, has_batch_statistics, loss_of
-from paceline.lab.study.rows import ROWS
+from paceline.lab.studies.in_process_ranks import (
+    backward_of_the_mean,
+    gradients_of_each,
+    has_batch_statistics,
+    loss_of,
+)
+from paceline.lab.studies.large_batch_rows import ROWS, make_optimizer, set_rate
+from paceline.lab.studies.tasks import mlp, residual_cnn
+from paceline.lab.studies.trial_training import AdasumOfUpdates, MeanOfRanks, RareAverages, make_combination
 from paceline.lab.study.world import World
 from paceline.optim import AdasumOptimizer, LocalSGD
 from paceline.recipes import convert_ghost_batchnorm

@@ -4,16 +4,14 @@ import pytest
 import torch
 
 from paceline.errors import ConfigurationError
-from paceline.lab.study.claims import FAILS, HOLDS, UNDECIDED, judge
-from paceline.lab.study.plan import GRID, Plan
-from paceline.lab.study.rates import rate_at
-from paceline.lab.study.results import TUNED, Results
-from paceline.lab.study.rows import BASELINE, ROWS, choose_rows
-from paceline.lab.study.samples import Part, split
-from paceline.lab.study.spread import Spread, p_value
-from paceline.lab.study.store import Outcome, Store, Trial
-from paceline.lab.study.tasks import TASKS, find_task
-from paceline.lab.study.trial import batches
+from paceline.lab.report.summary import Spread, p_value
+from paceline.lab.studies.claims import FAILS, HOLDS, UNDECIDED, judge
+from paceline.lab.studies.large_batch_plan import GRID, TUNED, Plan, Results
+from paceline.lab.studies.large_batch_rows import BASELINE, ROWS, choose_rows, rate_at
+from paceline.lab.studies.splits import Part, split
+from paceline.lab.studies.store import Outcome, Store, Trial
+from paceline.lab.studies.tasks import TASKS, find_task
+from paceline.lab.studies.trial_training import batches
 
 TASK = TASKS["digits"]
 
@@ -204,8 +202,8 @@ def test_verdicts_follow_from_the_numbers(tmp_path):
     ],
 )
 def test_mistakes_are_told_before_anything_starts(ask, words, tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.lab.study.samples.FASHION_MNIST_FOLDER", tmp_path / "none")
-    monkeypatch.setattr("paceline.lab.study.samples.DATA_FOLDER", tmp_path / "none")
+    monkeypatch.setattr("paceline.lab.studies.splits.FASHION_MNIST_FOLDER", tmp_path / "none")
+    monkeypatch.setattr("paceline.lab.studies.splits.DATA_FOLDER", tmp_path / "none")
     with pytest.raises(ConfigurationError, match=words):
         ask()
 

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from paceline import __version__
-from paceline.cli import bench, bench_studies, demo, emulate, run, study, svm
+from paceline.cli import bench, demo, emulate, run, studies, svm
 from paceline.errors import ConfigurationError, PacelineError
 
 app = typer.Typer(
@@ -43,11 +43,11 @@ def _front_door(
 
 app.command("run", **run.SETTINGS)(run.run)
 app.command("demo")(demo.demo)
-bench.bench.command("study")(bench_studies.study)
-bench.bench.command("scaling")(bench_studies.scaling)
+bench.bench.command("study")(studies.paper_figure)
+bench.bench.command("scaling")(studies.scaling)
 app.add_typer(bench.bench)
 app.command("emulate", **emulate.SETTINGS)(emulate.emulate)
-app.add_typer(study.app, name="study")
+app.add_typer(studies.app, name="study")
 app.add_typer(svm.app, name="svm")
 
 

@@ -63,7 +63,7 @@ def step(
 ) -> None:
     """How long is a training step under each side, and how far is that from the limit?"""
     from paceline.lab.bench.commands import StepOptions, bench_step
-    from paceline.lab.bench.places import choose_place
+    from paceline.lab.bench.ranks import choose_place
 
     place = choose_place(
         hosts,
@@ -104,7 +104,7 @@ def allreduce(
 ) -> None:
     """How long does an all-reduce take, and which share of the link's rate does it reach?"""
     from paceline.lab.bench.commands import bench_allreduce
-    from paceline.lab.bench.places import choose_place
+    from paceline.lab.bench.ranks import choose_place
 
     place = choose_place(
         hosts,

@@ -102,18 +102,3 @@ def _folded(rows: list[Tensor]) -> Tensor:
     for row in rows[1:]:
         total.add_(row.to(wide))
     return total.div_(len(rows))
-<<<<<<< HEAD:src/paceline/reductions/exchange.py
-=======
-
-
-def _has_all_to_all(group: ProcessGroup) -> bool:
-    """Whether the group implements it; one written in Python may not (`RoundRobin`)."""
-    kind = type(group)
-    return kind is ProcessGroup or kind.all_to_all_single is not ProcessGroup.all_to_all_single
-
-
-def _is_on_one_host(group: ProcessGroup) -> bool:
-    """Whether all ranks of a `paceline` group share memory; between hosts it sends 16-bit partial sums in 32 bits."""
-    ours: Any = group
-    return len(ours.host.hosts) == 1
->>>>>>> reductions:src/paceline/reductions/ordered_mean.py

@@ -1,4 +1,4 @@
-"""How long does an all-reduce take under each side, and which share of the link's rate does it reach?
+"""Measure how long an all-reduce takes under each side, in launches that alternate.
 
     algbw = bytes / time
     busbw = 2 (P-1)/P * bytes / time        the rate at which every rank sends, whatever their number
@@ -10,14 +10,21 @@ before any time counts, the sum must be right on every rank.
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.exchange import REDUCE_SIDES, Exchange
-from paceline.lab.bench.protocol.alternation import turns
+from paceline.lab.bench.allreduce_sides import REDUCE_SIDES, Exchange
+from paceline.lab.bench.protocol import WrongAnswerError, turns
+from paceline.lab.bench.rank_program import TellProgress
+
+if TYPE_CHECKING:
+    from paceline.lab.bench.ranks import Ranks
 
 WARM_UP = 2
 NUM_LAUNCHES = 2  # of each group of sides, when there are several groups
@@ -133,3 +140,59 @@ def launches(side_names: tuple[str, ...]) -> list[tuple[str, ...]]:
     for launch in range(NUM_LAUNCHES):
         order += once if launch % 2 == 0 else once[::-1]
     return order
+
+
+def measure(config: ReduceConfig, tell: TellProgress) -> ReduceSamples:
+    """Measure all of the configuration's sides in these processes. Collective."""
+    return measure_sides(config, {name: REDUCE_SIDES[name].open() for name in config.side_names})
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All launches together.
+
+    Attributes:
+        times_s: By side and size, in the order of rounds.
+        copy_bytes_per_s: The memory's rate, as of `ReduceSamples`.
+    """
+
+    times_s: Mapping[str, Mapping[int, list[float]]]
+    copy_bytes_per_s: float
+
+
+def run_launches(config: ReduceConfig, ranks: Ranks) -> Measured:
+    """Launch all sides.
+
+    Raises:
+        WrongAnswerError: A side's sum is not the sum.
+    """
+    plan = launches(config.side_names)
+    alternate = len(plan) > 1
+    rounds = max(2, -(-config.num_rounds // NUM_LAUNCHES)) if alternate else config.num_rounds
+    times: dict[str, dict[int, list[float]]] = {
+        name: {size: [] for size in config.sizes_bytes} for name in config.side_names
+    }
+    copy_rates = []
+    for number, names in enumerate(plan):
+        this = dataclasses.replace(config, side_names=names, num_rounds=rounds)
+        title = (
+            f"all-reduce on {ranks.num_ranks} ranks, launch {number + 1} of {len(plan)}: {', '.join(names)}"
+        )
+        samples = _launch(this, ranks, title)
+        copy_rates.append(samples.copy_bytes_per_s)
+        for name in names:
+            if not samples.right[name]:
+                raise WrongAnswerError(
+                    f"the sum that {name} left is not the sum over the ranks, so its times mean nothing. Leave it "
+                    "out of --vs."
+                )
+            for size in config.sizes_bytes:
+                times[name][size] += samples.times_s[name][size]
+    return Measured(times, max(copy_rates))
+
+
+def _launch(config: ReduceConfig, ranks: Ranks, title: str) -> ReduceSamples:
+    first = config.side_names[0]
+    if REDUCE_SIDES[first].starter == "torchrun":
+        return ranks.run(measure, config, title)[0]
+    return ranks.run_mpi(measure, config, title, tcp_only=first.endswith("-tcp"))[0]

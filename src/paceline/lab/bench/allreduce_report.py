@@ -1,24 +1,23 @@
-"""`paceline bench allreduce`: run the launches, check the sums, tell."""
+"""What `paceline bench allreduce` tells: a row for each size and side, the link's limit beside it, a figure."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.lab.bench.allreduce import NUM_LAUNCHES, ReduceConfig, ReduceSamples, launches, measure_sides
-from paceline.lab.bench.errors import WrongAnswerError
-from paceline.lab.bench.exchange import REDUCE_SIDES, ResidentExchange
-from paceline.lab.bench.job import TellProgress
+from paceline.lab.bench.allreduce import Measured, ReduceConfig, launches
+from paceline.lab.bench.allreduce_sides import REDUCE_SIDES, ResidentExchange
 from paceline.lab.bench.limit import bus_rate, ring_bytes_per_rank
-from paceline.lab.bench.protocol.figure import save_lines
-from paceline.lab.bench.protocol.provenance import collect
-from paceline.lab.bench.protocol.report import Report
-from paceline.lab.bench.protocol.summary import Summary, ratios
+from paceline.lab.bench.provenance import collect
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import Ranks
 from paceline.lab.emulation.quantities import show_size
+from paceline.lab.report.figures import save_lines
+from paceline.lab.report.publication import Report
+from paceline.lab.report.summary import Summary, ratios
 
 COLUMNS = (
     "size",
@@ -30,62 +29,6 @@ COLUMNS = (
     "link limit ms",
     "of the link's rate",
 )
-
-
-def measure(config: ReduceConfig, tell: TellProgress) -> ReduceSamples:
-    """Measure all of the configuration's sides in these processes. Collective."""
-    return measure_sides(config, {name: REDUCE_SIDES[name].open() for name in config.side_names})
-
-
-@dataclass(frozen=True)
-class Measured:
-    """All launches together.
-
-    Attributes:
-        times_s: By side and size, in the order of rounds.
-        copy_bytes_per_s: The memory's rate, as of `ReduceSamples`.
-    """
-
-    times_s: Mapping[str, Mapping[int, list[float]]]
-    copy_bytes_per_s: float
-
-
-def run(config: ReduceConfig, ranks: Ranks) -> Measured:
-    """Launch all sides.
-
-    Raises:
-        WrongAnswerError: A side's sum is not the sum.
-    """
-    plan = launches(config.side_names)
-    alternate = len(plan) > 1
-    rounds = max(2, -(-config.num_rounds // NUM_LAUNCHES)) if alternate else config.num_rounds
-    times: dict[str, dict[int, list[float]]] = {
-        name: {size: [] for size in config.sizes_bytes} for name in config.side_names
-    }
-    copy_rates = []
-    for number, names in enumerate(plan):
-        this = dataclasses.replace(config, side_names=names, num_rounds=rounds)
-        title = (
-            f"all-reduce on {ranks.num_ranks} ranks, launch {number + 1} of {len(plan)}: {', '.join(names)}"
-        )
-        samples = _launch(this, ranks, title)
-        copy_rates.append(samples.copy_bytes_per_s)
-        for name in names:
-            if not samples.right[name]:
-                raise WrongAnswerError(
-                    f"the sum that {name} left is not the sum over the ranks, so its times mean nothing. Leave it "
-                    "out of --vs."
-                )
-            for size in config.sizes_bytes:
-                times[name][size] += samples.times_s[name][size]
-    return Measured(times, max(copy_rates))
-
-
-def _launch(config: ReduceConfig, ranks: Ranks, title: str) -> ReduceSamples:
-    first = config.side_names[0]
-    if REDUCE_SIDES[first].starter == "torchrun":
-        return ranks.run(measure, config, title)[0]
-    return ranks.run_mpi(measure, config, title, tcp_only=first.endswith("-tcp"))[0]
 
 
 def explain(config: ReduceConfig, ranks: Ranks) -> tuple[str, ...]:

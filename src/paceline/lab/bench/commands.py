@@ -1,4 +1,4 @@
-"""What `paceline bench ...` does, from checked options to a report."""
+"""What `paceline bench step`, `allreduce`, `profile` and `workloads` do, from checked options to a report."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ from typing import Any
 
 from paceline.errors import ConfigurationError
 from paceline.lab.bench import allreduce_report
-from paceline.lab.bench.allreduce import ReduceConfig
-from paceline.lab.bench.exchange import parse_reduce_sides
-from paceline.lab.bench.footprint import available_bytes, check_memory
-from paceline.lab.bench.profile import PUBLISHED, Profile, default_profile
-from paceline.lab.bench.protocol.allocator import ENVIRONMENTS, Allocator
-from paceline.lab.bench.protocol.progress import progress_bar
-from paceline.lab.bench.protocol.provenance import load_average
-from paceline.lab.bench.protocol.report import Report, figure_path, publish
+from paceline.lab.bench.allreduce import ReduceConfig, run_launches
+from paceline.lab.bench.allreduce_sides import parse_reduce_sides, parse_sizes
+from paceline.lab.bench.layer_profile import PUBLISHED, Profile, default_profile
+from paceline.lab.bench.profile_recording import check_recordable, record
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
+from paceline.lab.bench.provenance import load_average
 from paceline.lab.bench.ranks import Ranks
-from paceline.lab.bench.recording import check_recordable, record
-from paceline.lab.bench.sides import parse_sides
-from paceline.lab.bench.sizes import parse_sizes
+from paceline.lab.bench.sides import SIDES, parse_sides
 from paceline.lab.bench.step import StepConfig, StepOutcome, check, measure
 from paceline.lab.bench.step_report import draw, report
-from paceline.lab.bench.workloads import WORKLOADS, make_workload
 from paceline.lab.report import ReportFolder
+from paceline.lab.report.publication import Report, figure_path, publish
+from paceline.lab.report.terminal import progress_bar
+from paceline.lab.workloads import WORKLOADS, make_workload
+
+# What ranks need of memory, in copies of all gradients: a side that waits for its turn keeps its buckets, and what its
+# hook or its constructor wrote; the one whose turn it is has gradients besides, and something in flight. Real compute
+# also has parameters and momentum for every side.
+_WAITING = {"none": 0.0, "ours": 1.0, "torch": 1.0, "accelerate": 2.0, "deepspeed": 1.0, "torchft": 1.0}
+_HOOK = {"powersgd": 2.0}
+_ACTIVE = 2.0
+_REAL = 2.0  # parameters and momentum
+_MARGIN_BYTES = 400e6  # a process with torch
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ def bench_allreduce(
     prepared = ReportFolder.prepare(folder)
     load_before = load_average()
     with place as ranks:
-        measured = allreduce_report.run(config, ranks)
+        measured = run_launches(config, ranks)
         choices = allreduce_report.explain(config, ranks) if explain else ()
         result = allreduce_report.report(config, measured, ranks, load_before, choices)
     publish(result, prepared.path, as_json)
@@ -154,3 +161,43 @@ def workload_rows() -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def needed_bytes(config: StepConfig, num_ranks: int) -> float:
+    """Return about how much memory all ranks of a run take together: an estimate, before anything starts."""
+    copies = _ACTIVE
+    for name in ("none", *config.side_names):
+        side = SIDES[name]
+        copies += _WAITING[side.family] + _HOOK.get(side.hook or "", 0.0)
+        copies += _REAL if config.profile is None else 0.0
+    return num_ranks * (copies * config.gradient_bytes + _MARGIN_BYTES)
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> float | None:
+    """Return what the kernel thinks can be had without swapping; None where it does not say."""
+    if not meminfo.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return 1024.0 * float(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None
+
+
+def check_memory(config: StepConfig, num_ranks: int, available: float | None) -> None:
+    """Refuse a run that would not fit; the kernel's answer would be SIGKILL.
+
+    Raises:
+        ConfigurationError: With the numbers, and what would fit.
+    """
+    needed = needed_bytes(config, num_ranks)
+    if available is None or needed <= available:
+        return
+    advice = "fewer sides or ranks"
+    if config.profile is not None:
+        least = max(2.0, config.scale * needed / available)
+        advice = (
+            f"--scale {least:.0f} (it divides the gradients' bytes; divide --rate as well to keep the proportions), "
+            f"or {advice}"
+        )
+    raise ConfigurationError(
+        f"{num_ranks} ranks of {config.workload} with {len(config.side_names)} sides need about {needed / 1e9:.1f} GB "
+        f"of memory, and {available / 1e9:.1f} GB are available. Pass {advice}."
+    )

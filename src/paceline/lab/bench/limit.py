@@ -1,4 +1,4 @@
-"""How fast could it be? Arithmetic only.
+"""The limits of a training step and of an all-reduce: how fast could it be? Arithmetic only.
 
     bytes per rank = 2 (P-1)/P * N, the least without help from the network; a flat ring sends just that
     communication  = bytes per rank / rate of the slowest link

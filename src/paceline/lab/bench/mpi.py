@@ -1,35 +1,45 @@
-"""How does mpirun start ranks, on this machine and on the hosts of an emulated cluster?
+"""Starting ranks by mpirun, on this machine or on the hosts of an emulated cluster.
 
-As a program, once a rank: run the job that lies in a folder, as `rank` does under torchrun.
+Started once a rank, as `python -m paceline.lab.bench.mpi FOLDER`: runs the task that lies there, as `rank_program` does
+under torchrun.
+
+mpirun wants ssh, and a host of an emulated cluster cannot start a process on another one. So an agent stands in for
+ssh: a small program that mpirun calls as `AGENT HOST COMMAND...` hands its words over a Unix socket in a private folder
+to us, outside; we start them inside the host.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
+import socket
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigurationError
-from paceline.lab.bench import job
+from paceline.lab.bench.rank_program import run_task
 from paceline.launch import num_cores
 
 if TYPE_CHECKING:
     from paceline.lab.emulation import EmulatedCluster
 
+
 _AS_ROOT = ["--allow-run-as-root"]  # refused otherwise, and hosts of a cluster are made by root
 _PROGRAM = ["-m", "paceline.lab.bench.mpi"]
-_YIELD = [
-    "--mca",
-    "mpi_yield_when_idle",
-    "1",
-]  # ranks poll while they wait; with more ranks than cores they give way
+# Ranks poll while they wait; with more ranks than cores they give way.
+_YIELD = ["--mca", "mpi_yield_when_idle", "1"]
 _TCP = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
 
 
 def local_command(num_ranks: int, folder: Path, *, tcp_only: bool) -> list[str]:
-    """Return the words that start the job on this machine."""
+    """Return the words that start the task on this machine."""
     where = ["-n", str(num_ranks), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
     return [
         _mpirun(),
@@ -44,7 +54,7 @@ def local_command(num_ranks: int, folder: Path, *, tcp_only: bool) -> list[str]:
 
 
 def cluster_command(cluster: EmulatedCluster, folder: Path, agent: Path, *, tcp_only: bool) -> list[str]:
-    """Return the words that start the job on the hosts of a cluster; `agent` stands in for ssh."""
+    """Return the words that start the task on the hosts of a cluster; `agent` stands in for ssh."""
     first, slots = cluster.hosts[0], cluster.spec.ranks_per_host
     hosts = ",".join(f"{host.address}:{slots}" for host in cluster.hosts)
     network = ["--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", first.interface]
@@ -83,11 +93,59 @@ def _mpirun() -> str:
     return found
 
 
+_AGENT = """#!{python} -IS
+import json, socket, sys
+line = socket.socket(socket.AF_UNIX)
+line.connect({path!r})
+line.sendall(json.dumps(sys.argv[1:]).encode() + b"\\n")
+sys.exit(int(line.makefile().readline() or 1))
+"""
+
+
+@contextmanager
+def remote_start(cluster: EmulatedCluster, folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
+    """Serve agents while the block runs; yields the agent's path.
+
+    Args:
+        cluster: Its hosts are called by their addresses.
+        folder: Private; for the agent and the socket.
+        environment: Of what is started.
+    """
+    path, agent = folder / "remote-start", folder / "agent.py"
+    agent.write_text(_AGENT.format(python=sys.executable, path=str(path)))
+    agent.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        threading.Thread(target=_serve, args=(listener, cluster, environment), daemon=True).start()
+        try:
+            yield agent
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def _serve(listener: socket.socket, cluster: EmulatedCluster, environment: Mapping[str, str]) -> None:
+    with contextlib.suppress(OSError):  # shut down
+        while True:
+            line, _ = listener.accept()
+            threading.Thread(target=_start, args=(line, cluster, environment), daemon=True).start()
+
+
+def _start(line: socket.socket, cluster: EmulatedCluster, environment: Mapping[str, str]) -> None:
+    with line, line.makefile("rw") as words:
+        address, *command = json.loads(words.readline())
+        host = next(host for host in cluster.hosts if host.address == address)
+        # As ssh does it: the remote shell takes the words apart.
+        shell = host.command(["sh", "-c", " ".join(command)])
+        done = subprocess.run(shell, env=dict(environment), stdout=sys.stderr, check=False)
+        words.write(f"{done.returncode}\n")
+
+
 def main(folder: Path) -> None:
-    """Run the job on this rank."""
+    """Run the task on this rank."""
     from mpi4py import MPI  # noqa: PLC0415
 
-    job.run(folder, MPI.COMM_WORLD.Get_rank())
+    run_task(folder, MPI.COMM_WORLD.Get_rank())
 
 
 if __name__ == "__main__":

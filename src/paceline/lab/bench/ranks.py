@@ -1,4 +1,4 @@
-"""Where do the ranks run? On loopback, or on the hosts of an emulated cluster; the same task on both.
+"""Where ranks of a benchmark run: processes on loopback, or on hosts of an emulated cluster; the same task on both.
 
 Rules
 1. A task is a function at the top level of a module. It goes to the ranks by name, its configuration and its
@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
-from paceline.lab.bench import job, mpi
-from paceline.lab.bench.errors import RanksFailedError
-from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.protocol.progress import progress_bar
-from paceline.lab.bench.remote_start import remote_start
+from paceline.lab.bench import mpi, rank_program
+from paceline.lab.bench.protocol import RanksFailedError
+from paceline.lab.bench.rank_program import TellProgress
+from paceline.lab.report.terminal import progress_bar
 from paceline.launch import Keeper, launch, parse
 from paceline.launch.keeper import MARK
 
@@ -39,12 +38,14 @@ if TYPE_CHECKING:
 
     from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 
+
 Config = TypeVar("Config")
 Result = TypeVar("Result")
 Task = Callable[[Config, TellProgress], Result]
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _POLL_S = 0.2
+DEFAULT_RANKS = 2
 
 
 class Ranks(ABC):
@@ -92,7 +93,7 @@ class Ranks(ABC):
         """
         variables = {**ONE_THREAD, **(environment or {})}
         with self._prepared(task, config, title) as (folder, _):
-            self._start(["-m", "paceline.lab.bench.rank", str(folder)], variables)
+            self._start(["-m", "paceline.lab.bench.rank_program", str(folder)], variables)
             return self._results(folder, title)
 
     def run_mpi(
@@ -119,16 +120,16 @@ class Ranks(ABC):
 
     @contextmanager
     def _prepared(self, task: Task[Any, Any], config: Any, title: str) -> Iterator[tuple[Path, str]]:
-        """A folder with the job in it, watched for progress, and the mark of what is to end with us."""
+        """A folder with the task in it, watched for progress, and the mark of what is to end with us."""
         launch_id = uuid.uuid4().hex
         with Keeper(launch_id) as keeper, progress_bar(title) as show:
-            job.save(keeper.folder, task, config)
+            rank_program.save_task(keeper.folder, task, config)
             with _watched(keeper.folder, show):
                 yield keeper.folder, launch_id
 
     def _results(self, folder: Path, title: str) -> list[Any]:
         try:
-            return [job.result(folder, rank) for rank in range(self.num_ranks)]
+            return [rank_program.read_result(folder, rank) for rank in range(self.num_ranks)]
         except FileNotFoundError as error:
             raise RanksFailedError(f"a rank left no result in {title!r}; its own output is above.") from error
 
@@ -140,7 +141,7 @@ class Ranks(ABC):
     def _mpi_command(
         self, folder: Path, environment: Mapping[str, str], *, tcp_only: bool
     ) -> contextlib.AbstractContextManager[list[str]]:
-        """Words that run a folder's job under mpirun; they work inside the block."""
+        """Words that run a folder's task under mpirun; they work inside the block."""
 
 
 class LoopbackRanks(Ranks):
@@ -200,7 +201,7 @@ class ClusterRanks(Ranks):
         self, folder: Path, environment: Mapping[str, str], *, tcp_only: bool
     ) -> Iterator[list[str]]:
         assert self.cluster is not None
-        with remote_start(self.cluster, folder, environment) as agent:
+        with mpi.remote_start(self.cluster, folder, environment) as agent:
             yield mpi.cluster_command(self.cluster, folder, agent, tcp_only=tcp_only)
 
     def _start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -212,6 +213,38 @@ class ClusterRanks(Ranks):
                 f"{outcome.exit_code}. Their own message is above. Next: --ranks 2 on loopback shows whether "
                 "the network matters."
             )
+
+
+def choose_place(
+    hosts: int | None, ranks: int | None, *, ranks_per_host: int = 1, **links: str | None
+) -> Ranks:
+    """Return where to run; not entered yet.
+
+    Args:
+        hosts: Of an emulated cluster; None: loopback.
+        ranks: Processes on loopback.
+        ranks_per_host: On each host of a cluster.
+        links: What ClusterSpec.parse takes, as strings; None: its default.
+
+    Raises:
+        ConfigurationError: The two are mixed, or the cluster cannot be.
+    """
+    given: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
+    if hosts is None:
+        if given or ranks_per_host != 1:
+            names = ", ".join("--" + name.replace("_", "-") for name in (given or ["ranks_per_host"]))
+            raise ConfigurationError(
+                f"{names} shapes the links of an emulated cluster, and there is none on loopback. Pass --hosts N, "
+                f"or drop {names}."
+            )
+        return LoopbackRanks(DEFAULT_RANKS if ranks is None else ranks)
+    if ranks is not None:
+        raise ConfigurationError(
+            f"--ranks {ranks} counts processes on loopback; with --hosts {hosts} pass --ranks-per-host instead."
+        )
+    from paceline.lab.emulation import ClusterSpec  # noqa: PLC0415  # loopback needs none of it
+
+    return ClusterRanks(ClusterSpec.parse(hosts=hosts, ranks_per_host=ranks_per_host, **given))
 
 
 def slowest_rate_bytes_per_s(spec: ClusterSpec) -> float | None:
@@ -244,7 +277,7 @@ def _watched(folder: Path, show: TellProgress) -> Iterator[None]:
 
     def watch() -> None:
         while not done.wait(_POLL_S):
-            show(job.done_ratio(folder))
+            show(rank_program.done_ratio(folder))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

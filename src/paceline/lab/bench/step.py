@@ -1,11 +1,11 @@
-"""How long is a training step under each side, and how far is that from the limit?
+"""Measure training steps under each side, computing alone and communication alone, in turn.
 
 All sides train in the same processes and alternate (`protocol`), together with two that are no sides: the same
 model without data parallelism (compute alone) and an all-reduce of its gradients' bytes (communication alone).
 `limit` says what follows from those two.
 
-`timed` compute sleeps (`timed`): any number of ranks fits on two cores, and afterwards every rank checks its gradients
-against the mean that is known in advance. `real` compute computes: ranks should not outnumber cores.
+`timed` compute sleeps (`timed_model`): any number of ranks fits on two cores, and afterwards every rank checks its
+gradients against the mean that is known in advance. `real` compute computes: ranks should not outnumber cores.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.errors import WrongAnswerError
-from paceline.lab.bench.job import TellProgress
-from paceline.lab.bench.profile import Profile
-from paceline.lab.bench.protocol.alternation import turns
+from paceline.lab.bench.layer_profile import Profile
+from paceline.lab.bench.protocol import WrongAnswerError, turns
+from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import gather
-from paceline.lab.bench.sides import SIDES, labels
-from paceline.lab.bench.timed import TimedModel, TimedWorkload, gradient_bytes
-from paceline.lab.bench.training import StepTimes, Trainee, digest
-from paceline.lab.bench.workloads import Workload, make_workload
+from paceline.lab.bench.sides import SIDES, StepTimes, Trainee, digest, labels
+from paceline.lab.bench.timed_model import TimedModel, TimedWorkload, gradient_bytes
+from paceline.lab.workloads import Workload, make_workload
 
 WARM_UP_STEPS = 3  # torch re-buckets after the first, PowerSGD compresses from the third on
 PIECE_BYTES = 25 * 2**20  # of communication alone
@@ -203,9 +201,8 @@ def _outcome(name: str, trainee: Trainee, times: StepTimes) -> SideOutcome:
 
 
 def _bucket_bytes(trainee: Trainee) -> tuple[int, ...]:
-    logging_data = getattr(
-        trainee.parallel.model, "_get_ddp_logging_data", None
-    )  # torch's name; ours has it, too
+    model = trainee.parallel.model
+    logging_data = getattr(model, "_get_ddp_logging_data", None)  # torch's name; ours has it, too
     if logging_data is None:
         return ()
     record = logging_data()

@@ -1,4 +1,4 @@
-"""What `paceline bench step` tells: rows, the limit beside them, and where it comes from."""
+"""What `paceline bench step` tells: a row for each side, the limit beside it, a figure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.lab.bench.limit import StepLimit, backward_and_communication_s, ring_bytes_per_rank
-from paceline.lab.bench.protocol.figure import save_bars
-from paceline.lab.bench.protocol.provenance import collect
-from paceline.lab.bench.protocol.report import Report
-from paceline.lab.bench.protocol.summary import Summary, ratios, slowest_rank
+from paceline.lab.bench.provenance import collect
 from paceline.lab.bench.ranks import Ranks
-from paceline.lab.bench.sides import labels
+from paceline.lab.bench.sides import StepTimes, labels
 from paceline.lab.bench.step import StepConfig, StepOutcome, per_round
-from paceline.lab.bench.timed import scaled
-from paceline.lab.bench.training import StepTimes
+from paceline.lab.bench.timed_model import scaled
+from paceline.lab.report.figures import save_bars
+from paceline.lab.report.publication import Report
+from paceline.lab.report.summary import Summary, ratios, slowest_rank
 
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 COLUMNS = ("side", "step ms", "ratio", "beyond computing ms", "of ideal overlap", "error of the mean")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from paceline.errors import ConfigurationError, PacelineError
 from paceline.lab.demo.comparison import Training, difference, epoch_losses
-from paceline.lab.demo.data import Images, load_images
 from paceline.lab.demo.messages import Inbox, Message, Progress, RankOutcome
 from paceline.lab.demo.show import Screen
 from paceline.lab.demo.summary import rows, write_figures
 from paceline.lab.demo.training import Job
 from paceline.lab.report import ReportFolder
+from paceline.lab.workloads.datasets import Images, load_images
 from paceline.launch import Keeper, launch, num_cores, parse
 
 BATCH_PER_RANK = 64

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from paceline.lab.demo.comparison import Difference, Training
-from paceline.lab.demo.data import Images
 from paceline.lab.demo.messages import Progress as RankProgress
 from paceline.lab.demo.summary import STEP_PARTS, mean_parts_s
 from paceline.lab.report import table
+from paceline.lab.workloads.datasets import Images
 
 
 class Screen:

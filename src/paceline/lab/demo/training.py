@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel
-from paceline.lab.demo.data import Images
 from paceline.lab.demo.messages import Progress, RankOutcome, Sender
+from paceline.lab.workloads.datasets import Images
 
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 _NUM_WARM_UP_STEPS = 5

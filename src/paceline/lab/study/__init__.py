@@ -1,1 +1,1 @@
-"""What does a larger global batch, a shorter message or a rarer one cost in accuracy, on real data?"""
+"""Ranks in one process, for the large-batch study."""
