@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from paceline.comm.collectives import allocate_zeros, launch_sum
 from paceline.comm.peers import Peers
-from paceline.ddp import in_backward
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.buffers import Buffers
 from paceline.ddp.control import NOT_COUNTED, ControlWords, Status
@@ -110,7 +110,9 @@ class Reducer:
         self.weight = 1.0  # of this rank's gradients in the mean; over the ranks, weights average to 1
         self.synchronizes: Callable[[], bool] = lambda: True
         self.synchronizes_buffers = False
-        self.steps_in_backward = False  # parameters have optimizers of their own, to run when reduced
+        self.on_reduced: Callable[[Parameter], None] | None = (
+            None  # called for each parameter, gradient attached
+        )
         self.has_rebuilt_buckets = False
 
         self._peers = peers
@@ -493,9 +495,9 @@ class Reducer:
             bucket.attach(used_somewhere.__getitem__)
         if unused_everywhere := [index for index in unused if not used_somewhere[index]]:
             self.reduction.withdraw([self.managed.parameters[index] for index in unused_everywhere])
-        if self.steps_in_backward:
+        if self.on_reduced is not None:
             for parameter in self.managed.parameters:
-                in_backward.step(parameter)
+                self.on_reduced(parameter)
 
     def _remark_on(self, unused: list[int]) -> None:
         looks = self.options.find_unused_parameters

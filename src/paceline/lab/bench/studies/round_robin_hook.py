@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.ddp import comm_hooks
-
 _SO_MAX_PACING_RATE = 47  # Linux; not in Python's socket module
 _NO_CAP = 2**64 - 1
 
@@ -51,7 +49,7 @@ def in_turn(state: RoundRobin, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 # The call starts all it ever starts, so our wrapper may launch the next bucket before this one is done.
-comm_hooks.STARTS_ALL_AT_ONCE.add(in_turn)
+in_turn.starts_all_at_once = True  # type: ignore[attr-defined]
 
 
 def cap_flows(bytes_per_s: float | None) -> int:
