@@ -1,11 +1,7 @@
 """When a bucket leaves: a drop-in for torch's DistributedDataParallel, over any c10d process group."""
 
 from paceline.ddp.accumulation import Window, windows
-from paceline.ddp.dynamo import skip_package
 from paceline.ddp.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from paceline.ddp.wrapper import DistributedDataParallel
 
 __all__ = ["DistributedDataParallel", "SyncBatchNorm", "Window", "convert_sync_batchnorm", "windows"]
-
-for _package in ("paceline.ddp", "paceline.reductions", "paceline.observe"):
-    skip_package(_package)

@@ -1,315 +1,122 @@
-"""A bucket: gradients that live in one flat buffer and travel in one message.
-
-Rules
-1. A gradient enters the buffer once. A large one enters, scaled, as soon as autograd has it; the small ones, which
-   autograd adds into the buffer directly where it can, are scaled together when the bucket leaves.
-2. From `collect` until `attach` no parameter of the bucket has a `.grad`: autograd cannot write into a buffer that
-   is on the wire. What it produces meanwhile (reentrant checkpointing) is fresh, hence *late*, and is added afterwards.
-3. A view aliases the buffer without being an autograd view of it: `.grad.detach_()` works, and each gradient has its
-   own version counter.
-4. A parameter that nobody used gets back exactly what `.grad` it had.
-"""
+"""The interface of a bucket: gradients that are reduced together, in one message; dense or sparse."""
 
 from __future__ import annotations
 
-import collections
-import itertools
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.reductions.reduction import real_numel
-
-LARGE_GRADIENT_BYTES = 32 * 1024
-
-
-def dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's strides where they leave no gaps (channels_last is kept), else similar ones that leave none."""
-    return torch.empty_like(parameter, device="meta").stride()
-
-
-def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a buffer for gradients of this dtype is made of."""
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
-def is_large(parameter: Tensor) -> bool:
-    """Whether the gradient is worth a copy of its own; small ones are handled together."""
-    return parameter.numel() * parameter.element_size() > LARGE_GRADIENT_BYTES
-
-
-def gradient_views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Alias consecutive pieces of `flat`, one a parameter, with its shape, dtype and dense strides.
-
-    Args:
-        flat: Real, contiguous, at least as long as all parameters together.
-        parameters: In the order in which their gradients lie in `flat`.
-    """
-    storage, offset = flat.untyped_storage(), flat.storage_offset()
-    views = []
-    for parameter in parameters:
-        place = offset // 2 if parameter.is_complex() else offset
-        alias = torch.empty(0, dtype=parameter.dtype, device=flat.device)
-        views.append(alias.set_(storage, place, parameter.shape, dense_strides(parameter)))
-        offset += real_numel(parameter)
-    return views
-
-
-_GRAD = vars(torch._C.TensorBase)["grad"]  # the attribute itself: reached by `map` without the interpreter
-_gradient_of = _GRAD.__get__
-
-
-def _set_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
-    """`parameter.grad = gradient` for each pair, for many pairs; stops with the shorter."""
-    collections.deque(map(_GRAD.__set__, parameters, gradients), maxlen=0)
+from paceline.comm.pending import Pending
+from paceline.reductions import Reduction
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """What an unused parameter had as `.grad`: the object and, where that aliases the buffer, its values."""
+class Scales:
+    """What this rank's gradients are multiplied by before they are combined.
 
-    gradient: Tensor
-    values: Tensor | None
+    Attributes:
+        input: On their way into a dense bucket, as the reduction wants it.
+        mean: What bypasses the reduction: sparse and late gradients, which are always averaged.
+    """
+
+    input: float
+    mean: float
 
 
-class Bucket:
-    """Dense gradients of one (dtype, device) in one flat buffer."""
+class Bucket(Protocol):
+    """Gradients of some parameters. In a backward: `arm`, touches, `collect`, `launch`, `attach`.
 
-    is_sparse = False
+    Attributes:
+        index: Place in the launch order.
+        members: Parameter indices, by slot.
+        parameters: The members' parameters.
+        num_large: The first so many slots hold gradients that are worth a copy of their own.
+        touched: Parameters as autograd finished them; the hooks hold this very list.
+        expected: Touches that make it full; 1 while idle: the first touch wakes the reducer.
+        launched: Whether it has been collected in this backward.
+        ready_s: When it was full, or backward had ended; 0.0 before.
+    """
 
-    def __init__(
-        self, index: int, members: Sequence[int], parameters: Sequence[Parameter], body: Tensor
-    ) -> None:
-        """Take `body` as the buffer of the members' gradients.
-
-        Args:
-            index: Place in the launch order.
-            members: Parameter indices in layout order: all large ones, then all small ones.
-            parameters: The members' parameters.
-            body: Real, contiguous; holds the members' gradients and nothing else.
-        """
-        self.index = index
-        self.members = list(members)
-        self.parameters = list(parameters)
-        self.body = body
-        self.message = body  # what is sent: the body, in the last bucket with the control words behind it
-        self.views = gradient_views(body, self.parameters)
-        self.num_large = sum(is_large(parameter) for parameter in self.parameters)
-        num_large_elements = sum(real_numel(parameter) for parameter in self.parameters[: self.num_large])
-        self._small = body[num_large_elements:]
-        self._small_parameters = self.parameters[self.num_large :]
-        self._small_views = self.views[self.num_large :]
-        self._slots = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
-
-        # State of one backward.
-        self.touched: list[Tensor] = []  # as autograd finished them; the hooks hold this very list
-        self.expected = 1  # touches that make it full; 1 while idle: the first touch wakes the reducer
-        self.launched = False
-        self.ready_s = 0.0
-        self._touched_once = False  # known to have been touched at most once each
-        self._num_touched_at_collect = 0
-        self._entered: set[int] = set()  # large slots already in the buffer, scaled
-        self._is_detached = False  # small parameters have no `.grad` until `attach`
-        self._installed = False  # small gradients were None and now alias the zeroed buffer
-        self._untouched: list[int] = []
-        self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
-        self._with_graph: dict[int, Tensor] = {}  # made under create_graph: the graph outlives the step
+    index: int
+    members: list[int]
+    parameters: list[Parameter]
+    num_large: int
+    touched: list[Tensor]
+    expected: int
+    launched: bool
+    ready_s: float
 
     @property
     def size_bytes(self) -> int:
-        return self.body.numel() * self.body.element_size()
+        """Bytes of this rank's gradients."""
+
+    @property
+    def words(self) -> Tensor | None:
+        """Room behind the gradients for control words, which are summed with them; None: there is none."""
+
+    # ---- before and during a backward
 
     def arm(self, expected: int) -> None:
-        """Start a backward: nothing touched yet; autograd may add small gradients straight into the buffer."""
-        self.touched.clear()
-        self.expected = expected
-        self.launched = False
-        self.ready_s = 0.0
-        self._touched_once = False
-        self._entered.clear()
-        self._untouched, self._kept, self._with_graph = [], {}, {}
-        self._installed = self._install()
-
-    def _install(self) -> bool:
-        """Let the small gradients alias the zeroed buffer, so that autograd adds into it; only if all are None."""
-        gradients = map(_gradient_of, self._small_parameters)
-        if any(map(operator.is_not, gradients, itertools.repeat(None))):
-            return False
-        self._small.zero_()
-        _set_gradients(self._small_parameters, self._small_views)
-        return True
+        """Start a backward that will touch it so often: nothing touched yet."""
 
     def disarm(self) -> None:
-        self.expected = 1
-        self.touched.clear()
-        self.launched = False
+        """No backward is under way."""
 
     def touched_slots(self) -> list[int]:
-        return [self._slots[id(parameter)] for parameter in self.touched]
+        """Slots as autograd finished them; one may occur more than once."""
 
     def is_complete(self) -> bool:
         """Whether the touches counted came from as many different parameters (no parameter twice, another never)."""
-        self._touched_once = len(set(map(id, self.touched))) == len(self.touched)
-        return self._touched_once
 
     def enter(self, slot: int, scale: float) -> None:
-        """Move a large gradient that autograd has just finished into the buffer, scaled (rule 1)."""
-        if self.launched:
-            return
-        parameter, view = self.parameters[slot], self.views[slot]
-        gradient = parameter.grad
-        if gradient is None or gradient.is_sparse or gradient.requires_grad:
-            return
-        if slot in self._entered:
-            view.add_(gradient, alpha=scale)
-        elif gradient is view:
-            if scale != 1.0:
-                view.mul_(scale)
-        else:
-            _write(view, gradient, scale)
-        self._entered.add(slot)
-        parameter.grad = None
+        """Take in a large gradient that autograd has just finished."""
 
     def settle(self, slot: int) -> None:
-        """Without synchronization: keep a large gradient in the buffer, unscaled, and `.grad` its view."""
-        parameter, view = self.parameters[slot], self.views[slot]
-        gradient = parameter.grad
-        if gradient is None or gradient is view or gradient.is_sparse or gradient.requires_grad:
-            return
-        view.copy_(gradient)
-        parameter.grad = view
+        """Without synchronization: keep a large gradient in the buffer, unscaled."""
 
-    def collect(self, scale: float, used_before: set[int], has_ended: bool) -> None:
-        """Bring every gradient into the buffer, scaled, and take `.grad` away from every parameter (rule 2).
+    # ---- reduction
+
+    def collect(self, scales: Scales, used_before: set[int], has_ended: bool) -> None:
+        """Make the message: bring every gradient in, scaled, and take `.grad` away from every parameter.
 
         Args:
-            scale: Factor that each gradient is multiplied by, once.
+            scales: Of this backward.
             used_before: Parameter indices that earlier, unsynchronized backwards of this step have touched.
-            has_ended: Whether backward has: autograd writes no more, and small parameters may keep their `.grad`.
+            has_ended: Whether backward has: autograd writes no more.
         """
-        self._num_touched_at_collect = len(self.touched)
-        if not (self._touched_once and len(self.touched) == len(self.members)):
-            touched = set(self.touched_slots())
-            self._untouched = [
-                slot
-                for slot, member in enumerate(self.members)
-                if slot not in touched and member not in used_before
-            ]
-            for slot in self._untouched:
-                self._keep(slot)
-        for slot in range(self.num_large):
-            if slot not in self._entered:
-                self._gather(slot)
-                if scale != 1.0:
-                    self.views[slot].mul_(scale)
-                self.parameters[slot].grad = None
-        gradients = map(_gradient_of, self._small_parameters)
-        is_stray = list(map(operator.is_not, gradients, self._small_views))
-        strays = [slot for slot, stray in enumerate(is_stray, start=self.num_large) if stray]
-        self._is_detached = not has_ended or bool(strays)
-        if strays:
-            self._gather_strays(strays)
-        if not has_ended:
-            _set_gradients(self._small_parameters, itertools.repeat(None))
-        if scale != 1.0 and self._small_parameters:
-            self._small.mul_(scale)
-        self.launched = True
 
-    def _keep(self, slot: int) -> None:
-        gradient, view = self.parameters[slot].grad, self.views[slot]
-        if gradient is None or (self._installed and slot >= self.num_large and gradient is view):
-            return
-        self._kept[slot] = _Kept(gradient, view.clone() if gradient is view else None)
-
-    def _gather_strays(self, slots: list[int]) -> None:
-        """Small gradients outside the buffer: autograd found `.grad` empty, or somebody put another tensor there."""
-        plain = []
-        for slot in slots:
-            gradient = self.parameters[slot].grad
-            if gradient is None or gradient.is_sparse or gradient.requires_grad:
-                self._gather(slot)
-            else:
-                plain.append(slot)
-        if plain:
-            gradients = [self.parameters[slot].grad for slot in plain]
-            torch._foreach_copy_([self.views[slot] for slot in plain], gradients)  # type: ignore[arg-type]
-        for slot in slots:
-            self.parameters[slot].grad = None
-
-    def _gather(self, slot: int) -> None:
-        """Make the view hold the gradient, unscaled; zeros if there is none."""
-        view, gradient = self.views[slot], self.parameters[slot].grad
-        if gradient is None:
-            view.zero_()
-        elif gradient is not view:
-            if gradient.requires_grad:
-                self._with_graph[slot] = gradient
-                gradient = gradient.detach()
-            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+    def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Pending:
+        """Start reducing the message. Collective; does not wait."""
 
     def attach(self, is_used: Callable[[int], bool]) -> None:
-        """Give every parameter its reduced gradient; the unused ones what they had (rule 4).
+        """Give every parameter its reduced gradient; those that nobody used get what they had.
 
         Args:
             is_used: Whether any rank used a parameter, by index; asked only for those that this rank did not use.
         """
-        attached = len(self.members) if self._is_detached else self.num_large
-        _set_gradients(self.parameters[:attached], self.views)
-        for slot in self._untouched:
-            if not is_used(self.members[slot]):
-                self._restore(slot)
-        for slot, gradient in self._with_graph.items():
-            gradient.data.copy_(self.views[slot])
-            self.parameters[slot].grad = gradient
 
-    def _restore(self, slot: int) -> None:
-        kept = self._kept.get(slot)
-        self.parameters[slot].grad = None if kept is None else kept.gradient
-        if kept is not None and kept.values is not None:
-            self.views[slot].copy_(kept.values)
+    # ---- unused parameters and late gradients
 
     def untouched_members(self) -> list[int]:
         """Parameters that this rank's step has not used so far; valid after `collect`."""
-        late = set(self.touched_slots()[self._num_touched_at_collect :]) if self._untouched else set()
-        self._untouched = [slot for slot in self._untouched if slot not in late]
-        return [self.members[slot] for slot in self._untouched]
 
     def has_late_gradients(self) -> bool:
-        return self.launched and len(self.touched) > self._num_touched_at_collect
+        """Whether gradients arrived after `collect`."""
 
-    def take_late(self, scale: float) -> Tensor:
-        """Gradients that arrived after the bucket had left, scaled, in a buffer like the body; zeros elsewhere."""
-        late = torch.zeros_like(self.body)
-        if not self.has_late_gradients():
-            return late
-        for parameter, view in zip(self.parameters, gradient_views(late, self.parameters), strict=True):
-            if parameter.grad is not None:
-                _write(view, parameter.grad.detach(), scale)
-                parameter.grad = None
-        return late
+    def launch_late(self, scale: float, group: ProcessGroup) -> Pending:
+        """Start summing what arrived late, scaled, over the ranks; zeros if nothing did. Collective; does not wait."""
 
-    def add_late(self, late: Tensor) -> None:
-        self.body.add_(late)
+    def add_late(self) -> None:
+        """Add the sum that `launch_late` started, once it has been waited for."""
+
+    # ---- between backwards
 
     def drop_installed(self) -> None:
         """After a backward without synchronization: gradients that stayed untouched are None again."""
-        if not self._installed:
-            return
-        touched = set(self.touched_slots())
-        small = zip(self._small_parameters, self._small_views, strict=True)
-        for slot, (parameter, view) in enumerate(small, start=self.num_large):
-            if slot not in touched and parameter.grad is view:
-                parameter.grad = None
 
-
-def _write(view: Tensor, gradient: Tensor, scale: float) -> None:
-    if scale == 1.0:
-        view.copy_(gradient)
-    elif gradient.dtype == view.dtype:
-        torch.mul(gradient, scale, out=view)
-    else:
-        view.copy_(gradient).mul_(scale)
+    def take_over(self, gradients: Mapping[int, Tensor]) -> None:
+        """Be the home of gradients that lived elsewhere, by their parameters' `id`; others are not ours."""

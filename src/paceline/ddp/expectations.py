@@ -10,7 +10,8 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.nn import Parameter
 
-from paceline.ddp.layout import AnyBucket, ManagedParameters
+from paceline.ddp.bucket import Bucket
+from paceline.ddp.layout import ManagedParameters
 
 NEVER = sys.maxsize
 
@@ -78,7 +79,7 @@ class Expectations:
             ):  # no backward under way: a shadow of another rank's, or an explicit synchronization
                 return [False] * len(self._nodes)
 
-    def learn(self, buckets: list[AnyBucket]) -> None:
+    def learn(self, buckets: list[Bucket]) -> None:
         """Count the touches of the backward that has just ended, if the graph is static and this was the first."""
         if not self._static_graph or self._counts is not None:
             return

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm.peers import Peers
 from paceline.comm.pending import Pending
 from paceline.ddp.bucket import Bucket
-from paceline.ddp.layout import AnyBucket
 from paceline.observe import BucketTiming
-from paceline.reductions import Message, Reduction
+from paceline.reductions import Reduction
 
 
 class _Launched:
     """One bucket on its way."""
 
-    def __init__(self, bucket: AnyBucket) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.launched_s = time.perf_counter()
         self.done_s = 0.0
@@ -52,11 +50,11 @@ class Flight:
     def num_launched(self) -> int:
         return len(self._launched)
 
-    def launch(self, bucket: AnyBucket, is_last: bool) -> None:
+    def launch(self, bucket: Bucket, is_last: bool) -> None:
         """Send a collected bucket. Does not wait."""
         record = _Launched(bucket)
         try:
-            pending = self._start(bucket, is_last)
+            pending = bucket.launch(self._reduction, self.group_of(bucket), is_last)
         except RuntimeError as error:
             if not self._reduction.is_ours:
                 raise  # a user's hook said so
@@ -64,30 +62,8 @@ class Flight:
         pending.on_done(record.note_done)
         self._launched.append((record, pending))
 
-    def _start(self, bucket: AnyBucket, is_last: bool) -> Pending:
-        group = self.group_of(bucket)
-        if not isinstance(bucket, Bucket):
-            return self._reduction.launch_sparse(bucket.message, group, self._keep(bucket))
-        message = Message(
-            index=bucket.index,
-            is_last=is_last,
-            flat=bucket.message if self._reduction.carries_words else bucket.body,
-            num_gradient_elements=bucket.body.numel(),
-            gradients=bucket.views,
-            parameters=bucket.parameters,
-            process_group=group,
-        )
-        return self._reduction.launch(message)
-
-    def group_of(self, bucket: AnyBucket) -> ProcessGroup:
+    def group_of(self, bucket: Bucket) -> ProcessGroup:
         return self._groups[bucket.index % len(self._groups)]
-
-    @staticmethod
-    def _keep(bucket: AnyBucket) -> Callable[[Tensor], None]:
-        def keep(result: Tensor) -> None:
-            bucket.message = result
-
-        return keep
 
     def wait(self) -> None:
         """Wait for everything launched, in order.
@@ -106,5 +82,5 @@ class Flight:
         return tuple(record.timing() for record, _ in self._launched)
 
 
-def _describe(bucket: AnyBucket) -> str:
+def _describe(bucket: Bucket) -> str:
     return f"bucket {bucket.index} ({len(bucket.members)} gradients, {bucket.size_bytes / 2**20:.1f} MiB)"

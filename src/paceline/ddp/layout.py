@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.ddp.bucket import Bucket, is_large, real_dtype
+from paceline.ddp.bucket import Bucket
 from paceline.ddp.control import ControlWords
+from paceline.ddp.dense_bucket import DenseBucket, is_large, real_dtype
 from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
 from paceline.ddp.sparse_bucket import SparseBucket
 from paceline.reductions.reduction import real_numel
 
 Key = tuple[torch.dtype, torch.device]
-AnyBucket = Bucket | SparseBucket
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]  # zeros, 1-D, where communication likes them
 
 
@@ -86,7 +86,7 @@ class GradientMemory:
                 elements[key] = elements.get(key, 0) + real_numel(parameter)
         return elements
 
-    def cut(self, order: Sequence[int]) -> list[AnyBucket]:
+    def cut(self, order: Sequence[int]) -> list[Bucket]:
         """Lay the gradients out for this ready order; the control words lie behind the last bucket where that is dense.
 
         Contract:
@@ -97,34 +97,30 @@ class GradientMemory:
         last = [index for index in order if index in managed.delayed]
         plan = assign_buckets(managed.specs(), first + last, self._caps)
         used = dict.fromkeys(self._flat, 0)
-        buckets: list[AnyBucket] = []
+        buckets: list[Bucket] = []
         for place, members in enumerate(plan):
             parameters = [managed.parameters[index] for index in members]
             if managed.sparse[members[0]]:
                 buckets.append(SparseBucket(place, members[0], parameters[0]))
                 continue
             large_first = sorted(members, key=lambda index: not is_large(managed.parameters[index]))
-            buckets.append(self._dense_bucket(place, large_first, used))
-        self._place_control(buckets[-1], used)
+            num_words = self._control.num_words if place == len(plan) - 1 else 0
+            buckets.append(self._dense_bucket(place, large_first, used, num_words))
+        words = buckets[-1].words
+        if words is None:
+            words = torch.zeros(self._control.num_words, device=buckets[-1].parameters[0].device)
+        self._control.place(words)
         return buckets
 
-    def _dense_bucket(self, place: int, members: list[int], used: dict[Key, int]) -> Bucket:
+    def _dense_bucket(
+        self, place: int, members: list[int], used: dict[Key, int], num_words: int
+    ) -> DenseBucket:
         key = self._managed.key(members[0])
         parameters = [self._managed.parameters[index] for index in members]
         start = used[key]
         stop = start + sum(real_numel(parameter) for parameter in parameters)
         used[key] = stop
-        return Bucket(place, members, parameters, self._flat[key][start:stop])
-
-    def _place_control(self, last: AnyBucket, used: dict[Key, int]) -> None:
-        if isinstance(last, SparseBucket):
-            device = last.parameters[0].device
-            self._control.place(torch.zeros(self._control.num_words, device=device))
-            return
-        key = self._managed.key(last.members[0])
-        stop = used[key] + self._control.num_words
-        last.message = self._flat[key][used[key] - last.body.numel() : stop]
-        self._control.place(self._flat[key][used[key] : stop])
+        return DenseBucket(place, members, parameters, self._flat[key][start : stop + num_words], num_words)
 
     @property
     def size_bytes(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.ddp.layout import AnyBucket
+from paceline.ddp.bucket import Bucket
 
 
 class Listener:
@@ -27,7 +27,7 @@ class Listener:
         on_small: The hook of every small gradient but the last.
     """
 
-    def __init__(self, bucket: AnyBucket, on_full: Callable[[AnyBucket], None]) -> None:
+    def __init__(self, bucket: Bucket, on_full: Callable[[Bucket], None]) -> None:
         self._bucket = bucket
         self._on_full = on_full
         self._touch = bucket.touched.append

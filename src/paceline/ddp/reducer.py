@@ -29,16 +29,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from paceline.comm.collectives import allocate_zeros, launch_sum
 from paceline.comm.peers import Peers
-from paceline.ddp import in_backward
-from paceline.ddp.bucket import Bucket
+from paceline.ddp.bucket import Bucket, Scales
 from paceline.ddp.buffers import Buffers
 from paceline.ddp.control import NOT_COUNTED, ControlWords, Status
 from paceline.ddp.expectations import NEVER, Expectations
 from paceline.ddp.flight import Flight
-from paceline.ddp.layout import AnyBucket, GradientMemory, ManagedParameters
+from paceline.ddp.layout import GradientMemory, ManagedParameters
 from paceline.ddp.listener import Listener
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.ready_order import ReadyOrder, hook_gradient
@@ -46,7 +46,6 @@ from paceline.ddp.remarks import Remarks
 from paceline.errors import PeerAbortedError, ProtocolError
 from paceline.observe import StepTiming, StepTimings
 from paceline.reductions import Mean, Reduction
-from paceline.reductions.reduction import launch_sparse_sum
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,9 @@ class Reducer:
         self.weight = 1.0  # of this rank's gradients in the mean; over the ranks, weights average to 1
         self.synchronizes: Callable[[], bool] = lambda: True
         self.synchronizes_buffers = False
-        self.steps_in_backward = False  # parameters have optimizers of their own, to run when reduced
+        self.on_reduced: Callable[[Parameter], None] | None = (
+            None  # called for each parameter, gradient attached
+        )
         self.has_rebuilt_buckets = False
 
         self._peers = peers
@@ -150,7 +151,7 @@ class Reducer:
             for slot, parameter in enumerate(bucket.parameters)
         ]
 
-    def _make_hook(self, bucket: AnyBucket, slot: int) -> Callable[[Tensor], None]:
+    def _make_hook(self, bucket: Bucket, slot: int) -> Callable[[Tensor], None]:
         listener = self._listeners[bucket.index]
         if slot >= bucket.num_large:
             return listener.on_last_small if slot == len(bucket.members) - 1 else listener.on_small
@@ -162,7 +163,7 @@ class Reducer:
             backward = self._current() or self.begin()
             if not self._has_foreign_hooks(parameter):
                 if backward.synchronizes:
-                    bucket.enter(slot, self._scale)
+                    bucket.enter(slot, self._scales.input)
                 else:
                     bucket.settle(slot)
             if len(touched) == bucket.expected:
@@ -214,13 +215,9 @@ class Reducer:
         self._cut(order)
         for bucket in self.buckets:
             bucket.disarm()
-        views: dict[int, Tensor] = {}
+        gradients = {id(parameter): gradient for parameter, gradient in alive}
         for bucket in self.buckets:
-            if isinstance(bucket, Bucket):
-                views.update(zip(map(id, bucket.parameters), bucket.views, strict=True))
-        for parameter, gradient in alive:
-            view = views.get(id(parameter))
-            parameter.grad = gradient if view is None else view.copy_(gradient)
+            bucket.take_over(gradients)
 
     def watch(self, output_nodes: Sequence[Any]) -> None:
         """Begin as soon as a backward reaches one of these, the `grad_fn`s of the outputs of the last forward."""
@@ -265,10 +262,9 @@ class Reducer:
         num_averaged = self.num_averaged or self._num_ranks
         if backward.synchronizes:
             self.reduction.begin_step()
-        self._scale = self.weight * self.reduction.input_scale(num_averaged)
-        self._mean_scale = (
-            self.weight / num_averaged
-        )  # of what bypasses the reduction: sparse and late gradients
+        self._scales = Scales(
+            input=self.weight * self.reduction.input_scale(num_averaged), mean=self.weight / num_averaged
+        )
         expected = self.expectations.touches if backward.synchronizes else lambda _: NEVER
         self.expectations.begin()
         for bucket, listener in zip(self.buckets, self._listeners, strict=True):
@@ -284,7 +280,7 @@ class Reducer:
         is_active = other is not self and other._current() is not None
         return is_active and any(a is b for a in self.process_groups for b in other.process_groups)
 
-    def _on_full(self, bucket: AnyBucket) -> None:
+    def _on_full(self, bucket: Bucket) -> None:
         backward = self._current()
         if backward is None:
             backward = self.begin()
@@ -306,12 +302,9 @@ class Reducer:
         while (place := self._flight.num_launched) < last and self.buckets[place].ready_s:
             self._launch(self.buckets[place])
 
-    def _scale_of(self, bucket: AnyBucket) -> float:
-        return self._mean_scale if bucket.is_sparse else self._scale
-
-    def _launch(self, bucket: AnyBucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         if not bucket.launched:
-            bucket.collect(self._scale_of(bucket), self._used_before, has_ended=False)
+            bucket.collect(self._scales, self._used_before, has_ended=False)
         try:
             self._flight.launch(bucket, is_last=bucket is self.buckets[-1])
         except Exception as error:
@@ -413,7 +406,7 @@ class Reducer:
         remaining = self.buckets[self._flight.num_launched :]
         for bucket in remaining:
             bucket.ready_s = bucket.ready_s or time.perf_counter()
-            bucket.collect(self._scale_of(bucket), self._used_before, has_ended=True)
+            bucket.collect(self._scales, self._used_before, has_ended=True)
         unused = [index for bucket in self.buckets for index in bucket.untouched_members()]
         counts = self._counts_forwards and self._by_autograd
         self._control.write(unused, status, self._num_open_forwards if counts else NOT_COUNTED)
@@ -423,7 +416,7 @@ class Reducer:
         if self.synchronizes_buffers and self.reduction.carries_words:
             self._buffers.launch()
         self._flight.wait()
-        if not (self.reduction.carries_words and isinstance(self.buckets[-1], Bucket)):
+        if not self.reduction.carries_words or self.buckets[-1].words is None:
             self._exchange_words()
         if self.synchronizes_buffers and not self.reduction.carries_words:
             self._buffers.launch()  # not earlier: a hook's callbacks may have been starting collectives
@@ -478,14 +471,9 @@ class Reducer:
     def _reduce_late(self) -> None:
         """Sum what arrived after its bucket had left, on all ranks (rule 5)."""
         for bucket in self.buckets:
-            late, group = bucket.take_late(self._mean_scale), self._flight.group_of(bucket)
-            if bucket.is_sparse:
-                pending = launch_sparse_sum(late, group, keep=bucket.add_late)
-                self._peers.wait(pending, "reducing late sparse gradients")
-            elif self._num_ranks > 1:
-                self._peers.wait(launch_sum(late, group), "reducing late gradients")
-            if not bucket.is_sparse:
-                bucket.add_late(late)
+            pending = bucket.launch_late(self._scales.mean, self._flight.group_of(bucket))
+            self._peers.wait(pending, "reducing late gradients")
+            bucket.add_late()
 
     def _attach(self, unused: list[int]) -> None:
         used_somewhere = self._control.is_used() if unused else []
@@ -493,9 +481,9 @@ class Reducer:
             bucket.attach(used_somewhere.__getitem__)
         if unused_everywhere := [index for index in unused if not used_somewhere[index]]:
             self.reduction.withdraw([self.managed.parameters[index] for index in unused_everywhere])
-        if self.steps_in_backward:
+        if self.on_reduced is not None:
             for parameter in self.managed.parameters:
-                in_backward.step(parameter)
+                self.on_reduced(parameter)
 
     def _remark_on(self, unused: list[int]) -> None:
         looks = self.options.find_unused_parameters

@@ -1,37 +1,42 @@
-"""A bucket of one sparse gradient: it travels alone, as coordinates and values, or dense where the backend must."""
+"""A bucket of one sparse gradient, reduced alone: as coordinates and values, or dense where the backend must."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+
+from paceline.comm.pending import Pending
+from paceline.ddp.bucket import Scales
+from paceline.reductions import Reduction
+from paceline.reductions.reduction import launch_sparse_sum
 
 
 class SparseBucket:
     """One parameter whose gradient is a sparse COO tensor (`nn.Embedding(sparse=True)`).
 
-    Has the interface of `Bucket`, without a buffer: the gradient stays where autograd put it until it is reduced.
+    A `Bucket` without a buffer: the gradient stays where autograd put it until it is reduced.
     """
-
-    is_sparse = True
-    num_large = 0
 
     def __init__(self, index: int, member: int, parameter: Parameter) -> None:
         self.index = index
         self.members = [member]
         self.parameters = [parameter]
         self.message = torch.empty(0)  # the reduced gradient, once it is there
+        self.words: Tensor | None = None
         self.size_bytes = 0
-        self.touched: list[Tensor] = []
         self.num_large = 0
+        self.touched: list[Tensor] = []
         self.expected = 1
         self.launched = False
         self.ready_s = 0.0
         self._used = False
         self._kept: Tensor | None = None
         self._num_touched_at_collect = 0
+        self._late = self.message
 
     def arm(self, expected: int) -> None:
         self.touched.clear()
@@ -54,15 +59,21 @@ class SparseBucket:
     def settle(self, slot: int) -> None:
         """Nor has it a place to settle in."""
 
-    def collect(self, scale: float, used_before: set[int], has_ended: bool) -> None:
+    def collect(self, scales: Scales, used_before: set[int], has_ended: bool) -> None:
         parameter = self.parameters[0]
         self._num_touched_at_collect = len(self.touched)
         self._used = bool(self.touched) or self.members[0] in used_before
         self._kept = None if self._used else parameter.grad
-        self.message = _as_sparse(parameter) * scale
+        self.message = _as_sparse(parameter) * scales.mean
         self.size_bytes = self.message._values().numel() * self.message._values().element_size()
         parameter.grad = None
         self.launched = True
+
+    def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Pending:
+        return reduction.launch_sparse(self.message, group, self._keep_reduced)
+
+    def _keep_reduced(self, reduced: Tensor) -> None:
+        self.message = reduced
 
     def attach(self, is_used: Callable[[int], bool]) -> None:
         if self._used or is_used(self.members[0]):
@@ -77,16 +88,24 @@ class SparseBucket:
     def has_late_gradients(self) -> bool:
         return self.launched and len(self.touched) > self._num_touched_at_collect
 
-    def take_late(self, scale: float) -> Tensor:
+    def launch_late(self, scale: float, group: ProcessGroup) -> Pending:
         late = _as_sparse(self.parameters[0]) * scale
         self.parameters[0].grad = None  # as after `collect`
-        return late
+        return launch_sparse_sum(late, group, self._keep_late)
 
-    def add_late(self, late: Tensor) -> None:
-        self.message = (self.message + late).coalesce()
+    def _keep_late(self, late: Tensor) -> None:
+        self._late = late
+
+    def add_late(self) -> None:
+        self.message = (self.message + self._late).coalesce()
 
     def drop_installed(self) -> None:
         """Nothing is ever installed."""
+
+    def take_over(self, gradients: Mapping[int, Tensor]) -> None:
+        gradient = gradients.get(id(self.parameters[0]))
+        if gradient is not None:
+            self.parameters[0].grad = gradient
 
 
 def _as_sparse(parameter: Parameter) -> Tensor:

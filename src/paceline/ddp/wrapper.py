@@ -24,18 +24,19 @@ from paceline.comm.collectives import device_for_words
 from paceline.comm.gradient_group import group_beside, on_one_host
 from paceline.comm.peers import Peers, next_name
 from paceline.compression import Compressor
-from paceline.ddp import arguments, in_backward, state_names, sync_batch_norm
+from paceline.ddp import arguments, sync_batch_norm
 from paceline.ddp import mixed_precision as mixed
 from paceline.ddp.accumulation import Batch, Window
 from paceline.ddp.buffers import Broadcast, Buffers
-from paceline.ddp.dynamo import may_compile
 from paceline.ddp.joining import NextStep, Shadow, agree_on_source, exchange_weights, notify
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.outputs import find_tensors
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer, ReducerOptions
 from paceline.ddp.replicas import Description, verify
-from paceline.ddp.torch_surface import TorchSurface
+from paceline.ddp.torch_compat import state_names
+from paceline.ddp.torch_compat.dynamo import may_compile, skip_package
+from paceline.ddp.torch_compat.torch_surface import TorchSurface, take_over_optimizers
 from paceline.ddp.weights import WeightExchange
 from paceline.errors import ReplicaMismatchError
 from paceline.observe import StepTimings
@@ -310,7 +311,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Take in what was done to the parameters since the last forward. Collective if some were unfrozen."""
         if any(parameter.requires_grad for parameter in self._frozen):
             self._manage_unfrozen()
-        self.reducer.steps_in_backward = in_backward.take_over(self._module_parameters)
+        self.reducer.on_reduced = take_over_optimizers(self._module_parameters)
 
     def _bring_buffers_in_line(self, will_synchronize: bool) -> None:
         """Before the forwards of a step that will be synchronized: everybody takes rank 0's buffers. Collective."""
@@ -503,3 +504,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
         self._reduction.prepare(managed.named(), self.process_group)
         self._set_up(managed, init_sync=False, init_sync_buffers=False)
+
+
+# Dynamo compiles the wrapped module and leaves alone what runs around it; all of that has been imported by now.
+for _package in ("paceline.ddp", "paceline.reductions", "paceline.observe"):
+    skip_package(_package)

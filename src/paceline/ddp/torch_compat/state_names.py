@@ -11,6 +11,7 @@ from torch.nn import Module
 PREFIX = "module."
 # Torch's checkpoint utilities take the prefix off themselves and insist on finding it.
 STRIPS_PREFIX_ITSELF = "torch.distributed.checkpoint.state_dict"
+OURS = "paceline.ddp"
 
 
 def strip(wrapper: Module, state: MutableMapping[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
@@ -72,8 +73,6 @@ def take_back(wrapper: Module, incompatible: Any) -> None:
 def _is_asked_by(caller: str) -> bool:
     """Whether the state dict was asked for by this module, be it through parents of ours."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(
-        ("torch.nn.modules", __package__)
-    ):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.nn.modules", OURS)):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and frame.f_globals.get("__name__") == caller

@@ -7,22 +7,21 @@ reducer (`scatter`, `gather`, `to_kwargs`, `train`).
 from __future__ import annotations
 
 import os
-import weakref
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from paceline.comm.collectives import backend_of
 from paceline.comm.peers import Peers
 from paceline.ddp import arguments
 from paceline.ddp.buffers import BROADCAST_BYTES, Broadcast
-from paceline.ddp.logging_data import logging_data
+from paceline.ddp.torch_compat.logging_data import Logger, logging_data
 from paceline.reductions import Mean, NarrowMean, Reduction
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class TorchSurface:
         def _build_reducer(self, managed: Any) -> None: ...
 
     def _init_torch_surface(self) -> None:
-        self.logger = _Logger(self)
+        self.logger = Logger(self)
         self.buffer_hook: _BufferCommHook | None = None
         self.broadcast_bucket_size = BROADCAST_BYTES
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
@@ -90,7 +89,7 @@ class TorchSurface:
         Raises:
             TypeError, ValueError, RuntimeError: In torch's words.
         """
-        from paceline.ddp.comm_hooks import make_reduction  # noqa: PLC0415 (torch's hooks are slow to import)
+        from paceline.ddp.torch_compat.comm_hooks import make_reduction  # noqa: PLC0415 (torch's hooks are slow to import)
 
         if self._comm_hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
@@ -106,7 +105,7 @@ class TorchSurface:
         self._reduction = self.reducer.reduction = reduction
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        from paceline.ddp.comm_hooks import builtin_hook  # noqa: PLC0415 (as above)
+        from paceline.ddp.torch_compat.comm_hooks import builtin_hook  # noqa: PLC0415 (as above)
 
         self.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
         self._comm_hook_name = str(comm_hook_type)
@@ -252,17 +251,30 @@ class TorchSurface:
         raise err_type(err_msg)
 
 
-class _Logger:
-    """What `ddp.logger` is used for: reading the logging data."""
+# Optimizers that step within backward (`torch.distributed.optim._apply_optimizer_in_backward`). Torch runs them as soon
+# as a gradient is there, which is before it was reduced; ours run when the parameter's bucket has come back.
+IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 
-    def __init__(self, wrapped: TorchSurface) -> None:
-        self._wrapped = weakref.ref(wrapped)
 
-    def _get_ddp_logging_data(self) -> Any:
-        wrapped = self._wrapped()
-        data = {} if wrapped is None else wrapped._get_ddp_logging_data()
+def take_over_optimizers(parameters: Iterable[Parameter]) -> Callable[[Parameter], None] | None:
+    """Remove the hooks that would run optimizers on gradients that are not reduced yet.
 
-        return SimpleNamespace(
-            strs_map={key: value for key, value in data.items() if isinstance(value, str)},
-            ints_map={key: value for key, value in data.items() if not isinstance(value, str)},
-        )
+    Returns:
+        What to call for every parameter once its gradient is reduced; None where there are no such optimizers.
+    """
+    handles = sys.modules[IN_BACKWARD].param_to_optim_hook_handle_map if IN_BACKWARD in sys.modules else None
+    if not handles:
+        return None
+    found = [handle for parameter in parameters for handle in handles.get(parameter, ())]
+    for handle in found:
+        handle.remove()
+    return _step_in_backward if found else None
+
+
+def _step_in_backward(parameter: Any) -> None:
+    """Run the parameter's own optimizers, if it has any; `.grad` is None afterwards."""
+    optimizers = getattr(parameter, "_in_backward_optimizers", None)
+    if optimizers:
+        for optimizer in optimizers:
+            optimizer.step()
+        parameter.grad = None

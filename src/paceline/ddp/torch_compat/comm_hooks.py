@@ -21,7 +21,8 @@ STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
     powerSGD_hook.batched_powerSGD_hook: portable_hooks.batched_power_sgd,
 }
 
-# Hooks whose collectives are all started by the call itself, so that several buckets may be under way.
+# Hooks whose collectives are all started by the call itself, so that several buckets may be under way. A hook of one's
+# own says so by an attribute `starts_all_at_once = True`.
 STARTS_ALL_AT_ONCE = {
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
@@ -40,7 +41,8 @@ def make_reduction(state: Any, hook: Any, backend: str) -> HookReduction:
     check_hook(hook)
     portable = _portable(hook)
     innermost = portable.func if isinstance(portable, functools.partial) else portable
-    overlaps = backend == "nccl" or any(innermost is known for known in STARTS_ALL_AT_ONCE)
+    is_known = any(innermost is known for known in STARTS_ALL_AT_ONCE)
+    overlaps = backend == "nccl" or is_known or getattr(innermost, "starts_all_at_once", False)
     return HookReduction(state, portable, overlaps)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import weakref
 from statistics import mean
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.comm.collectives import backend_of
-from paceline.ddp.bucket import Bucket
 from paceline.observe import StepTiming
 
 if TYPE_CHECKING:
@@ -42,6 +43,22 @@ ENVIRONMENT = {
 def logging_data(wrapped: DistributedDataParallel) -> dict[str, Any]:
     """A flat dictionary of strings and integers; times in nanoseconds."""
     return _construction(wrapped) | _environment() | _runtime(wrapped) | wrapped._logged_error
+
+
+class Logger:
+    """What `ddp.logger` is used for: reading the logging data."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = weakref.ref(wrapped)
+
+    def _get_ddp_logging_data(self) -> Any:
+        wrapped = self._wrapped()
+        data = {} if wrapped is None else wrapped._get_ddp_logging_data()
+
+        return SimpleNamespace(
+            strs_map={key: value for key, value in data.items() if isinstance(value, str)},
+            ints_map={key: value for key, value in data.items() if not isinstance(value, str)},
+        )
 
 
 def _construction(wrapped: DistributedDataParallel) -> dict[str, Any]:
@@ -82,7 +99,7 @@ def _environment() -> dict[str, Any]:
 
 def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
     reducer = wrapped.reducer
-    buckets = reducer.buckets
+    buckets, parameters = reducer.buckets, reducer.managed.parameters
     rebuilt = reducer.has_rebuilt_buckets
     data: dict[str, Any] = {
         "has_rebuilt_buckets": int(rebuilt),
@@ -93,10 +110,10 @@ def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
         "prev_iteration_grad_ready_order_indices": _words(dict.fromkeys(reducer.ready_order.observed)),
         "num_buckets_reduced": len(buckets) if reducer.num_steps else 0,
         "unused_parameter_size": sum(
-            reducer.managed.parameters[index].numel() * reducer.managed.parameters[index].element_size()
+            parameters[index].numel() * parameters[index].element_size()
             for bucket in buckets
-            if isinstance(bucket, Bucket)
             for index in bucket.untouched_members()
+            if not reducer.managed.sparse[index]
         ),
     }
     steps = reducer.timings.recent()
