@@ -85,7 +85,7 @@ class Window(Generic[Batch]):
         try:
             return self._exchange.finish()
         except PeerLostError as error:
-            self._wrapped.reducer.fail(error)
+            self._wrapped.reducer.recovery.fail(error)
             raise
 
     # ---- the context
@@ -181,17 +181,17 @@ class Window(Generic[Batch]):
 
     def _give_up(self) -> None:
         """Complete the step's collectives, if the other ranks will be in them."""
-        reducer = self._wrapped.reducer
-        if self._has_synchronized and not reducer.is_interrupted:
+        recovery = self._wrapped.reducer.recovery
+        if self._has_synchronized and not recovery.is_interrupted:
             return
         try:
-            others_wait = not (reducer.has_failed or self._weights().refusing_ranks)
+            others_wait = not (recovery.has_failed or self._weights().refusing_ranks)
         except PeerLostError:  # as the user has been told, or will be by whatever communicates next
             others_wait = False
         if others_wait:
-            reducer.abort()
+            recovery.abort()
         else:
-            reducer.drop_gradients()
+            recovery.drop_gradients()
 
     # ---- the loop
 

@@ -36,12 +36,12 @@ class Shadow(JoinHook):
             wrapped._buffer_sync.synchronize(agree_on_source(wrapped, is_candidate=False))
         wrapped.reducer.prepare()
         wrapped.reducer.synchronizes_buffers = False
-        wrapped.reducer.drop_gradients()
+        wrapped.reducer.recovery.drop_gradients()
         if exchange is None:
             wrapped.reducer.run_without_autograd()
         else:
             match_window(wrapped, exchange.finish())
-        wrapped.reducer.drop_gradients()
+        wrapped.reducer.recovery.drop_gradients()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody takes the model of a rank that trained to the end."""

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.ddp.bucket import Bucket
-from paceline.ddp.control import ControlWords
 from paceline.ddp.dense_bucket import DenseBucket, is_large, real_dtype, real_numel
 from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
 from paceline.ddp.sparse_bucket import SparseBucket
+from paceline.ddp.verdict import ControlWords
 
 Key = tuple[torch.dtype, torch.device]
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]  # zeros, 1-D, where communication likes them

@@ -33,11 +33,11 @@ from paceline.ddp.joining import NextStep, Shadow, agree_on_source, exchange_wei
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.outputs import find_tensors
 from paceline.ddp.plan import BucketCaps
-from paceline.ddp.reducer import Reducer, ReducerOptions
+from paceline.ddp.reducer import ReducerOptions
 from paceline.ddp.replicas import Description, verify
 from paceline.ddp.torch_compat import state_names
 from paceline.ddp.torch_compat.dynamo import may_compile, skip_package
-from paceline.ddp.torch_compat.torch_surface import TorchSurface, take_over_optimizers
+from paceline.ddp.torch_compat.torch_surface import TorchsReducer, TorchSurface, take_over_optimizers
 from paceline.ddp.weights import WeightExchange
 from paceline.errors import ReplicaMismatchError
 from paceline.observe import StepTimings
@@ -250,7 +250,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _build_reducer(self, managed: Any) -> None:
         options = ReducerOptions(self._caps, self.find_unused_parameters, self.static_graph)
-        reducer = Reducer(managed, options, self._reduce_groups, self._peers, self._buffer_sync)
+        reducer = TorchsReducer(managed, options, self._reduce_groups, self._peers, self._buffer_sync)
         # The parameters' hooks keep the reducer; it must not keep us, or wrapping a module again would find both.
         itself = weakref.ref(self)
         reducer.synchronizes = lambda: (wrapper := itself()) is None or wrapper._synchronizes()

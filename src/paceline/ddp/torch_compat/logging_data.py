@@ -107,7 +107,7 @@ def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
         "rebuilt_per_bucket_param_indices": _join((_words(b.members) for b in buckets), ", ")
         if rebuilt
         else "",
-        "prev_iteration_grad_ready_order_indices": _words(dict.fromkeys(reducer.ready_order.observed)),
+        "prev_iteration_grad_ready_order_indices": _words(dict.fromkeys(reducer.arrivals.order)),
         "num_buckets_reduced": len(buckets) if reducer.num_steps else 0,
         "unused_parameter_size": sum(
             parameters[index].numel() * parameters[index].element_size()

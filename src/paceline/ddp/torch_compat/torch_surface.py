@@ -21,13 +21,13 @@ from paceline.comm.collectives import backend_of
 from paceline.comm.peers import Peers
 from paceline.ddp import arguments
 from paceline.ddp.buffers import BROADCAST_BYTES, Broadcast
+from paceline.ddp.reducer import Reducer
 from paceline.ddp.torch_compat.logging_data import Logger, logging_data
 from paceline.reductions import Mean, NarrowMean, Reduction
 
 if TYPE_CHECKING:
     from paceline.ddp.buffers import Buffers
     from paceline.ddp.plan import BucketCaps
-    from paceline.ddp.reducer import Reducer
 
 
 class TorchSurface:
@@ -202,7 +202,7 @@ class TorchSurface:
 
     def _check_reducer_finalized(self) -> None:
         """Raise if the last backward was not completed; otherwise every backward is, when it returns."""
-        self.reducer.check_finished()
+        self.reducer.recovery.check_finished()
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         """Not needed: sparse gradients find each other's coordinates."""
@@ -249,6 +249,21 @@ class TorchSurface:
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
         self._logged_error = {"has_error": 1, "error": err_msg, "iteration": 0}
         raise err_type(err_msg)
+
+
+class TorchsReducer(Reducer):
+    """A reducer with the two methods of torch's that integrations call."""
+
+    def _get_local_used_map(self) -> Tensor:
+        """1 for every parameter that the last step used on this rank."""
+        unused = self.unused_parameters()
+        return torch.tensor(
+            [int(index not in unused) for index in range(len(self.managed))], dtype=torch.int32
+        )
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether the graph has looked static so far."""
+        return not self.arrivals.expected.predicts and not self.arrivals.expected.defers
 
 
 # Optimizers that step within backward (`torch.distributed.optim._apply_optimizer_in_backward`). Torch runs them as soon
