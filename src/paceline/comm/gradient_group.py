@@ -26,6 +26,24 @@ def on_one_host() -> bool | None:
     return True if os.environ.get("MASTER_ADDR") in _LOOPBACK else None
 
 
+def gradient_groups(
+    process_groups: list[dist.ProcessGroup], device: torch.device, init_sync: bool
+) -> list[dist.ProcessGroup]:
+    """Return the groups that carry a module's gradients: for each of `process_groups` the one beside it, or itself.
+
+    Args:
+        process_groups: What the script asked for.
+        device: Of the module; shared memory is for CPU tensors.
+        init_sync: Whether all ranks wrap the module now; otherwise nothing collective may happen.
+
+    Contract:
+        As `group_beside`; local unless `init_sync`.
+    """
+    if not init_sync or device.type != "cpu":
+        return process_groups
+    return [group_beside(group) for group in process_groups]
+
+
 def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a `paceline` group with the ranks of `group`, or `group` itself where that would gain nothing.
 
