@@ -77,12 +77,12 @@ class Pace:
     def __post_init__(self) -> None:
         if self.num_measured < 1 or self.num_tried < 4 or self.num_tried % 4 or self.check_every < 3:
             raise ConfigurationError(
-                f"{self}: a decision takes 1 measured step or more, a trial 4, 8, ... steps, and a check comes every 3 "
-                "steps at most."
+                f"{self}: a decision takes 1 measured step or more, a comparison 4, 8, ... steps, and a check comes "
+                "every 3 steps at most."
             )
         if self.try_every < self.num_tried or not self.drift_ratio > 0:
             raise ConfigurationError(
-                f"{self}: trials come less often than they are long, and the drift that is noticed is above 0."
+                f"{self}: comparisons come less often than they are long, and the drift that is noticed is above 0."
             )
 
 
