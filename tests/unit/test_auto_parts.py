@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from paceline.comm.pending import Chain
 from paceline.observe import BucketTiming, StepTiming
 from paceline.planning import BucketLoad, Rules
 from paceline.reductions import Mean, Message
 from paceline.reductions.auto.course import Pace
-from paceline.reductions.auto.group_decision import Chain, GroupDecision, Ledger
+from paceline.reductions.auto.group_decision import GroupDecision, Ledger
 from paceline.reductions.auto.measurement import (
     LARGE_SHARE,
     LEAST_BYTES,
@@ -100,12 +101,12 @@ def test_a_chain_is_waited_for_in_slices():
         yield second
         seen.append("after")
 
-    chain = Chain(stages(), first)
+    chain = Chain(stages())
     assert [chain.wait(0.5) for _ in range(4)] == [False, False, False, True]
     assert seen == ["between", "after"]
     assert all(0 < timeout_s <= 0.5 for timeout_s in first.told + second.told)
     assert chain.wait(0.5)
-    assert Chain(iter([Slowly(5)]), first).wait()
+    assert Chain(iter([Slowly(5)])).wait()
     done = []
     chain.on_done(lambda: done.append(1))
     assert done == [1]

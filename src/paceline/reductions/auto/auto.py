@@ -13,13 +13,13 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.pending import Pending
+from paceline.comm.pending import Chain, Pending
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.planning import Rules
 from paceline.reductions.auto.course import Pace, Question
-from paceline.reductions.auto.group_decision import IDLE, Chain, GroupDecision, Ledger
+from paceline.reductions.auto.group_decision import IDLE, GroupDecision, Ledger
 from paceline.reductions.auto.measurement import Probe, traffic_of
 from paceline.reductions.lossy import Lossy
 from paceline.reductions.mean import Mean
@@ -159,8 +159,7 @@ class Auto(Reduction):
         self._decision.stopwatch.launched(message.index, start_s, size_bytes)
         if question is Question.NOTHING or not before or message.index != max(before):
             return pending
-        stages = self._decision.exchange(pending, message.process_group, message.flat.device)
-        return Chain(stages, first=pending)
+        return Chain(self._decision.exchange(pending, message.process_group, message.flat.device))
 
     def _make_probe(self, message: Message, total_bytes: int) -> Probe:
         reductions = {_PLAIN: Mean(), **{name: self._new_codec(name) for name in self._codecs}}

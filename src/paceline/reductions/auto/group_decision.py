@@ -9,7 +9,6 @@ Rules
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -183,35 +182,6 @@ class GroupDecision:
     def _decide_on_resuming(self, largest: float, minus_smallest: float) -> None:
         self.course.resumed(self._loaded, agrees=largest == -minus_smallest)
         self._ledger.resumed(self.course.num_steps, self.course.in_use)
-
-
-class Chain:
-    """A `Pending` of several collectives in sequence, which a generator launches.
-
-    The generator yields each pending and continues when that is done. So it can take times before and after each, and
-    launch by what it has measured, as long as every rank launches the same.
-
-    Args:
-        stages: The generator.
-        first: Whose completion `on_done` reports: the bucket's own reduction.
-    """
-
-    def __init__(self, stages: Iterator[Pending], first: Pending) -> None:
-        self._stages = stages
-        self._first = first
-        self._current: Pending | None = next(stages)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
-        while self._current is not None:
-            left_s = None if deadline_s is None else max(deadline_s - time.perf_counter(), 1e-3)
-            if not self._current.wait(left_s):
-                return False
-            self._current = next(self._stages, None)
-        return True
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        self._first.on_done(callback)
 
 
 class Ledger:
