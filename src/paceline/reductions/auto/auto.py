@@ -1,4 +1,4 @@
-"""The mean, compressed where that pays: measured, predicted, tried, watched, and decided alike on all ranks."""
+"""The reduction of `compression="auto"`: the mean, with a codec in the steps that it makes shorter."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.pending import Pending
+from paceline.comm.pending import Chain, Pending
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.planning import Rules
-from paceline.reductions.auto.chain import Chain
 from paceline.reductions.auto.course import Pace, Question
-from paceline.reductions.auto.inquiry import IDLE, Inquiry
-from paceline.reductions.auto.ledger import Ledger
-from paceline.reductions.auto.probe import Probe, traffic_of
+from paceline.reductions.auto.group_decision import IDLE, GroupDecision, Ledger
+from paceline.reductions.auto.measurement import Probe, traffic_of
 from paceline.reductions.lossy import Lossy
 from paceline.reductions.mean import Mean
 from paceline.reductions.reduction import Message, Reduction
@@ -32,35 +30,36 @@ _LOGGER = logging.getLogger("paceline.compression")
 
 
 class Auto(Reduction):
-    """The mean, with the codec that is predicted, and then seen, to shorten a step here; with none if there is none.
+    """The mean, with the codec that is predicted and then measured to shorten a step; without one if none does.
 
-    Trains from the first step on. Some steps are measured without a codec; then a few reductions of real gradients are
-    timed, with and without each candidate; the step that each would give is predicted (`paceline.planning`); the best
-    is tried if it saves enough, in steps with and without, and stays on if it does. From then on the time of a step is
-    watched: when it changes, all is measured again. On one host there is usually nothing to save.
+    Trains from the first step on. Some steps are timed without a codec; then a few reductions of real gradients are
+    timed, with and without each candidate; the duration of a step with each is predicted (`paceline.planning`); the
+    best, if it saves enough, is compared in steps with and without it, and stays on if it does save time. From then on
+    the duration of steps is checked: when it changes, all is measured again. On one host there is usually nothing to
+    save.
 
     Limits: One decision for the group: all its reductions cross the same links. On an accelerator launches are
-    asynchronous, so the prediction is rough, and the trial has the last word. What a codec with error feedback has left
-    out is dropped when it is turned off.
+    asynchronous, so the prediction is rough, and the comparison decides. The residuals of a codec with error feedback
+    are dropped when it is turned off.
 
     Args:
         candidates: Codecs by name, compressors, or reductions that compress. By default bfloat16 alone: half the bytes,
-            float32's range, and gradients of 8 bits' precision, which training does not notice. float16 overflows at
-            65,504, so it wants a loss scale; int8 and the others change gradients more: ask for them.
-        on_ratio: The share of a step that a codec must save to be turned on.
-        off_ratio: The share below which it is turned off again; by default a third of that.
-        pace: How many steps are measured, tried and watched.
+            float32's range, and gradients of 8 bits' precision, which does not affect training. float16 overflows at
+            65,504, so it needs a loss scale; int8 and the others change gradients more: ask for them.
+        on_ratio: The fraction of a step's duration that a codec must save to be turned on.
+        off_ratio: The fraction below which it is turned off again; by default a third of `on_ratio`.
+        pace: How many steps are measured, compared and checked.
 
     Attributes:
-        loss_scale: As of the codecs that have it (`Lossy.loss_scale`): what the loss is multiplied by.
+        loss_scale: As `Lossy.loss_scale`, for all candidates that have it: returns the factor of the loss.
 
     Contract:
-        All ranks are given the same. What is asked of the others (a few numbers, and the timed reductions) travels
-        behind a step's last bucket. Ranks decide from the same numbers, hence alike.
+        All ranks are given the same arguments. Ranks exchange a few numbers, and time reductions, after a step's last
+        bucket. They decide from the same numbers, hence alike.
 
     Source:
         The rule is a conclusion of "On the Utility of Gradient Compression in Distributed Training Systems" (Agarwal et
-        al., MLSys 2022): it pays on slow links only, so ask first.
+        al., MLSys 2022): it pays on slow links only, so predict first.
     """
 
     def __init__(
@@ -77,23 +76,23 @@ class Auto(Reduction):
         self._plain = Mean()
         self.loss_scale: Callable[[], float] | None = None
         self._ledger = Ledger()
-        self._running: dict[str, Reduction] = {}  # codecs with their state, while they are used
+        self._running: dict[str, Reduction] = {}  # codecs with their state, while in use
         self._model: tuple[Mapping[str, Parameter], ProcessGroup] | None = None
-        self._inquire((), 1)
+        self._start_over((), 1)
 
-    def _inquire(self, codecs: Sequence[str], num_ranks: int) -> None:
-        """Start afresh, with these candidates."""
+    def _start_over(self, codecs: Sequence[str], num_ranks: int) -> None:
+        """Drop all measurements and start with these candidates."""
         self._codecs = tuple(codecs)
-        self._inquiry = Inquiry(codecs, num_ranks, self._pace, self._rules, self._ledger, self._tell)
+        self._decision = GroupDecision(codecs, num_ranks, self._pace, self._rules, self._ledger, self._tell)
         self._active: Reduction = self._plain
-        self._sizes_bytes: dict[int, int] = {}  # of the step's buckets, by index
+        self._sizes_bytes: dict[int, int] = {}  # of the buckets of the step under way, by index
         self._sizes_before: dict[int, int] = {}  # of the last step's
 
     def __repr__(self) -> str:
         return f"Auto({', '.join(self._candidates)}; {self._rules}, {self._pace})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy starts afresh: what was measured belongs to a process group, which does not travel."""
+        """The settings only: measurements belong to a process group, which cannot be copied."""
         return type(self), self._settings
 
     # ---- a reduction
@@ -108,15 +107,15 @@ class Auto(Reduction):
         self._ledger.refused = {}
         for name in self._candidates:
             try:
-                self._fresh(name)
+                self._new_codec(name)
             except ConfigurationError as error:
                 self._ledger.refused[name] = str(error)
         self._running = {}
         able = [name for name in self._candidates if name not in self._ledger.refused]
-        self._inquire(able, process_group.size())
+        self._start_over(able, process_group.size())
 
-    def _fresh(self, name: str) -> Reduction:
-        """A candidate without a past, for the model that we are prepared for."""
+    def _new_codec(self, name: str) -> Reduction:
+        """A new reduction of this candidate, prepared for the current model."""
         if self._model is None:
             raise ConfigurationError(
                 f"{self!r} knows no model yet. Pass it to DistributedDataParallel first."
@@ -125,11 +124,11 @@ class Auto(Reduction):
         reduction = copy.deepcopy(given)
         reduction.prepare(*self._model)
         if isinstance(reduction, Lossy) and isinstance(given, Lossy):
-            reduction.loss_scale = functools.partial(self._ask_loss_scale, given)
+            reduction.loss_scale = functools.partial(self._current_loss_scale, given)
         return reduction
 
-    def _ask_loss_scale(self, given: Lossy) -> float:
-        """Asked each time: it may be set later, and a copy of a bound method would ask a copy of the scaler."""
+    def _current_loss_scale(self, given: Lossy) -> float:
+        """Looked up in each step: it may be set later, and a copied bound method would ask a copy of the scaler."""
         return (self.loss_scale or given.loss_scale)()
 
     @property
@@ -137,10 +136,10 @@ class Auto(Reduction):
         return self._active.carries_words
 
     def begin_step(self) -> None:
-        self._inquiry.begin_step()
-        codec = self._inquiry.plan.codec
+        self._decision.begin_step()
+        codec = self._decision.plan.codec
         if codec is not None and codec not in self._running:
-            self._running[codec] = self._fresh(codec)
+            self._running[codec] = self._new_codec(codec)
         self._active = self._plain if codec is None else self._running[codec]
         self._sizes_bytes = {}
         self._active.begin_step()
@@ -152,19 +151,18 @@ class Auto(Reduction):
     def launch(self, message: Message) -> Pending:
         size_bytes = message.num_gradient_elements * message.flat.element_size()
         self._sizes_bytes[message.index] = size_bytes
-        question, before = self._inquiry.plan.question, self._sizes_before
+        question, before = self._decision.plan.question, self._sizes_before
         if question is Question.COSTS and before and message.index == max(before, key=before.__getitem__):
-            self._inquiry.probe = self._make_probe(message, sum(before.values()))
+            self._decision.probe = self._make_probe(message, sum(before.values()))
         start_s = time.perf_counter()
         pending = self._active.launch(message)
-        self._inquiry.stopwatch.launched(message.index, start_s, size_bytes)
+        self._decision.stopwatch.launched(message.index, start_s, size_bytes)
         if question is Question.NOTHING or not before or message.index != max(before):
             return pending
-        stages = self._inquiry.ask(pending, message.process_group, message.flat.device)
-        return Chain(stages, first=pending)
+        return Chain(self._decision.exchange(pending, message.process_group, message.flat.device))
 
     def _make_probe(self, message: Message, total_bytes: int) -> Probe:
-        reductions = {_PLAIN: Mean(), **{name: self._fresh(name) for name in self._codecs}}
+        reductions = {_PLAIN: Mean(), **{name: self._new_codec(name) for name in self._codecs}}
         return Probe.of(message, total_bytes, reductions, self._num_averaged, self._scale)
 
     def withdraw(self, parameters: Sequence[Parameter]) -> None:
@@ -173,43 +171,43 @@ class Auto(Reduction):
     def end_step(self, timing: StepTiming) -> None:
         self._active.end_step(timing)
         self._sizes_before = self._sizes_bytes
-        if self._inquiry.plan is not IDLE:
+        if self._decision.plan is not IDLE:
             traffic = traffic_of(self._active)
-            self._ledger.step(self._inquiry.plan.codec, 0 if traffic is None else traffic.saved_bytes)
-        self._inquiry.end_step(timing)
-        used = self._inquiry.used()
+            self._ledger.step(self._decision.plan.codec, 0 if traffic is None else traffic.saved_bytes)
+        self._decision.end_step(timing)
+        used = self._decision.used()
         self._running = {name: codec for name, codec in self._running.items() if name in used}
 
     # ---- reports and state
 
-    def _tell(self, words: str) -> None:
+    def _tell(self, message: str) -> None:
         if self._model is None or self._model[1].rank() != 0:
             return
-        text = f'compression="auto", step {self._inquiry.course.num_steps}: {words}'
+        text = f'compression="auto", step {self._decision.course.num_steps}: {message}'
         if _LOGGER.hasHandlers():
             _LOGGER.info(text)
         else:
             sys.stderr.write(f"paceline: {text}\n")
 
     def report(self) -> dict[str, Any]:
-        """What was predicted and observed, with and without, and what was saved: numbers and names, as JSON takes them.
+        """Predicted and measured durations with and without codecs, and what was saved: a dict for JSON.
 
         Local; the same on every rank. Times in seconds, rates in bytes a second; None where nothing is known yet, or
         where a rate has no limit.
         """
-        course = self._inquiry.course
+        course = self._decision.course
         return self._ledger.report(course.in_use, course.phase.value)
 
     def state_dict(self) -> dict[str, Any]:
-        codec = self._inquiry.course.in_use
+        codec = self._decision.course.in_use
         running = self._running.get(codec) if codec is not None else None
         return {"codec": codec, "state": {} if running is None else running.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned: from the third step on the codec that was on is on again.
+        """Restore what `state_dict` returned: from the third step on the codec that was on is on again.
 
         Contract:
-            Local, but on every rank before the same step. If ranks were given different codecs, all measure afresh.
+            Local, but on every rank before the same step. If ranks were given different codecs, all start over.
 
         Raises:
             ConfigurationError: It is no state of this kind, or of a codec that is not among the candidates.
@@ -220,17 +218,17 @@ class Auto(Reduction):
                 "its candidates. Load it into the reduction that saved it, or add the codec to candidates."
             )
         name = state["codec"]
-        codec = None if name is None else self._fresh(name)
+        codec = None if name is None else self._new_codec(name)
         if codec is not None:
             codec.load_state_dict(state["state"])
         self._running = {} if codec is None else {name: codec}
-        self._inquire(self._codecs, 1 if self._model is None else self._model[1].size())
-        self._inquiry.resume(name)
+        self._start_over(self._codecs, 1 if self._model is None else self._model[1].size())
+        self._decision.resume(name)
 
 
 def _named(candidates: Sequence[Compressor | Reduction | str]) -> dict[str, Reduction]:
-    """The candidates as reductions, under the names by which they are reported."""
-    from paceline.reductions.by_name import choose_reduction  # noqa: PLC0415  its table has us, too
+    """The candidates as reductions, by the names under which `report` has them."""
+    from paceline.reductions.by_name import choose_reduction  # noqa: PLC0415  its table contains Auto
 
     return {
         given if isinstance(given, str) else repr(given): choose_reduction(None, compression=given)

@@ -1,4 +1,4 @@
-"""Does compression pay here? The rules of the decision, and its words."""
+"""Decides which codec shortens a predicted step enough, and says so in a sentence."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from paceline.planning.step_time import (
     predict,
 )
 
-MEGABIT = 125_000  # bytes
+_MEGABIT = 125_000  # bytes
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When something is turned on, and when off again.
+    """When a codec is turned on, and when off again.
 
     Attributes:
-        on_ratio: The share of the step's time that must be saved, by prediction, to turn a codec on.
-        off_ratio: What it must go on to save, by prediction and by measurement, to stay on; less, so that noise
+        on_ratio: The fraction of a step's duration that it must save, by prediction, to be turned on.
+        off_ratio: The fraction that it must save, by prediction and by measurement, to stay on; smaller, so that noise
             does not turn it on and off.
     """
 
@@ -41,14 +41,14 @@ class Rules:
 
 @dataclass(frozen=True)
 class Option:
-    """One codec's prospects.
+    """The prediction for one codec.
 
     Attributes:
         name: Of the codec.
-        step_s: Predicted.
-        saved_ratio: Of the step's predicted time without it; negative where it would cost.
-        crossover_bytes_per_s: The link rate below which it pays; 0: on no link; infinity: on every link; None: not
-            known, as the link's own rate could not be measured.
+        step_s: The predicted duration of a step, in seconds.
+        saved_ratio: The fraction of the predicted step without it that it saves; negative where it costs time.
+        crossover_bytes_per_s: The link rate below which steps are shorter with it; 0: at no rate; infinity: at every
+            rate; None: not known, because the link's own rate could not be measured.
     """
 
     name: str
@@ -59,15 +59,15 @@ class Option:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided, and from what.
+    """A decision, and the predictions that it rests on.
 
     Attributes:
-        chosen: A codec's name; None: the gradients travel as they are.
-        plain_s: The predicted step without a codec.
+        chosen: The name of a codec; None: no compression.
+        plain_s: The predicted duration of a step without a codec, in seconds.
         plain_exposed_s: Of that, the communication that backward does not hide.
-        options: Of all codecs, the best first.
-        link_bytes_per_s: What a rank sends while the gradients are summed as they are.
-        latency_s: What a reduction takes besides.
+        options: The predictions for all codecs, the shortest step first.
+        link_bytes_per_s: The rate at which a rank sends during an uncompressed all-reduce.
+        latency_s: The fixed time of an all-reduce.
     """
 
     chosen: str | None
@@ -79,14 +79,14 @@ class Decision:
 
     @property
     def step_s(self) -> float:
-        """Predicted, with what was chosen."""
+        """The predicted duration of a step with what was chosen, in seconds."""
         return next((option.step_s for option in self.options if option.name == self.chosen), self.plain_s)
 
     def words(self) -> str:
-        """One sentence on the decision and one on the link."""
+        """The decision as a sentence, and another on the link."""
         exposed = (
             f"{_ms(self.plain_exposed_s)} of it exposed communication, over a link of "
-            f"{rate_words(self.link_bytes_per_s)} and {_ms(self.latency_s)}"
+            f"{_rate_words(self.link_bytes_per_s)} and {_ms(self.latency_s)}"
         )
         if not self.options:
             return f"no codec to choose from. A step takes {_ms(self.plain_s)}, {exposed}."
@@ -114,18 +114,18 @@ def decide(
     barred: Collection[str] = (),
     step_s: float | None = None,
 ) -> Decision:
-    """Choose the codec with the least predicted step time, if it saves enough.
+    """Choose the codec with the shortest predicted step, if it saves enough.
 
     Args:
         profile: The step without its communication.
-        plain: What summing the gradients as they are takes.
-        codecs: What the candidates take.
+        plain: The cost of the uncompressed mean.
+        codecs: The costs of the candidates.
         num_ranks: Of the group.
         rules: How much is enough.
-        in_use: The codec that is on now: it stays for less than would turn it on, and goes only to one that saves
-            `rules.on_ratio` more.
-        barred: Codecs that are not chosen, whatever is predicted of them.
-        step_s: What steps took lately, with what is in use: corrects the link's rate.
+        in_use: The codec that is on now: it stays on for less than would turn it on, and is replaced only by one that
+            saves `rules.on_ratio` more.
+        barred: Codecs that are not chosen, whatever is predicted for them.
+        step_s: The measured duration of recent steps with what is in use, in seconds: corrects the link's rate.
 
     Contract:
         Local. The same arguments give the same decision on every rank.
@@ -162,7 +162,7 @@ def decide(
 
 
 def _choose(options: Sequence[Option], rules: Rules, in_use: str | None) -> str | None:
-    """The first option, unless it saves too little, or too little more than the one that is on."""
+    """The first option, unless it saves too little, or too little more than the codec that is on."""
     if not options:
         return None
     best = options[0]
@@ -174,11 +174,11 @@ def _choose(options: Sequence[Option], rules: Rules, in_use: str | None) -> str 
     return best.name if best.saved_ratio > rules.on_ratio else None
 
 
-def rate_words(bytes_per_s: float) -> str:
-    """A link's rate as people say it."""
+def _rate_words(bytes_per_s: float) -> str:
+    """A link's rate with its unit."""
     if bytes_per_s == math.inf:
         return "no measurable limit"
-    megabits = bytes_per_s / MEGABIT
+    megabits = bytes_per_s / _MEGABIT
     return f"{megabits / 1000:.3g} Gbit/s" if megabits >= 1000 else f"{megabits:.3g} Mbit/s"
 
 
@@ -189,7 +189,7 @@ def _crossover_words(option: Option) -> str:
         return f"{option.name} pays here at any rate"
     if option.crossover_bytes_per_s == 0:
         return f"{option.name} pays here at no rate"
-    return f"below {rate_words(option.crossover_bytes_per_s)} {option.name} pays here"
+    return f"below {_rate_words(option.crossover_bytes_per_s)} {option.name} pays here"
 
 
 def _ms(seconds: float) -> str:
