@@ -134,6 +134,12 @@ def test_every_message_that_points_into_the_docs_points_at_a_heading():
             assert anchor in _anchors(REPOSITORY / page), f"{_name(source)} points at {page}#{anchor}"
 
 
+def test_pre_commit_runs_what_make_check_runs():
+    recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)[1]
+    hooks = re.findall(r"entry: (.*)", (REPOSITORY / ".pre-commit-config.yaml").read_text())
+    assert hooks == [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
+
+
 def test_a_page_that_lies_is_caught():
     """The patterns are strict: order and content count."""
     assert _pattern(["a ... c", "...", "d"]).search("a b c\nx\nd\n")
