@@ -22,6 +22,7 @@ from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 from terminal import REPOSITORY, TORCHS_ABORT, Finished, run
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
+_ROOTS = (REPOSITORY / "src" / "paceline", REPOSITORY)
 _FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -132,6 +133,28 @@ def test_every_message_that_points_into_the_docs_points_at_a_heading():
         text = re.sub(r'"\s*\n\s*f?"', "", source.read_text())
         for page, anchor in re.findall(r"(docs/[\w/-]+\.md)#([\w-]+)", text):
             assert anchor in _anchors(REPOSITORY / page), f"{_name(source)} points at {page}#{anchor}"
+
+
+def test_where_x_is_decided_is_a_file():
+    """Each file that the architecture's table names for a question, or for something to add, is there."""
+    page = (REPOSITORY / "docs/architecture.md").read_text()
+    section = page[page.index("## Where is X decided?") : page.index("## A gradient's way")]
+    paths = re.findall(r"`([\w/]+\.\w+)`", section)
+    assert len(paths) > 30
+    missing = [path for path in paths if not any((root / path).is_file() for root in _ROOTS)]
+    assert not missing, f"docs/architecture.md names {missing}"
+
+
+def test_the_glossary_gives_a_word_one_meaning():
+    rows = re.findall(r"^\| ([^|]+) \|", (REPOSITORY / "docs/glossary.md").read_text(), re.MULTILINE)
+    words = [word for row in rows if row != "word" for word in row.split(", ")]
+    assert len(words) == len(set(words)), sorted(word for word in set(words) if words.count(word) > 1)
+
+
+def test_pre_commit_runs_what_make_check_runs():
+    recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)[1]
+    hooks = re.findall(r"entry: (.*)", (REPOSITORY / ".pre-commit-config.yaml").read_text())
+    assert hooks == [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
 
 
 def test_a_page_that_lies_is_caught():

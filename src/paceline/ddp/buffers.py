@@ -34,7 +34,10 @@ class Broadcast:
         self._parts = []
         for part in _cut(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in part])
-            self._parts.append((part, flat, launch_broadcast(flat, process_group, source)))
+            sent = (
+                torch.view_as_real(flat) if flat.is_complex() else flat
+            )  # torch 2.8's Gloo takes real ones only
+            self._parts.append((part, flat, launch_broadcast(sent, process_group, source)))
 
     def finish(self, peers: Peers, doing: str) -> None:
         for part, flat, pending in self._parts:

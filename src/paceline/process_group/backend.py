@@ -87,6 +87,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
+        # None before c10d has entered this group among its own: torch from 2.15 on would attach its flight recorder,
+        # which takes a group's name from a backend of C++, and this group has none.
+        if self not in dist.distributed_c10d._world.pg_map:
+            return []
         return [torch.device("cpu"), torch.device("cuda")]
 
     @property

@@ -45,6 +45,15 @@ class TorchSurface:
         @property
         def reducer(self) -> Reducer: ...
 
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The former name of `forward_sync_buffers`, which torch 2.8 has as an attribute of its own."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
     def _init_torch_surface(self) -> None:
         self.logger = Logger(self)
         self.buffer_hook: _BufferCommHook | None = None
