@@ -15,8 +15,8 @@ from paceline.lab.study.models import mlp, residual_cnn
 from paceline.lab.study.optimizers import make_optimizer, set_rate
 from paceline.lab.study.ranks import backward_of_the_mean, gradients_of_each, has_batch_statistics, loss_of
 from paceline.lab.study.rows import ROWS
-from paceline.lab.study.world import World
 from paceline.optim import AdasumOptimizer, LocalSGD
+from paceline.process_group.in_process import InProcessWorld
 from paceline.recipes import convert_ghost_batchnorm
 from ranks import pool
 
@@ -214,7 +214,7 @@ def every_bytes():
 
 def test_collectives_of_a_world():
     """Whoever comes last performs; sums are folded in rank order; nobody waits before."""
-    groups = World(3).groups
+    groups = InProcessWorld(3).groups
     rows = [torch.tensor([rank + 1.0, -rank]) for rank in range(3)]
     pending = [launch_sum(tensor, group) for tensor, group in zip(rows[::-1], reversed(groups), strict=True)]
     assert all(each.wait(1.0) for each in pending)
@@ -235,7 +235,7 @@ def test_collectives_of_a_world():
 
 def test_an_error_in_a_collective_reaches_every_rank():
     """Two tensors of as many elements that cannot be added: nobody waits for ever."""
-    groups = World(2).groups
+    groups = InProcessWorld(2).groups
     shapes = (2, 3), (3, 2)
     works = [launch_sum(torch.ones(shape), group) for shape, group in zip(shapes, groups, strict=True)]
     for work in works:
@@ -244,7 +244,7 @@ def test_an_error_in_a_collective_reaches_every_rank():
 
 
 def test_a_collective_waits_for_everybody_and_refuses_another_one():
-    first, second = World(2).groups
+    first, second = InProcessWorld(2).groups
     assert launch_sum(torch.ones(2), first).wait(0.01) is False
     with pytest.raises(CollectiveMismatchError, match="rank 1 called all-gather of 2"):
         launch_gather([torch.empty(2), torch.empty(2)], torch.ones(2), second)

@@ -17,9 +17,9 @@ from paceline.lab.study.exchange import Exchange, ring_bytes
 from paceline.lab.study.optimizers import make_optimizer, set_rate
 from paceline.lab.study.ranks import backward_of_the_mean, gradients_of_each, loss_of, slices
 from paceline.lab.study.rows import Row
-from paceline.lab.study.world import World
 from paceline.optim import DiLoCo, LocalSGD
 from paceline.optim.local_steps import LocalSteps
+from paceline.process_group.in_process import InProcessWorld
 from paceline.reductions import Reduction, choose_reduction
 from paceline.reductions.adasum import combine
 
@@ -147,7 +147,7 @@ class RareAverages(Copies):
     ) -> None:
         super().__init__(model, num_ranks)
         self._threads = ThreadPoolExecutor(num_ranks)
-        self._wrapped = list(self._threads.map(wrap, self.optimizers, World(num_ranks).groups))
+        self._wrapped = list(self._threads.map(wrap, self.optimizers, InProcessWorld(num_ranks).groups))
 
     def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
         loss = self.backward(inputs, labels, rate)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.lab.study.world import World
 from paceline.observe import StepTiming
+from paceline.process_group.in_process import InProcessWorld
 from paceline.reductions import Message, Reduction
 from paceline.reductions.lossy import Lossy
 
@@ -31,7 +31,7 @@ class Exchange:
         make_reduction: Callable[[], Reduction],
     ) -> None:
         self._parameters = list(named_parameters.values())
-        self._groups = World(num_ranks).groups
+        self._groups = InProcessWorld(num_ranks).groups
         self._reductions = [make_reduction() for _ in self._groups]
         for reduction, group in zip(self._reductions, self._groups, strict=True):
             reduction.prepare(named_parameters, group)
