@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import socket
+import os
 from collections.abc import Sequence
 
 import torch
@@ -56,5 +56,5 @@ def _card() -> bytes:
     try:
         where = whereabouts("net")
     except OSError:
-        where = socket.gethostname()
+        where = os.uname().nodename
     return hashlib.sha256(where.encode()).digest()
