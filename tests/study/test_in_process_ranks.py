@@ -1,6 +1,7 @@
 """Ranks in one process are the ranks of a real job: the same bits, whatever reduces their gradients."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from models import digest, generator
 from paceline import DistributedDataParallel
 from paceline.comm.collectives import launch_broadcast, launch_gather, launch_maximum, launch_sum
-from paceline.errors import CollectiveMismatchError
+from paceline.errors import CollectiveMismatchError, ProtocolError
 from paceline.lab.study.combinations import AdasumOfUpdates, MeanOfRanks, RareAverages, make_combination
 from paceline.lab.study.models import mlp, residual_cnn
 from paceline.lab.study.optimizers import make_optimizer, set_rate
@@ -248,3 +249,36 @@ def test_a_collective_waits_for_everybody_and_refuses_another_one():
     assert launch_sum(torch.ones(2), first).wait(0.01) is False
     with pytest.raises(CollectiveMismatchError, match="rank 1 called all-gather of 2"):
         launch_gather([torch.empty(2), torch.empty(2)], torch.ones(2), second)
+
+
+def test_ranks_as_threads_return_what_each_found():
+    """Here each waits for the others."""
+
+    def task(group):
+        mine = torch.tensor([group.rank() + 1.0])
+        launch_sum(mine, group).wait()
+        return group.rank(), mine.item()
+
+    assert InProcessWorld(3).run(task) == [(rank, 6.0) for rank in range(3)]
+
+
+def test_an_error_of_one_thread_ends_the_others():
+    """What it raised is raised; those that wait for it are told, and so is one that launches later."""
+    told = []
+    may_launch = threading.Event()
+
+    def task(group):
+        if group.rank() == 1:
+            raise ValueError("on purpose")
+        if group.rank() == 2:
+            may_launch.wait(10.0)
+        try:
+            launch_sum(torch.ones(1), group).wait()
+        except ProtocolError as error:
+            told.append(str(error))
+            may_launch.set()
+            raise
+
+    with pytest.raises(ValueError, match="on purpose"):
+        InProcessWorld(3).run(task)
+    assert told == ["rank 1 of this process ended with ValueError: on purpose"] * 2

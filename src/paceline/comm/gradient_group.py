@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,11 @@ def on_one_host() -> bool | None:
     if here is not None and ranks is not None:
         return here == ranks
     return True if os.environ.get("MASTER_ADDR") in _LOOPBACK else None
+
+
+def in_turn(groups: Sequence[dist.ProcessGroup], number: int) -> dist.ProcessGroup:
+    """Return the group that carries collective number `number`, where several take turns; the same on every rank."""
+    return groups[number % len(groups)]
 
 
 def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:

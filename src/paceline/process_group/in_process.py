@@ -89,9 +89,11 @@ class InProcessWorld:
 
     def _fail(self, rank: int, error: BaseException) -> None:
         """End what some ranks wait for, as `rank` will not launch it any more."""
-        failure = ProtocolError(f"rank {rank} of this process ended with {type(error).__name__}: {error}")
         with self._lock:
-            self._failure = failure
+            if self._failure is None:
+                words = f"rank {rank} of this process ended with {type(error).__name__}: {error}"
+                self._failure = ProtocolError(words)
+            failure = self._failure
             incomplete = list(self._incomplete.values())
             self._incomplete.clear()
         for collective in incomplete:
