@@ -14,7 +14,8 @@ import pytest
 import scipy.sparse as sp
 import torch.distributed as dist
 
-from paceline.svm import SVC, SVR, OneClassSVM, away, estimator, in_memory, solver, world
+from paceline.process_group.in_process import InProcessWorld
+from paceline.svm import SVC, SVR, OneClassSVM, away, estimator, solver, world
 from paceline.svm.away import Away, Group
 from paceline.svm.settlement import Settlement
 from ranks import Ranks, pool
@@ -60,16 +61,16 @@ def fit_as_threads(num_ranks, heuristic):
     X, y = data()
     here = threading.local()
 
-    def task(world):
-        here.world = world
-        mine = np.array_split(np.arange(len(y)), num_ranks)[world.rank]
+    def task(group):
+        here.world = world.GroupWorld(group)
+        mine = np.array_split(np.arange(len(y)), num_ranks)[group.rank()]
         return SVC(**SETTINGS, elimination=heuristic, cache_size=0.02).fit(X[mine], y[mine])
 
     def world_of_this_thread(_rows):
         return here.world
 
     with working_sets_of(64), mock.patch.object(estimator, "world_for", world_of_this_thread):
-        return in_memory.run(num_ranks, task)
+        return InProcessWorld(num_ranks).run(task)
 
 
 @pytest.fixture(scope="module")

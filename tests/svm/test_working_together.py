@@ -9,8 +9,10 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from paceline.svm import SVC, SVR, in_memory, solving
+from paceline.process_group.in_process import InProcessWorld
+from paceline.svm import SVC, SVR, solving
 from paceline.svm.threads import crew, each, num_threads
+from paceline.svm.world import GroupWorld
 from ranks import pool
 from svm_oracle import truth, two_classes, working_sets_of
 
@@ -96,12 +98,12 @@ def test_long_rows_are_shared_and_short_ones_are_not():
     """An estimate that every rank makes alike: 20 microseconds a row."""
     shared = []
 
-    def task(world):
+    def task(group):
         for num, width in ((8_000, 20), (8_000, 784), (40_000, 20)):
             mine = mock.Mock()
             mine.to_arrays.return_value = [np.zeros(num * width // 2, np.int8)]
             problem = mock.Mock(samples=mine, num_samples=num)
-            shared.append((num, width, solving._row_s(problem, world) >= solving._LEAST_ROW_S))
+            shared.append((num, width, solving._row_s(problem, GroupWorld(group)) >= solving._LEAST_ROW_S))
 
-    in_memory.run(2, task)
+    InProcessWorld(2).run(task)
     assert set(shared) == {(8_000, 20, False), (8_000, 784, True), (40_000, 20, True)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,6 +43,11 @@ def gradient_groups(
     if not init_sync or device.type != "cpu":
         return process_groups
     return [group_beside(group) for group in process_groups]
+
+
+def in_turn(groups: Sequence[dist.ProcessGroup], number: int) -> dist.ProcessGroup:
+    """Return the group that carries collective number `number`, where several take turns; the same on every rank."""
+    return groups[number % len(groups)]
 
 
 def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -29,8 +29,8 @@ from paceline.host.exit import end_before_exit
 class LaneWork(dist.Work):
     """A collective that has been launched on a lane.
 
-    It is performed without autograd and on the streams that are current now: so the order of an accelerator's work is
-    that of the launches.
+    It is performed without autograd, on the streams that are current at its launch: so an accelerator's work is in the
+    order of the launches.
 
     Args:
         perform: May block.
