@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.lab.report.figures import OTHER, PAPER, SIDE_COLORS, Line, Panel, draw_panels
-from paceline.lab.studies.cluster_study import Block, ClusterStudy, Outcome, StudyOptions
+from paceline.lab.studies.cluster_study import Block, ClusterStudy, StudyOptions, VariantOutcome
 from paceline.lab.studies.description import Findings
 from paceline.lab.studies.published import (
     BREAKDOWN,
@@ -44,7 +44,7 @@ class RankCountStudy(ClusterStudy):
                 blocks.append(Block(f"{workload}, {backend}-like", profile, scale, variants))
         return tuple(blocks)
 
-    def find(self, outcomes: Sequence[Outcome], options: StudyOptions) -> Findings:
+    def find(self, outcomes: Sequence[VariantOutcome], options: StudyOptions) -> Findings:
         """Set steps over the step of one rank beside the published ones."""
         rows, summaries = [], {}
         for (workload, backend), seconds in SCALING_SECONDS.items():
@@ -125,7 +125,7 @@ class SkippedSyncStudy(ClusterStudy):
             blocks.append(Block(f"{backend}-like", profile, scale, (alone, *variants)))
         return tuple(blocks)
 
-    def find(self, outcomes: Sequence[Outcome], options: StudyOptions) -> Findings:
+    def find(self, outcomes: Sequence[VariantOutcome], options: StudyOptions) -> Findings:
         """Set savings beside the published ones and beside computing + exposed / n."""
         rows, summaries = [], {}
         for backend, seconds in SKIPPED_SECONDS.items():
@@ -227,7 +227,7 @@ class RoundRobinStudy(ClusterStudy):
         ]
         return (Block("bert", profile, scale, tuple(variants)),)
 
-    def find(self, outcomes: Sequence[Outcome], options: StudyOptions) -> Findings:
+    def find(self, outcomes: Sequence[VariantOutcome], options: StudyOptions) -> Findings:
         """Set steps over the step of one group beside the published ones."""
         rows, summaries = [], {}
         for condition, divisor in _CONDITIONS.items():
