@@ -317,7 +317,8 @@ def _place(hosts: int, rate: str) -> Place:
     links: dict[str, Any] = {"offload": True, "queue": "1MiB"}
     if rate != UNLIMITED:
         links["rate"] = rate
-    return ClusterRanks(ClusterSpec.parse(hosts=hosts, **links))
+    spec = ClusterSpec.parse(hosts=hosts, **links)
+    return ClusterRanks(spec)
 
 
 def _bits_per_s(rate: str) -> float:

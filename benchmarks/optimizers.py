@@ -25,10 +25,11 @@ from paceline.lab.report.summary import Summary, ratios
 from paceline.lab.workloads import make_workload
 from paceline.optim import LAMB, LARS
 
+Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
 MODELS = ("tiny", "transformer", "resnet50", "wide_mlp")
 TARGET_RATIO = 1.3
 SETTINGS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 1e-4}
-Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MAKERS: dict[str, Maker] = {
     "torch SGD": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True, **SETTINGS),
     "LARS": lambda parameters: LARS(parameters, momentum=0.9, **SETTINGS),

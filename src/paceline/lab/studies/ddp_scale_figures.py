@@ -22,6 +22,10 @@ from paceline.lab.studies.published import (
 )
 from paceline.lab.studies.variants import PAPERS_CAP_MB, Variant
 
+_BACKWARD_RATIO = 2 / 3  # of forward and backward together; what communication hides behind
+FLOWS_A_LINK = 3  # with the cap, a connection gets this part of the link
+_CONDITIONS = {"no cap": None, f"a flow gets 1/{FLOWS_A_LINK} of the link": FLOWS_A_LINK}
+
 
 class RankCountStudy(ClusterStudy):
     """1, 2, 4, ... ranks with the same link and model each; weak scaling, as published."""
@@ -95,9 +99,6 @@ class RankCountStudy(ClusterStudy):
 
 def _counts(options: StudyOptions) -> list[int]:
     return [2**i for i in range(options.num_ranks.bit_length()) if 2**i <= options.num_ranks]
-
-
-_BACKWARD_RATIO = 2 / 3  # of forward and backward together; what communication hides behind
 
 
 class SkippedSyncStudy(ClusterStudy):
@@ -193,10 +194,6 @@ class SkippedSyncStudy(ClusterStudy):
                 )
             )
         draw_panels(path, "Skipped synchronization (figure 10), timed compute on emulated hosts", panels)
-
-
-FLOWS_A_LINK = 3  # with the cap, a connection gets this part of the link
-_CONDITIONS = {"no cap": None, f"a flow gets 1/{FLOWS_A_LINK} of the link": FLOWS_A_LINK}
 
 
 class RoundRobinStudy(ClusterStudy):
