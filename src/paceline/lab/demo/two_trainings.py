@@ -1,4 +1,4 @@
-"""The demo from its settings to its result: check, train twice, compare, write the report."""
+"""The demo from its settings to its result: check, train over ranks and in one process, compare, write the report."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigurationError, PacelineError
-from paceline.lab.demo.comparison import Training, difference, epoch_losses
-from paceline.lab.demo.messages import Inbox, Message, Progress, RankOutcome
-from paceline.lab.demo.show import Screen
-from paceline.lab.demo.summary import rows, write_figures
-from paceline.lab.demo.training import Job
+from paceline.lab.demo.comparison import Training, difference, epoch_losses, rows, write_figures
+from paceline.lab.demo.demo_training import Job
+from paceline.lab.demo.progress_pipe import Inbox, Message, Progress, RankOutcome
+from paceline.lab.demo.screen import Screen
 from paceline.lab.report import ReportFolder
 from paceline.lab.workloads.datasets import Images, load_images
 from paceline.launch import Keeper, launch, num_cores, parse
@@ -153,7 +152,7 @@ def _train(settings: DemoSettings, scratch: Path, ranks: int | None, screen: Scr
     started_s = time.perf_counter()
     with screen.training(name, num_ranks, settings.epochs), Inbox(Path(job.pipe), receive):
         arguments = ["--standalone", "--nproc-per-node", str(num_ranks), "--share-devices"]
-        launch(parse([*arguments, "-m", "paceline.lab.demo.training", str(job_file)]), note=screen.note)
+        launch(parse([*arguments, "-m", "paceline.lab.demo.demo_training", str(job_file)]), note=screen.note)
     return Training(
         name=name,
         losses=epoch_losses(progress),

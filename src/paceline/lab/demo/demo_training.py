@@ -1,6 +1,6 @@
 """What every rank of the demo runs: an ordinary training loop, as a user would write it.
 
-Run by `paceline demo` as `python -m paceline.lab.demo.training JOB.json`, under torchrun's environment variables.
+Run by `paceline demo` as `python -m paceline.lab.demo.demo_training JOB.json`, under torchrun's environment variables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel
-from paceline.lab.demo.messages import Progress, RankOutcome, Sender
+from paceline.lab.demo.progress_pipe import Progress, RankOutcome, Sender
 from paceline.lab.workloads.datasets import Images
 
 LEARNING_RATE, MOMENTUM = 0.1, 0.9

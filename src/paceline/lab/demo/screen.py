@@ -10,9 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from paceline.lab.demo.comparison import Difference, Training
-from paceline.lab.demo.messages import Progress as RankProgress
-from paceline.lab.demo.summary import STEP_PARTS, mean_parts_s
+from paceline.lab.demo.comparison import STEP_PARTS, Difference, Training, mean_parts_s
+from paceline.lab.demo.progress_pipe import Progress as RankProgress
 from paceline.lab.report import table
 from paceline.lab.workloads.datasets import Images
 

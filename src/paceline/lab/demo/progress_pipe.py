@@ -1,4 +1,4 @@
-"""How a rank reports to the process that shows the progress: one line of JSON into a named pipe.
+"""A named pipe by which ranks report to the process that shows their progress: one line of JSON a report.
 
 Rules
 1. Lines are shorter than PIPE_BUF, so the kernel keeps lines of several ranks apart and whole.
