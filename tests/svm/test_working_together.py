@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from paceline.svm import SVC, SVR, in_memory, placement
 from paceline.svm.thread_pool import for_each, num_threads, thread_pool
@@ -45,6 +46,13 @@ def test_two_threads_find_what_one_finds_to_the_last_bit(two_threads):
     torch.set_num_threads(1)
     for one, two in zip(fits(), together, strict=True):
         assert np.array_equal(one, two)
+
+
+def test_one_thread_is_one_of_blas_too():
+    """Where its products were computed by more, they differed in the last bit from those of two threads of ours."""
+    with threadpool_limits(2, user_api="blas"), thread_pool(1):
+        found = {library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"}
+    assert found == {1}
 
 
 def test_a_thread_pool_does_every_piece_once_and_raises_what_a_piece_raises(two_threads):

@@ -30,15 +30,19 @@ def thread_pool(num: int | None = None) -> Iterator[int]:
         num: How many; None for as many as torch may use.
     """
     num = num or torch.get_num_threads()
-    if num == 1 or _pool.get() is not None:
+    if _pool.get() is not None:
         yield 1
         return
-    with ThreadPoolExecutor(num - 1) as pool, _libraries().limit(limits=1, user_api="blas"):
-        token = _pool.set((pool, num))
-        try:
-            yield num
-        finally:
-            _pool.reset(token)
+    with _libraries().limit(limits=1, user_api="blas"):
+        if num == 1:  # BLAS would still use several, whose products may differ in the last bit
+            yield 1
+            return
+        with ThreadPoolExecutor(num - 1) as pool:
+            token = _pool.set((pool, num))
+            try:
+                yield num
+            finally:
+                _pool.reset(token)
 
 
 def for_each(work: Callable[[_T], Any], pieces: Sequence[_T]) -> None:
