@@ -54,7 +54,7 @@ def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
     from paceline.process_group.in_process import InProcessWorld
     from paceline.svm.kernels import Kernel
     from paceline.svm.problem import Problem, SolverSettings
-    from paceline.svm.samples import DenseSamples
+    from paceline.svm.sample_forms import DenseSamples
     from paceline.svm.solver import Solver
     from paceline.svm.sub_problem import SubProblem
     from paceline.svm.world import GroupWorld

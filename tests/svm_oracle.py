@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 from sklearn.metrics.pairwise import pairwise_kernels
 
-from paceline.svm import dealing, solving, working_set
+from paceline.svm import placement, working_set
 
 TIGHT = 1e-6
 
@@ -55,9 +55,8 @@ def truth(X, y, model, costs, **kernel):
 def working_sets_of(size):
     """No problem is small enough to be solved as a whole, and working sets are so small that many are needed."""
     with (
-        mock.patch.object(dealing, "LARGEST", 0),
-        mock.patch.object(solving, "LARGEST", 0),
-        mock.patch.object(solving, "_LEAST_ROW_S", 0.0),
+        mock.patch.object(placement, "LARGEST", 0),
+        mock.patch.object(placement, "_LEAST_ROW_S", 0.0),
         mock.patch.object(working_set, "working_set_size", lambda num, _=0: min(size, max(2, num))),
     ):
         yield

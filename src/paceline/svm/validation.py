@@ -1,4 +1,4 @@
-"""What is refused: parameters and data that cannot be, worded as scikit-learn does."""
+"""Validation of parameters, data and callable kernels, with scikit-learn's messages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _KERNELS = ("linear", "poly", "rbf", "sigmoid", "precomputed")
 _DTYPES = (np.float64, np.float32)
 
 
-class Checks(BaseEstimator):  # type: ignore[misc]
-    """The part of an estimator that looks at what it is given."""
+class Validation(BaseEstimator):  # type: ignore[misc]
+    """The part of an estimator that validates its parameters and what it is given."""
 
     _sparse: bool
 
     def _check_parameters(self) -> None:
-        """Refuse parameters that cannot be, worded as scikit-learn does."""
+        """Refuse invalid parameters, in scikit-learn's words."""
         if not callable(self.kernel) and self.kernel not in _KERNELS:
             self._refuse("kernel", f"a str among {_KERNELS} or a callable")
         if isinstance(self.gamma, str):
@@ -92,7 +92,7 @@ class Checks(BaseEstimator):  # type: ignore[misc]
         return np.asarray(y, np.float64)
 
     def _check_all(self, data: TrainingSet) -> None:
-        """Refuse training sets that cannot be, once all of it is known; alike on every rank."""
+        """Refuse training sets that cannot be fitted, once all ranks' samples are known; alike on every rank."""
         if len(data.all_ids) == 0:
             raise ConfigurationError("Invalid input - all samples have zero or negative weights.")
         squares = data.world.total(np.array([data.samples.squares.sum()]), "checking the features")[0]
@@ -108,7 +108,7 @@ class Checks(BaseEstimator):  # type: ignore[misc]
             )
 
     def _seen_rows(self, X: Any) -> Any:
-        """Rows to predict, checked."""
+        """Rows to predict, validated."""
         check_is_fitted(self)
         accept = "csr" if self.kernel != "precomputed" and not callable(self.kernel) else False
         X = validate_data(self, X, dtype=_DTYPES, order="C", accept_sparse=accept, reset=False)
@@ -120,7 +120,7 @@ class Checks(BaseEstimator):  # type: ignore[misc]
 
 
 def called(kernel: Any, left: Any, right: Any) -> NDArray[np.float64]:
-    """Values of a callable kernel between two sets of dense samples, if they can be."""
+    """Values of a callable kernel between two sets of dense samples, checked for shape and finiteness."""
     values = np.asarray(kernel(left.rows, right.rows), np.float64)
     wanted = len(left), len(right)
     if values.shape != wanted:

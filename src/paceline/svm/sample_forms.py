@@ -1,20 +1,20 @@
-"""Samples as a kernel sees them: dense rows, sparse rows, or rows of a Gram matrix.
+"""Samples as dense rows, CSR rows or rows of a Gram matrix, behind one interface; and gathering them from all ranks.
 
-Whatever the form, a few can be taken, cut into numbers to send, and multiplied with others.
+Whatever the form, a few can be taken, turned into arrays to send, and multiplied with others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import LANES
-from paceline.svm.row_loops import sparse_dots
+from paceline.svm.compiled import LANES, compiled
+from paceline.svm.world import World
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -176,6 +176,37 @@ class SparseSamples:
         )
 
 
+@compiled
+def sparse_dots(
+    indptr: NDArray[Any],
+    indices: NDArray[Any],
+    data: NDArray[Any],
+    panel: NDArray[Any],
+    out: NDArray[Any],
+) -> None:
+    """Dot products of sparse rows with a dense panel.
+
+    Args:
+        indptr: Of N sparse rows in CSR form, shape (N + 1,).
+        indices: Column indices.
+        data: Values.
+        panel: LANES other rows side by side, shape (features, LANES).
+        out: The products, shape (LANES, N).
+    """
+    N = len(indptr) - 1
+    acc = np.empty(LANES, out.dtype)
+    for i in range(N):
+        for k in range(LANES):
+            acc[k] = 0
+        for e in range(indptr[i], indptr[i + 1]):
+            v = data[e]
+            row = panel[indices[e]]
+            for k in range(LANES):
+                acc[k] += v * row[k]
+        for k in range(LANES):
+            out[k, i] = acc[k]
+
+
 @dataclass(frozen=True)
 class GramSamples:
     """Rows of a Gram matrix: kernel values of these samples with every sample of the problem.
@@ -227,3 +258,22 @@ def renumbered(samples: Samples, ids: NDArray[np.int64]) -> Samples:
         return GramSamples(ids, samples.rows)
     assert isinstance(samples, DenseSamples)
     return DenseSamples(ids, samples.rows, samples.squares)
+
+
+_S = TypeVar("_S", bound=Samples)
+_COPIES = 3  # of the samples that a solver keeps, at most
+
+
+def gather_samples(world: World, mine: _S, doing: str) -> _S:
+    """All-gather samples: every rank's on every rank, rank after rank. Collective."""
+    if world.num_ranks == 1:
+        return mine
+    ids = np.concatenate(world.gather_uneven(mine.ids, doing))
+    arrays = [np.concatenate(world.gather_uneven(part.ravel(), doing)) for part in mine.to_arrays()]
+    return mine.from_arrays(ids, arrays)
+
+
+def fits_on_every_rank(world: World, samples: Samples, cache_bytes: float) -> bool:
+    """Whether every rank may hold all samples as part of its cache. Collective."""
+    num_bytes = sum(array.size for array in samples.to_arrays()) * 8.0
+    return bool(world.total(np.array([num_bytes]), "adding up the samples")[0] * _COPIES <= cache_bytes)

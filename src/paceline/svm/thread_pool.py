@@ -1,4 +1,4 @@
-"""How many threads of this process compute? As many as torch may use: `torch.set_num_threads`, OMP_NUM_THREADS.
+"""Threads that compute pieces of work: as many as torch may use (`torch.set_num_threads`, OMP_NUM_THREADS).
 
 Work is cut into the same pieces for any number of threads, and pieces do not share what they write, so the number of
 threads does not change a bit of the result.
@@ -18,33 +18,36 @@ import torch
 from threadpoolctl import ThreadpoolController
 
 _T = TypeVar("_T")
-_crew: contextvars.ContextVar[tuple[ThreadPoolExecutor, int] | None] = contextvars.ContextVar(
-    "crew", default=None
-)
+_Pool = tuple[ThreadPoolExecutor, int]
+_pool: contextvars.ContextVar[_Pool | None] = contextvars.ContextVar("thread_pool", default=None)
 
 
 @contextlib.contextmanager
-def crew(num: int | None = None) -> Iterator[int]:
-    """Let `each` use several threads in this context; libraries for matrices use one in each of them.
+def thread_pool(num: int | None = None) -> Iterator[int]:
+    """Let `for_each` use several threads in this context; BLAS libraries use one thread each meanwhile.
 
     Args:
         num: How many; None for as many as torch may use.
     """
     num = num or torch.get_num_threads()
-    if num == 1 or _crew.get() is not None:
+    if _pool.get() is not None:
         yield 1
         return
-    with ThreadPoolExecutor(num - 1) as pool, _libraries().limit(limits=1, user_api="blas"):
-        token = _crew.set((pool, num))
-        try:
-            yield num
-        finally:
-            _crew.reset(token)
+    with _libraries().limit(limits=1, user_api="blas"):
+        if num == 1:  # BLAS would still use several, whose products may differ in the last bit
+            yield 1
+            return
+        with ThreadPoolExecutor(num - 1) as pool:
+            token = _pool.set((pool, num))
+            try:
+                yield num
+            finally:
+                _pool.reset(token)
 
 
-def each(work: Callable[[_T], Any], pieces: Sequence[_T]) -> None:
-    """Do all pieces of work; in a `crew`, several at a time. An exception of one is raised once all have ended."""
-    found = _crew.get()
+def for_each(work: Callable[[_T], Any], pieces: Sequence[_T]) -> None:
+    """Do all pieces of work; within a `thread_pool`, several at a time. An exception is raised when all have ended."""
+    found = _pool.get()
     if found is None or len(pieces) < 2:
         for piece in pieces:
             work(piece)
@@ -66,12 +69,12 @@ def each(work: Callable[[_T], Any], pieces: Sequence[_T]) -> None:
 
 
 def num_threads() -> int:
-    """How many `each` uses here."""
-    found = _crew.get()
+    """How many `for_each` uses here."""
+    found = _pool.get()
     return 1 if found is None else found[1]
 
 
 @functools.cache
 def _libraries() -> ThreadpoolController:
-    """Those that are loaded; to look for them takes milliseconds."""
+    """The BLAS and OpenMP libraries that are loaded; to look for them takes milliseconds."""
     return ThreadpoolController()
