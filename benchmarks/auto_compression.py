@@ -317,7 +317,9 @@ def _place(hosts: int, rate: str) -> Place:
         return LoopbackRanks(hosts)
     # A queue that holds what four ranks send at once: losses would show retransmission, not compression.
     links: dict[str, Any] = {"offload": True, "queue": "1MiB"}
-    spec = ClusterSpec.parse(hosts=hosts, **links, **({} if rate == UNLIMITED else {"rate": rate}))
+    if rate != UNLIMITED:
+        links["rate"] = rate
+    spec = ClusterSpec.parse(hosts=hosts, **links)
     return ClusterRanks(spec)
 
 
