@@ -1,19 +1,43 @@
-"""The longest tests come first, half of them for each of two workers: who runs out of tests then finds short ones."""
+"""Which tests are begun first, and which are quick."""
+
+from __future__ import annotations
 
 import itertools
 
+import pytest
 
-def pytest_collection_modifyitems(items):
-    """Journeys and what is marked slow at the front of both halves of the list; a module's own stay together."""
-    long = [item for item in items if _is_long(item)]
-    short = [item for item in items if not _is_long(item)]
-    groups = {}
-    for item in long:
-        groups.setdefault(item.nodeid if item.path.name == "test_docs.py" else item.path, []).append(item)
-    first, second = (list(itertools.chain(*list(groups.values())[k::2])) for k in (0, 1))
-    middle = len(short) // 2
-    items[:] = [*first, *short[:middle], *second, *short[middle:]]
+LAUNCHING = {"journeys", "emulation", "faults", "bench", "svm"}  # commands, clusters, timeouts, compilers
 
 
-def _is_long(item):
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests are quick unless something says otherwise."""
+    if item.path.parent.name not in LAUNCHING and item.get_closest_marker("slow") is None:
+        item.add_marker(pytest.mark.quick)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest tests first on every worker: who runs out of tests then finds short ones.
+
+    Each worker is handed an equal part of the list, in order. A module's long tests stay together, pages of the docs
+    apart.
+    """
+    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    groups: dict[object, list[pytest.Item]] = {}
+    short: list[pytest.Item] = []
+    for item in items:
+        if not _is_long(item):
+            short.append(item)
+        else:
+            groups.setdefault(item.nodeid if item.path.name == "test_docs.py" else item.path, []).append(item)
+    ordered: list[pytest.Item] = []
+    for worker in range(num_workers):
+        size = (len(items) - len(ordered)) // (num_workers - worker)
+        long = list(itertools.chain(*list(groups.values())[worker::num_workers]))
+        ordered += [*long, *short[: max(size - len(long), 0)]]
+        del short[: max(size - len(long), 0)]
+    items[:] = [*ordered, *short]
+
+
+def _is_long(item: pytest.Item) -> bool:
     return item.path.parent.name == "journeys" or item.get_closest_marker("slow") is not None

@@ -12,6 +12,7 @@ import ast
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parent.parent
 IN_PART = ", in part"
@@ -20,12 +21,12 @@ BLOCK = re.compile(
 )
 
 
-def is_included(title):
+def is_included(title: str | None) -> bool:
     """Whether a block with this title is taken from the source."""
     return title is not None and "::" in title
 
 
-def current(title, text):
+def current(title: str, text: str) -> str:
     """What a block should say now.
 
     Raises:
@@ -43,10 +44,10 @@ def current(title, text):
     return textwrap.dedent("\n".join(lines)) + "\n"
 
 
-def _source_of(path, name):
+def _source_of(path: str, name: str) -> list[str]:
     """The lines of a function or class, with its decorators."""
     text = (REPOSITORY / path).read_text()
-    node = ast.parse(text)
+    node: Any = ast.parse(text)
     for part in name.split("."):
         inner = [n for n in ast.walk(node) if getattr(n, "name", None) == part and n is not node]
         if not inner:
@@ -56,7 +57,7 @@ def _source_of(path, name):
     return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno])).splitlines()
 
 
-def refresh(page):
+def refresh(page: Path) -> bool:
     """Write the blocks of a page anew; says whether anything changed."""
     before = page.read_text()
     after = BLOCK.sub(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -104,7 +103,7 @@ def test_every_block_does_what_the_page_says(page, tmp_path):
         elif block.title is not None:
             (tmp_path / block.title).write_text(block.text)
         elif block.language == "python":
-            done = run([sys.executable, "-c", block.text], cwd=tmp_path)
+            done = run(["python", "-c", block.text], cwd=tmp_path)
             assert done.code == 0, f"{where}\n{done.err}"
         elif block.language == "console":
             for command, shown in _commands(block.text):
