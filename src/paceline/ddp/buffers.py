@@ -34,9 +34,8 @@ class Broadcast:
         self._parts = []
         for part in _cut(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in part])
-            sent = (
-                torch.view_as_real(flat) if flat.is_complex() else flat
-            )  # torch 2.8's Gloo takes real ones only
+            # As pairs of real numbers: torch 2.8's Gloo takes no complex ones.
+            sent = torch.view_as_real(flat) if flat.is_complex() else flat
             self._parts.append((part, flat, launch_broadcast(sent, process_group, source)))
 
     def finish(self, peers: Peers, doing: str) -> None:
