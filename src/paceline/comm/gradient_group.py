@@ -17,9 +17,9 @@ _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def on_one_host() -> bool | None:
-    """Whether all ranks of the job run on this host, by what the launcher says; None if it says nothing.
+    """Whether all ranks of the job run on this host, by the launcher's environment variables; None if there are none.
 
-    Torchrun tells LOCAL_WORLD_SIZE; who starts processes alone, as torch.multiprocessing does, sets a MASTER_ADDR.
+    Torchrun sets LOCAL_WORLD_SIZE; who starts processes alone, as torch.multiprocessing does, sets a MASTER_ADDR.
     """
     here, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     if here is not None and ranks is not None:

@@ -18,7 +18,7 @@ class Pending(Protocol):
     """The handle of something that has been launched."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done, or for `timeout_s` seconds; says whether it is done. Raises what went wrong."""
+        """Wait until it is done, or for `timeout_s` seconds; returns whether it is done. Raises what went wrong."""
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once it is done, on whichever thread notices; not at all where that cannot be known."""

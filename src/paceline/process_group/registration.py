@@ -25,12 +25,12 @@ def register() -> None:
     Local; a second call does nothing. Before torch.distributed is imported, it is remembered until then.
     """
     if _C10D in sys.modules:
-        _tell_c10d(sys.modules[_C10D])
+        _register_with(sys.modules[_C10D])
     elif not any(isinstance(finder, _WhenC10dArrives) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WhenC10dArrives())
 
 
-def _tell_c10d(c10d: Any) -> None:
+def _register_with(c10d: Any) -> None:
     if c10d.is_available() if hasattr(c10d, "is_available") else True:
         backend = c10d.Backend
         if BACKEND_NAME not in backend.backend_list:
@@ -70,7 +70,7 @@ class _Then(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _tell_c10d(module)
+        _register_with(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # source and data, for inspect and friends
