@@ -21,9 +21,8 @@ from paceline.lab.bench.protocol.provenance import collect, load_average
 from paceline.lab.bench.protocol.report import Report, publish
 from paceline.lab.bench.ranks import LoopbackRanks
 
-VECTOR_BYTES = (
-    40 * 8
-)  # a sample of the whole problem: numbers, targets, coefficients, bounds, gradients, their copies
+# Of a sample of the whole problem: numbers, targets, coefficients, bounds, gradients, their copies.
+VECTOR_BYTES = 40 * 8
 WORK_BYTES = 48e6  # a working set's block, tiles, candidates
 
 
