@@ -21,9 +21,8 @@ from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.report.publication import Report, publish
 
-VECTOR_BYTES = (
-    40 * 8
-)  # a sample of the whole problem: numbers, targets, coefficients, bounds, gradients, their copies
+# Of a sample of the whole problem: numbers, targets, coefficients, bounds, gradients, their copies.
+VECTOR_BYTES = 40 * 8
 WORK_BYTES = 48e6  # a working set's block, tiles, candidates
 
 

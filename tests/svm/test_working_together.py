@@ -95,9 +95,8 @@ def test_a_problem_of_short_rows_is_solved_by_one_rank_for_all():
     with mock.patch.object(placement, "LARGEST", 0):
         alone = SVC(C=4.0, gamma=0.5, tol=1e-4).fit(X[order], y[order])
     assert np.array_equal(alone.support_, zero[0][1])
-    assert np.allclose(
-        alone.dual_coef_, zero[0][0], atol=1e-6
-    )  # the mean of the rows is summed in another order
+    # The mean of the rows is summed in another order.
+    assert np.allclose(alone.dual_coef_, zero[0][0], atol=1e-6)
     assert truth(X[order], y[order], alone, 4.0, gamma=0.5).gap <= 1e-4 * (1 + 1e-6)
     assert zero[2][3] == pytest.approx(zero[0][3], rel=1e-6)
 
