@@ -1,4 +1,4 @@
-"""How other libraries train in parallel: one adapter a peer, importing it only when it is measured.
+"""How other libraries train in parallel: one adapter a library, importing it only when it is measured.
 
 Each is set up as its documentation says for processes without accelerators, over the Gloo group that is open already
 (torchft brings a group of its own). Nothing is tuned for or against anyone.

@@ -1,7 +1,7 @@
 """Who is compared with whom in a training step, and how a side trains: a table of ways to wrap a module.
 
 A side is a name for a way of training a module in parallel. Comparing `torch` with `torch` shows the noise.
-Peers that are not installed are refused before anything starts; benchmarks/peers-requirements.txt has them all.
+Libraries that are not installed are refused before anything starts; benchmarks/peers-requirements.txt has them all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Side:
     """One way of training in parallel.
 
     Attributes:
-        family: "none", "torch", "ours", or a peer's package.
+        family: "none", "torch", "ours", or another library's package.
         arguments: For the wrapper, where the family has one.
         make_reduction: What combines the gradients, made anew for each model; None: what the arguments say.
         hook: A communication hook to register, by its name in `other_libraries.HOOKS`.
