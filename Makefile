@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench docs clean
+.PHONY: help demo test test-quick check format bench docs clean
 
 help:
 	@echo "make demo    train on real images over 2 processes, and compare with 1 (about a minute)"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests (about 5 minutes on two cores)"
+	@echo "make test-quick  run the quick ones (about a minute): no commands, clusters or compilers"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make bench   run the benchmarks (minutes; results land in benchmarks/results)"
@@ -30,6 +31,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m quick $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Which tests are begun first, and which are quick."""
+"""Which tests are quick, and which are begun first."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import itertools
 
 import pytest
 
-LAUNCHING = {"journeys", "emulation", "faults", "bench", "svm"}  # commands, clusters, timeouts, compilers
+# Commands, clusters, timeouts, compilers; and what takes more than a few seconds of a processor.
+NOT_QUICK = {"journeys", "emulation", "faults", "bench", "svm", "process_group", "recipes"} | {
+    "test_adasum_optimizer.py",
+    "test_adasum_over_ranks.py",
+    "test_auto.py",
+    "test_compile.py",
+    "test_compressed_training.py",
+    "test_mlstm_streams.py",
+    "test_noise_scale.py",
+    "test_random_programs.py",
+}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests are quick unless something says otherwise."""
-    if item.path.parent.name not in LAUNCHING and item.get_closest_marker("slow") is None:
+    if NOT_QUICK.isdisjoint((item.path.parent.name, item.path.name)) and not item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.quick)
 
 
@@ -19,17 +29,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest tests first on every worker: who runs out of tests then finds short ones.
 
-    Each worker is handed an equal part of the list, in order. A module's long tests stay together, pages of the docs
-    apart.
+    Each worker is handed an equal part of the list, in order. A module's long tests stay together; pages of the docs
+    are apart; what numba compiles stays together, so that it is compiled once and not by two workers at a time.
     """
     num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
     groups: dict[object, list[pytest.Item]] = {}
     short: list[pytest.Item] = []
     for item in items:
-        if not _is_long(item):
-            short.append(item)
+        if group := _long_group(item):
+            groups.setdefault(group, []).append(item)
         else:
-            groups.setdefault(item.nodeid if item.path.name == "test_docs.py" else item.path, []).append(item)
+            short.append(item)
     ordered: list[pytest.Item] = []
     for worker in range(num_workers):
         size = (len(items) - len(ordered)) // (num_workers - worker)
@@ -39,5 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [*ordered, *short]
 
 
-def _is_long(item: pytest.Item) -> bool:
-    return item.path.parent.name == "journeys" or item.get_closest_marker("slow") is not None
+def _long_group(item: pytest.Item) -> object:
+    """What a long test stays together with; None for a short test."""
+    if "svm" in item.nodeid:
+        return "svm"
+    if item.path.name == "test_docs.py":
+        return item.nodeid
+    is_long = item.path.parent.name == "journeys" or item.get_closest_marker("slow") is not None
+    return item.path if is_long else None

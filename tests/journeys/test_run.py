@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from paceline.cli import main
+from paceline.launch import parse
 from terminal import REPOSITORY, alive, paceline, run, started
 
 HELLO = """\
@@ -159,6 +160,8 @@ def test_too_many_ranks_for_the_devices(scripts, capsys, monkeypatch):
     says = _refused(["--nproc-per-node", "3", "hello.py"], capsys)
     assert "3 ranks were asked for and this machine shows 2 accelerator(s)" in says
     assert "--share-devices" in says
+    for words in (["--nproc-per-node", "2"], ["--share-devices", "--nproc-per-node", "3"]):
+        assert parse([*words, "hello.py"]).num_local_ranks == int(words[-1])
 
 
 def test_ranks_may_share_the_processor(scripts):
