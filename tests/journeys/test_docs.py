@@ -1,7 +1,7 @@
 """Every code block of the documentation does what the page says.
 
 How a page is run, top to bottom, in a folder of its own that has the `examples`:
-    ```python title="NAME"   is written to NAME
+    ```python title="NAME"   is written to NAME; with PATH::NAME in the title it is that function of the source
     ```python                is run by itself
     ```console               each `$ ` line is run by bash; the lines under it must be in its output, in that order;
                              `...` stands for anything, also for whole lines; `make` is only asked whether it could
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from included_source import current, is_included
 from paceline.errors import UnsupportedError
 from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 from terminal import REPOSITORY, TORCHS_ABORT, Finished, run
@@ -97,7 +98,9 @@ def test_every_block_does_what_the_page_says(page, tmp_path):
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     for block in _blocks(page):
         where = f"{_name(page)}:{block.line}"
-        if block.title is not None:
+        if is_included(block.title):
+            assert block.text == current(block.title, block.text), f"{where}: python tests/included_source.py"
+        elif block.title is not None:
             (tmp_path / block.title).write_text(block.text)
         elif block.language == "python":
             done = run([sys.executable, "-c", block.text], cwd=tmp_path)
@@ -140,3 +143,9 @@ def test_a_page_that_lies_is_caught():
     assert not _pattern(["d", "a"]).search("a\nd\n")
     assert not _pattern(["a ... c"]).search("a\nc\n")
     assert not _pattern(["True"]).search("False\n")
+    here = "tests/journeys/test_docs.py::_name"
+    assert current(here, "") == "def _name(page):\n    return str(page.relative_to(REPOSITORY))\n"
+    assert current(f"{here}, in part", "return str(page.relative_to(REPOSITORY))\n").startswith("return ")
+    for title, text in [(f"{here}less", ""), (f"{here}, in part", "a line that is not there\n")]:
+        with pytest.raises(LookupError):
+            current(title, text)

@@ -260,8 +260,9 @@ class StepCoordinator:
 
     def _synchronizes(self) -> bool:
         """Whether the backward that begins now does."""
-        if self.window is not None:
-            return self.window.note_backward()
+        return self._says_the_wrapper() if self.window is None else self.window.note_backward()
+
+    def _says_the_wrapper(self) -> bool:
         return (wrapped := self._wrapped()) is None or wrapped.require_backward_grad_sync
 
     def synchronize_gradients(self) -> None:
