@@ -581,6 +581,20 @@ class Reducer:
         """Torch's name: whether the graph has looked static so far."""
         return not self.expectations.predicts and not self.expectations.defers
 
+    # Torch's names: what Lightning calls itself where a training step runs its own backwards within forward.
+
+    def _rebuild_buckets(self) -> bool:
+        """Not needed: buckets are laid out anew when the first synchronized backward ends."""
+        return False
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Watch these outputs of a forward that has not returned yet; without any, the first gradient tells."""
+        if outputs:
+            self.watch([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
+
+    def _delay_all_reduce(self) -> None:
+        """Not needed: the first step of a static graph is reduced when its backward ends, not afterwards."""
+
     def drop_gradients(self) -> None:
         """Forget all gradients of this rank."""
         for parameter in self.managed.parameters:
