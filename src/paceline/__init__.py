@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from paceline.integrations.lightning_strategy import register as _register_strategy
 from paceline.process_group.registration import register as _register_backend
 
 if TYPE_CHECKING:
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm, windows
+    from paceline.integrations.torch_patch import patch_torch
 
 __version__ = "0.1.0"
 
@@ -21,6 +23,7 @@ __all__ = [
     "SyncBatchNorm",
     "__version__",
     "convert_sync_batchnorm",
+    "patch_torch",
     "windows",
 ]
 
@@ -28,6 +31,7 @@ _HOME_OF = {
     "DistributedDataParallel": "paceline.ddp",
     "SyncBatchNorm": "paceline.ddp",
     "convert_sync_batchnorm": "paceline.ddp",
+    "patch_torch": "paceline.integrations.torch_patch",
     "windows": "paceline.ddp",
 }
 
@@ -46,3 +50,4 @@ def __dir__() -> list[str]:
 
 
 _register_backend()  # init_process_group("paceline"); imports no torch
+_register_strategy()  # Lightning's Trainer(strategy="paceline"); imports no Lightning

@@ -73,6 +73,7 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
         raise LaunchError(_port_in_use(port))
     _choose_threads(arguments, note)
     _quieten_torch()
+    os.environ.update(arguments.environment)
     launch_id = os.environ[MARK] = uuid.uuid4().hex
     started_s = time.monotonic()
     with Keeper(launch_id) as keeper:

@@ -1,7 +1,8 @@
 """Parses torchrun's command line for `paceline run`, and refuses what cannot work before anything starts.
 
 The parser is torch's own, so every flag, both spellings and the PET_* environment variables work; what is ours
-is the wording of what is wrong, and one flag, `--share-devices`.
+is the wording of what is wrong, and the flags `--share-devices` and `--replace-ddp` with `--reduction` and
+`--compression`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import os
 import shutil
 import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +25,7 @@ import torch
 from torch.distributed import run as torchrun
 
 from paceline.errors import ConfigurationError
+from paceline.integrations import at_start
 
 _LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1", "[::1]")
 
@@ -36,12 +39,14 @@ class LaunchArguments:
         script: The script, module or program to start.
         num_local_ranks: How many ranks this machine runs.
         local_port: The port that this machine is asked to listen on, if one was named.
+        environment: Variables that the ranks get besides the launcher's own.
     """
 
     torchrun: argparse.Namespace
     script: str
     num_local_ranks: int
     local_port: int | None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def num_cores() -> int:
@@ -62,7 +67,8 @@ def parse(arguments: list[str]) -> LaunchArguments:
     _check_devices(num_local_ranks, _num_devices(), share=args.share_devices)
     if args.max_restarts < 0:
         raise ConfigurationError(f"--max-restarts {args.max_restarts} is negative. Pass 0 for no restarts.")
-    return LaunchArguments(args, args.training_script, num_local_ranks, _local_port(args, num_nodes))
+    port = _local_port(args, num_nodes)
+    return LaunchArguments(args, args.training_script, num_local_ranks, port, _rank_environment(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,6 +81,18 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Allow more ranks than this machine has accelerators.",
     )
+    parser.add_argument(
+        "--replace-ddp",
+        "--replace_ddp",
+        action="store_true",
+        help="Make torch's DistributedDataParallel be Paceline's in every rank; the script stays as it is.",
+    )
+    parser.add_argument(
+        "--reduction", help="With --replace-ddp: what combining gradients means, for example adasum."
+    )
+    parser.add_argument(
+        "--compression", help="With --replace-ddp: send fewer bytes, for example bf16, powersgd or auto."
+    )
     known = sorted(option for option in parser._option_string_actions if option.startswith("--"))
 
     def refuse(message: str) -> NoReturn:
@@ -82,6 +100,21 @@ def _parser() -> argparse.ArgumentParser:
 
     parser.error = refuse  # type: ignore[method-assign]
     return parser
+
+
+def _rank_environment(args: argparse.Namespace) -> dict[str, str]:
+    """What tells the ranks to replace torch's class; nothing if that was not asked for."""
+    given = {"reduction": args.reduction, "compression": args.compression}
+    options = {name: value for name, value in given.items() if value is not None}
+    if not args.replace_ddp:
+        if options:
+            name, value = next(iter(options.items()))
+            raise ConfigurationError(
+                f"--{name} {value} says what a replaced DistributedDataParallel does, and nothing replaces it. Add "
+                f"--replace-ddp, or pass {name}={value!r} to paceline.DistributedDataParallel in the script."
+            )
+        return {}
+    return at_start.environment(options)
 
 
 def _usage(message: str, known: list[str]) -> str:

@@ -241,7 +241,7 @@ class TorchSurface:
 
 
 class TorchsReducer(Reducer):
-    """A reducer with the two methods of torch's that integrations call."""
+    """A reducer with the methods of torch's that frameworks call."""
 
     def _get_local_used_map(self) -> Tensor:
         """1 for every parameter that the last step used on this rank."""
@@ -253,6 +253,20 @@ class TorchsReducer(Reducer):
     def _ddp_graph_static(self) -> bool:
         """Whether the graph has looked static so far."""
         return not self.arrivals.expected.predicts and not self.arrivals.expected.defers
+
+    # What Lightning calls itself where a training step runs its own backwards within forward.
+
+    def _rebuild_buckets(self) -> bool:
+        """Not needed: buckets are laid out anew when the first synchronized backward ends."""
+        return False
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Watch these outputs of a forward that has not returned yet; without any, the first gradient tells."""
+        if outputs:
+            self.watch([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
+
+    def _delay_all_reduce(self) -> None:
+        """Not needed: the first step of a static graph is reduced when its backward ends, not afterwards."""
 
 
 # Optimizers that step within backward (`torch.distributed.optim._apply_optimizer_in_backward`). Torch runs them as soon

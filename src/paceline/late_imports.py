@@ -1,0 +1,65 @@
+"""Runs an action as soon as a module has been imported, without importing the module now."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Action = Callable[[Any], None]
+
+
+def when_imported(name: str, action: Action) -> None:
+    """Call `action(module)` once the module `name` has been imported; at once if it has been already.
+
+    Contract:
+        Local. Imports nothing itself. An exception of `action` reaches whoever imports the module.
+    """
+    if name in sys.modules:
+        action(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Awaited(name, action))
+
+
+class _Awaited(MetaPathFinder):
+    """Sees the import of one module once, and lets the other finders find it."""
+
+    def __init__(self, name: str, action: Action) -> None:
+        self._name = name
+        self._action = action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader, self._action)
+        return spec
+
+
+class _Then(Loader):
+    """The module's own loader, and the action after it."""
+
+    def __init__(self, loader: Any, action: Action) -> None:
+        self._loader = loader
+        self._action = action
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader  # nobody need know that we were there
+        self._loader.exec_module(module)
+        self._action(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # source and data, for inspect and friends

@@ -1,0 +1,168 @@
+"""Accelerate's released package over our wrapper, compared bitwise with what it does over torch's."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from ranks import pool
+
+pytest.importorskip("accelerate")
+
+
+def as_launched(rank, num_ranks):
+    """What a launcher would have put into the environment; the group itself is open already."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1"
+    )
+    os.environ.update(MASTER_PORT="29500", ACCELERATE_USE_CPU="true")
+
+
+@contextlib.contextmanager
+def side(name, **options):
+    """Whose wrapper Accelerate finds."""
+    with paceline.patch_torch(**options) if name == "ours" else contextlib.nullcontext():
+        yield
+
+
+def a_model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def data():
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(
+        torch.randn(96, 6, generator=generator), torch.randint(3, (96,), generator=generator)
+    )
+
+
+class Training:
+    """A loop as Accelerate's guide writes it."""
+
+    def __init__(self, handlers=(), accumulate=1):
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state()
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=accumulate, kwargs_handlers=list(handlers)
+        )
+        model = a_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, scheduler, DataLoader(data(), batch_size=8)
+        )
+        self.losses = []
+
+    def epoch(self):
+        for x, y in self.loader:
+            with self.accelerator.accumulate(self.model):
+                loss = nn.functional.cross_entropy(self.model(x), y)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+        return self
+
+    def result(self):
+        return [*self.losses, *torch.cat([p.detach().flatten() for p in self.model.parameters()]).tolist()]
+
+
+def train(rank, num_ranks):
+    from accelerate import DistributedDataParallelKwargs
+    from accelerate.utils import DDPCommunicationHookType
+
+    as_launched(rank, num_ranks)
+    seen = {}
+    for accumulate in (1, 3):
+        for name in ("torch", "ours"):
+            with side(name):
+                training = Training(accumulate=accumulate).epoch()
+                seen[name, accumulate] = training.epoch().result()
+                seen[name, "is ours"] = isinstance(training.model, paceline.DistributedDataParallel)
+                bare = training.accelerator.unwrap_model(training.model)
+                seen[name, "unwrapped"] = type(bare) is nn.Sequential
+    for name in ("torch", "ours"):
+        handler = DistributedDataParallelKwargs(
+            find_unused_parameters=True, bucket_cap_mb=1, comm_hook=DDPCommunicationHookType.FP16
+        )
+        with side(name):
+            training = Training([handler]).epoch()
+            seen[name, "hook"] = training.result()
+            seen[name, "kwargs"] = (training.model.find_unused_parameters, training.model.bucket_bytes_cap)
+    with side("ours", compression="powersgd"):
+        training = Training().epoch()
+        seen["codec"] = type(training.model.reduction).__name__
+        seen["compressed"] = training.result()
+    return seen
+
+
+def test_training_accumulation_and_handlers():
+    """Two epochs, with and without accumulation; torch's communication hook; ours, by an argument of the patch."""
+    for seen in pool(2).run(train, deadline_s=110):
+        assert [seen[name, "is ours"] for name in ("torch", "ours")] == [False, True]
+        assert seen["ours", "unwrapped"]
+        for what in (1, 3, "hook"):
+            assert seen["ours", what] == seen["torch", what], what
+        assert seen["ours", 1] != seen["ours", 3]
+        assert seen["ours", "kwargs"] == seen["torch", "kwargs"] == (True, 1 << 20)
+        assert seen["codec"] == "PowerSGD"
+        assert seen["compressed"] != seen["ours", 1][: len(seen["compressed"])]
+
+
+def resume(rank, num_ranks, folder):
+    as_launched(rank, num_ranks)
+    seen = {}
+    for name in ("torch", "ours"):
+        with side(name):
+            straight = Training().epoch()
+            straight.accelerator.save_state(f"{folder}/{name}")
+            straight.accelerator.wait_for_everyone()
+            seen[name, "files"] = sorted(path.name for path in Path(folder, name).iterdir())
+            seen[name, "straight"] = straight.epoch().result()[len(straight.loader) :]
+    for saved, loaded in (("torch", "torch"), ("ours", "ours"), ("torch", "ours")):
+        with side(loaded):
+            resumed = Training()
+            resumed.accelerator.load_state(f"{folder}/{saved}")
+            seen[saved, loaded] = resumed.epoch().result()
+    return seen
+
+
+def test_saving_and_resuming():
+    """What is saved goes on bit by bit; what was saved with torch's class goes on with ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        for seen in pool(2).run(resume, folder, deadline_s=110):
+            assert seen["ours", "files"] == seen["torch", "files"]
+            straight = seen["torch", "straight"]
+            assert straight == seen["ours", "straight"]
+            for pair in (("torch", "torch"), ("ours", "ours"), ("torch", "ours")):
+                assert seen[pair] == straight, pair
+
+
+def wrap_twice(rank, num_ranks):
+    from paceline.errors import ConfigurationError
+
+    as_launched(rank, num_ranks)
+    with side("ours"):
+        training = Training()
+        wrapped = paceline.DistributedDataParallel(a_model())
+        with pytest.raises(ConfigurationError, match="Wrap the whole module once"):
+            training.accelerator.prepare(wrapped)
+        training.epoch()  # the refusal leaves the group in order
+    return len(training.losses)
+
+
+def test_a_model_that_is_wrapped_already_is_refused():
+    """Accelerate wraps what it is given; a wrapper around ours would communicate every gradient twice."""
+    assert pool(2).run(wrap_twice, deadline_s=110) == [6, 6]

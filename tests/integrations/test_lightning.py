@@ -1,0 +1,162 @@
+"""Lightning's released package with `strategy="paceline"`, compared bitwise with its own `strategy="ddp"`."""
+
+import os
+import tempfile
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from ranks import pool
+
+pytest.importorskip("pytorch_lightning")
+
+
+def as_launched(rank, num_ranks):
+    """What a launcher would have put into the environment; the group itself is open already."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), GROUP_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="a test")
+
+
+def data():
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(
+        torch.randn(96, 6, generator=generator), torch.randint(3, (96,), generator=generator)
+    )
+
+
+def a_module(manual=False):
+    import pytorch_lightning as lightning
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(3)
+            self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+            self.losses = []
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch, index):
+            x, y = batch
+            loss = nn.functional.cross_entropy(self.net(x), y)
+            self.losses.append(loss.item())
+            if not manual:
+                return loss
+            optimizer = self.optimizers()
+            for scale in (1.0, 0.5):  # several backwards in one forward, as a GAN has them
+                optimizer.zero_grad()
+                self.manual_backward(nn.functional.cross_entropy(self.net(x), y) * scale)
+                optimizer.step()
+            return None
+
+        def validation_step(self, batch, index):
+            x, y = batch
+            self.log("accuracy", (self.net(x).argmax(1) == y).float().mean(), sync_dist=True)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+        def on_train_start(self):
+            self.wrappers = [self.trainer.strategy.model]  # in a list, because it is not a part of ours
+
+        def result(self):
+            return [*self.losses, *torch.cat([p.detach().flatten() for p in self.parameters()]).tolist()]
+
+    return Classifier()
+
+
+def fit(folder, strategy, epochs=1, manual=False, resume=None, **options):
+    """Train as Lightning's guide does it; returns the module and the trainer."""
+    import pytorch_lightning as lightning
+
+    module = a_module(manual)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=epochs,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    trainer.fit(module, DataLoader(data(), batch_size=8), DataLoader(data(), batch_size=48), ckpt_path=resume)
+    return module, trainer
+
+
+def train(rank, num_ranks, folder):
+    from pytorch_lightning.strategies import DDPStrategy
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    from paceline.integrations.lightning_strategy import PacelineStrategy
+
+    as_launched(rank, num_ranks)
+    seen = {}
+    for name in ("ddp", "paceline"):
+        for accumulate in (1, 2):
+            module, trainer = fit(folder, name, accumulate_grad_batches=accumulate, gradient_clip_val=1.0)
+            seen[name, accumulate] = module.result()
+            seen[name, "is ours"] = isinstance(module.wrappers[0], paceline.DistributedDataParallel)
+            seen[name, "accuracy"] = trainer.callback_metrics["accuracy"].item()
+        seen[name, "manual"] = fit(folder, name, manual=True)[0].result()
+    with paceline.patch_torch():
+        for manual in (False, True):
+            options = {} if manual else {"gradient_clip_val": 1.0}
+            module, _ = fit(folder, DDPStrategy(find_unused_parameters=manual), manual=manual, **options)
+            seen["patched", manual] = module.result()
+            seen["patched", "is ours"] = isinstance(module.wrappers[0], paceline.DistributedDataParallel)
+    module, _ = fit(folder, PacelineStrategy(compression="powersgd", bucket_cap_mb=3))
+    seen["kwargs"] = (type(module.wrappers[0].reduction).__name__, module.wrappers[0].bucket_bytes_cap)
+    module, _ = fit(folder, PacelineStrategy(ddp_comm_hook=fp16_compress_hook))
+    seen["hook"] = module.wrappers[0]._get_ddp_logging_data()["comm_hook"]
+    return seen
+
+
+def test_training_accumulation_and_manual_optimization():
+    """By its name, with arguments, and under a patch; validation goes around the wrapper."""
+    with tempfile.TemporaryDirectory() as folder:
+        for seen in pool(2).run(train, folder, deadline_s=110):
+            assert [seen[name, "is ours"] for name in ("ddp", "paceline", "patched")] == [False, True, True]
+            for what in (1, 2, "manual"):
+                assert seen["paceline", what] == seen["ddp", what], what
+            assert seen["paceline", 1] != seen["paceline", 2]
+            assert seen["paceline", "accuracy"] == pytest.approx(seen["ddp", "accuracy"], abs=0.1)
+            assert seen["patched", False] == seen["ddp", 1]
+            assert seen["patched", True] == seen["ddp", "manual"]
+            assert seen["kwargs"] == ("PowerSGD", 3 << 20)
+            assert "fp16_compress_hook" in seen["hook"]
+
+
+def resume(rank, num_ranks, folder):
+    as_launched(rank, num_ranks)
+    seen = {}
+    for name in ("ddp", "paceline"):
+        _, trainer = fit(folder, name)
+        trainer.save_checkpoint(f"{folder}/{name}.ckpt")
+        torch.distributed.barrier()
+        seen[name, "straight"] = fit(folder, name, epochs=2)[0].result()[6:]
+    for saved, loaded in (("ddp", "ddp"), ("paceline", "paceline"), ("ddp", "paceline"), ("paceline", "ddp")):
+        module, _ = fit(folder, loaded, epochs=2, resume=f"{folder}/{saved}.ckpt")
+        seen[saved, loaded] = module.result()
+    return seen
+
+
+def test_a_checkpoint_goes_on_under_either_strategy():
+    with tempfile.TemporaryDirectory() as folder:
+        for seen in pool(2).run(resume, folder, deadline_s=110):
+            straight = seen["ddp", "straight"]
+            assert straight == seen["paceline", "straight"]
+            for saved in ("ddp", "paceline"):
+                for loaded in ("ddp", "paceline"):
+                    assert seen[saved, loaded] == straight, (saved, loaded)
+
+
+def test_the_strategy_is_known_by_name_also_if_lightning_comes_first():
+    from pytorch_lightning.strategies import StrategyRegistry
+
+    assert "paceline" in StrategyRegistry.available_strategies()

@@ -1,0 +1,49 @@
+"""What docs/guide/works-with.md says and no other test does."""
+
+import re
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from models import Mlp, digest, generator, squares
+from paceline import DistributedDataParallel
+from ranks import pool
+from terminal import REPOSITORY
+
+
+def train(rank, group, shards):
+    torch.manual_seed(4)
+    model = DistributedDataParallel(Mlp(16), process_group=group)
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    if shards:
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, process_group=group, **options
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+    for step in range(4):
+        optimizer.zero_grad()
+        squares(model(torch.randn(6, 8, generator=generator(1, step, rank)))).backward()
+        optimizer.step()
+    return digest(list(model.parameters()))
+
+
+def digests(rank, num_ranks):
+    groups = (dist.group.WORLD, dist.new_group(backend="paceline"))
+    return [train(rank, group, shards) for group in groups for shards in (False, True)]
+
+
+def test_zero_redundancy_optimizer():
+    """Each rank keeps half of AdamW's state; parameters are those of the whole optimizer, over Gloo and our backend."""
+    first, second = pool(2).run(digests)
+    assert len({*first, *second}) == 1
+
+
+def test_every_row_of_the_table_names_a_test_or_says_that_there_is_none():
+    page = (REPOSITORY / "docs" / "guide" / "works-with.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 15
+    for what, with_ours, _ in rows:
+        is_said = "not tested" in with_ours or "instead of ours" in with_ours
+        assert is_said or re.search(r"\]\(\.\./\.\./tests/[\w/]+\.py\)", with_ours), what
