@@ -136,9 +136,9 @@ class StepCoordinator:
         tensors: list[Tensor] = [p for name, p in named if name not in self._ignored]
         if with_buffers:
             tensors += self.buffers.named().values()
-        self.broadcast(tensors, source, f"receiving rank {source}'s model")
+        self.broadcast_tensors(tensors, source, f"receiving rank {source}'s model")
 
-    def broadcast(self, tensors: Iterable[Tensor], source: int, doing: str) -> None:
+    def broadcast_tensors(self, tensors: Iterable[Tensor], source: int, doing: str) -> None:
         """Give all ranks the tensors of rank `source`. Collective; blocks."""
         if self.process_group.size() > 1:
             Broadcast(tensors, self.process_group, source).finish(self.peers, doing)
