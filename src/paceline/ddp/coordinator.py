@@ -163,8 +163,9 @@ class StepCoordinator:
         self.reducer.timings = timings
 
     def let_go(self) -> None:
-        """The wrapper is gone: leave the parameters alone."""
+        """The wrapper is gone: leave the parameters alone, and keep nothing of the module alive."""
         self.reducer.remove_hooks()
+        self.reducer.synchronizes = _always
 
     def reduce_by(self, reduction: Reduction) -> None:
         """Combine gradients so from now on. Local; before the first backward."""
@@ -276,3 +277,7 @@ class StepCoordinator:
         self.join.authoritative_rank = agree_on_source(self, is_candidate=is_last_joiner)
         self.reducer.num_averaged = None
         self.broadcast_model(self.join.authoritative_rank, with_buffers=self.wrapped.forward_sync_buffers)
+
+
+def _always() -> bool:
+    return True

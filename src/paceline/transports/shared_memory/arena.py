@@ -11,6 +11,7 @@ Rules
 from __future__ import annotations
 
 import bisect
+import collections
 import mmap
 import os
 import threading
@@ -55,6 +56,7 @@ class Arena:
         self._lock = threading.Lock()
         self._starts = [_round_up(reserved_bytes)]  # of the free places, ascending
         self._sizes = [self.size_bytes - self._starts[0]]
+        self._returned: collections.deque[Place] = collections.deque()  # not yet among the free ones
 
     @staticmethod
     def create(size_bytes: int = ADDRESS_SPACE_BYTES) -> int:
@@ -92,6 +94,8 @@ class Arena:
 
     def _take(self, size_bytes: int) -> int:
         with self._lock:
+            while self._returned:
+                self._free(self._returned.popleft())
             for index, free in enumerate(self._sizes):
                 if free >= size_bytes:
                     start = self._starts[index]
@@ -104,13 +108,16 @@ class Arena:
         )
 
     def _give_back(self, start: int, size_bytes: int) -> None:
-        with self._lock:
-            index = bisect.bisect(self._starts, start)
-            self._starts.insert(index, start)
-            self._sizes.insert(index, size_bytes)
-            self._join(index)
-            if index:
-                self._join(index - 1)
+        """Called by a finalizer: wherever garbage is collected, also within `_take`. So it takes no lock."""
+        self._returned.append(Place(start, size_bytes))
+
+    def _free(self, place: Place) -> None:
+        index = bisect.bisect(self._starts, place.start)
+        self._starts.insert(index, place.start)
+        self._sizes.insert(index, place.size_bytes)
+        self._join(index)
+        if index:
+            self._join(index - 1)
 
     def _join(self, index: int) -> None:
         """Make one of a free place and the next, if they touch."""
