@@ -24,7 +24,7 @@ from torch.distributed import run as torchrun
 
 from paceline.errors import ConfigurationError
 
-_LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1", "[::1]")
+LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,14 @@ class LaunchArguments:
         script: The script, module or program to start.
         num_local_ranks: How many ranks this machine runs.
         local_port: The port that this machine is asked to listen on, if one was named.
+        num_machines: How many may take part, at most.
     """
 
     torchrun: argparse.Namespace
     script: str
     num_local_ranks: int
     local_port: int | None
+    num_machines: int = 1
 
 
 def num_cores() -> int:
@@ -62,14 +64,19 @@ def parse(arguments: list[str]) -> LaunchArguments:
     _check_devices(num_local_ranks, _num_devices(), share=args.share_devices)
     if args.max_restarts < 0:
         raise ConfigurationError(f"--max-restarts {args.max_restarts} is negative. Pass 0 for no restarts.")
-    return LaunchArguments(args, args.training_script, num_local_ranks, _local_port(args, num_nodes))
+    return LaunchArguments(
+        args, args.training_script, num_local_ranks, _local_port(args, num_nodes), num_nodes
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = torchrun.get_args_parser()
     parser.prog = "paceline run"
+    parser.usage = "paceline run [options] training_script [the script's own options]"
     parser.description = "Start a script once a rank, as torchrun does, with torchrun's flags."
-    parser.add_argument(
+    own = parser.add_argument_group("options of paceline", "all others below are torchrun's")
+    parser._action_groups.insert(0, parser._action_groups.pop())  # ours first
+    own.add_argument(
         "--share-devices",
         "--share_devices",
         action="store_true",
@@ -209,7 +216,7 @@ def _local_port(args: argparse.Namespace, num_nodes: int) -> int | None:
             return None  # torch's launcher then takes a free one
         return (args.master_port or 29500) if args.node_rank == 0 else None
     host, _, port = args.rdzv_endpoint.rpartition(":")
-    if num_nodes > 1 or host not in _LOCAL_HOSTS or not port.isdigit():
+    if num_nodes > 1 or host not in LOCAL_HOSTS or not port.isdigit():
         return None  # with several machines the port may rightly be another agent's
     return int(port) or None
 
