@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 from models import Mlp
 from paceline import DistributedDataParallel
-from paceline.comm import peers
+from paceline.comm import meeting, peers
 from paceline.comm.sealed_store import TOKEN, SealedStore
 from paceline.errors import PeerLostError
-from paceline.host import meeting
 from paceline.host.processes import ProcessCard
 from paceline.transports.shared_memory import neighbours
 from ranks import Ranks

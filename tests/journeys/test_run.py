@@ -115,7 +115,7 @@ def test_stores_listen_on_one_address(flags, scripts):
     """With one machine nobody else can reach the job's stores. With several, loopback cannot be what is meant."""
     (scripts / "listens.py").write_text(LISTENS)
     limit = ["--rdzv-conf=last_call_timeout=1"] if "--nnodes=1:2" in flags else []
-    done = paceline("run", *flags, *limit, "--nproc-per-node=2", "listens.py", cwd=scripts)
+    done = paceline("run", *flags, *limit, "--nproc-per-node=2", "listens.py", cwd=scripts, cold=True)
     assert done.code == 0, done.err
     loopback = "0100007F"
     if limit:

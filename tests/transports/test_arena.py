@@ -9,7 +9,7 @@ from paceline.transports.shared_memory.arena import Arena
 
 def test_a_tensor_may_be_collected_while_its_owner_allocates():
     """A finalizer runs wherever garbage is collected, also within `allocate`, which holds the arena's lock."""
-    arena = Arena(Arena.create(2**20), reserved_bytes=0)
+    arena = Arena(None, 2**20, reserved_bytes=0)
     tensors = [arena.allocate(1000, torch.float32)]
     start = arena.place_of(tensors[0]).start
 
