@@ -86,22 +86,23 @@ class Meeting:
         until_s = time.monotonic() + self._timeout.total_seconds()
         words: list[bytes] = []
         for rank in range(self._num_ranks):
-            keys = [f"{topic}/{rank}"]
-            while not self._store.check(keys):
+            key = f"{topic}/{rank}"
+            while (found := self._store.get(key)) is None:
                 left_s = until_s - time.monotonic()
                 with contextlib.suppress(
                     RuntimeError
-                ):  # the slice has passed; or `check` says that the store is gone
-                    self._store.wait(keys, timedelta(seconds=max(min(SLICE_S, left_s), 0.01)))
+                ):  # the slice has passed; or `get` says that the store is gone
+                    self._store.wait(key, timedelta(seconds=max(min(SLICE_S, left_s), 0.01)))
                 rest = range(rank, self._num_ranks)
-                missing = [other for other in rest if not self._store.check([f"{topic}/{other}"])]
+                missing = [other for other in rest if self._store.get(f"{topic}/{other}") is None]
                 self._raise_if_lost(missing, is_late=time.monotonic() >= until_s)
-            words.append(self._store.get(*keys))
+            words.append(found)
         return words
 
     def _raise_if_lost(self, missing: Sequence[int], *, is_late: bool) -> None:
-        if self._store.check([_FAILED]):
-            lost, words = self._store.get(_FAILED).decode().split(" ", 1)
+        failed = self._store.get(_FAILED)
+        if failed is not None:
+            lost, words = failed.decode().split(" ", 1)
             self._fail(int(lost), words)
         for rank in missing:
             card = self._card(rank)
@@ -130,6 +131,6 @@ class Meeting:
 
     def _card(self, rank: int) -> ProcessCard | None:
         for place in self._places:
-            if rank not in self._cards and place.check([f"{_PROCESS}/{rank}"]):
-                self._cards[rank] = ProcessCard.from_words(place.get(f"{_PROCESS}/{rank}"))
+            if rank not in self._cards and (words := place.get(f"{_PROCESS}/{rank}")) is not None:
+                self._cards[rank] = ProcessCard.from_words(words)
         return self._cards.get(rank)

@@ -29,6 +29,7 @@ from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
 
 SLICE_S = 0.5  # between two polls for a roll call
 GRACE_S = 2.0  # for the others to answer
+_MOST_ASKED = 3
 
 _GRADIENTS_ARE_UNDEFINED = (
     "The gradients of this step are undefined, the parameters are untouched. Look at the output of the rank "
@@ -133,7 +134,7 @@ class _RollCall:
         self._has_store = True
         self._query: _StoreQuery | None = None
         self._cards: dict[int, ProcessCard] = {}
-        self._has_asked = False
+        self._num_asked = 0
         self.progress = _Progress()
         try:
             default_store = dist.distributed_c10d._get_default_store()
@@ -147,17 +148,14 @@ class _RollCall:
             self._has_store, self._store = False, SealedStore(dist.HashStore(), name)
 
     def learn(self) -> None:
-        """Read who the others are, once, while the store still answers. Local."""
-        if self._has_asked or not self._has_store or self._num_ranks == 1:
+        """Read who the others are while the store still answers; only in the first waits. Local."""
+        if self._num_asked >= _MOST_ASKED or not self._has_store or self._num_ranks == 1:
             return
+        self._num_asked += 1
         others = [rank for rank in range(self._num_ranks) if rank != self._rank]
-        try:
-            if self._store.check([f"who/{rank}" for rank in others]):
-                self._has_asked = True
-                for rank in others:
-                    self._card(rank)
-        except RuntimeError:
-            self._has_asked = True
+        with contextlib.suppress(RuntimeError):
+            if all(self._card(rank) is not None for rank in others):
+                self._num_asked = _MOST_ASKED
 
     def raise_if_called(self) -> None:
         """Poll the store.
@@ -218,26 +216,27 @@ class _RollCall:
         key = f"here/{rank}"
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
-            return self._store.check([key])
+            return self._store.get(key) is not None
         with contextlib.suppress(RuntimeError):  # the time is over, or `check` says that the store is gone
-            self._store.wait([key], timedelta(seconds=left_s))
-        return self._store.check([key])
+            self._store.wait(key, timedelta(seconds=left_s))
+        return self._store.get(key) is not None
 
     def _state_of(self, rank: int) -> _State:
         try:
             card = self._card(rank)
             if card is None:
                 return _State(f"has not got as far as {self._first_act}", is_gone=False)
-            if self._store.check([f"left/{rank}"]):
-                return _State(f"{card} {self._store.get(f'left/{rank}').decode()}", is_gone=True)
+            left = self._store.get(f"left/{rank}")
+            if left is not None:
+                return _State(f"{card} {left.decode()}", is_gone=True)
         except RuntimeError:
             return _State("does not answer", is_gone=False)
         return _look_up(card)
 
     def _card(self, rank: int) -> ProcessCard | None:
         """Who a rank is, if it has said so."""
-        if rank not in self._cards and self._store.check([f"who/{rank}"]):
-            self._cards[rank] = ProcessCard.from_words(self._store.get(f"who/{rank}"))
+        if rank not in self._cards and (words := self._store.get(f"who/{rank}")) is not None:
+            self._cards[rank] = ProcessCard.from_words(words)
         return self._cards.get(rank)
 
 
@@ -272,7 +271,7 @@ class _StoreQuery(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._answer = self._store.check([self._key])
+            self._answer = self._store.get(self._key) is not None
         except RuntimeError as error:
             self._error = error
 

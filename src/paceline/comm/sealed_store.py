@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import os
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -36,30 +35,18 @@ class SealedStore:
     def set(self, key: str, words: str) -> None:
         self._store.set(key, f"{self._code(key, words.encode())} {words}")
 
-    def get(self, key: str) -> bytes:
-        """Return what a rank has written, which `check` has found.
-
-        Raises:
-            RuntimeError: It is not there, or not a rank's.
-        """
-        words = self._open(key)
-        if words is None:
-            raise RuntimeError(f"the value of {key} in the job's store was not written by a rank of this job")
-        return words
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether ranks have written all of these."""
-        return self._store.check(list(keys)) and all(self._open(key) is not None for key in keys)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Wait for these keys; may return early. Raises at the timeout, as the store does."""
-        self._store.wait(list(keys), timeout)
-        if not self.check(keys):  # a stranger's; a rank's may still come
-            time.sleep(min(_PAUSE_S, timeout.total_seconds()))
-
-    def _open(self, key: str) -> bytes | None:
+    def get(self, key: str) -> bytes | None:
+        """Return what a rank has written; None if there is nothing, or something that is not a rank's."""
+        if not self._store.check([key]):
+            return None
         code, _, words = self._store.get(key).partition(b" ")
         return words if hmac.compare_digest(code, self._code(key, words).encode()) else None
+
+    def wait(self, key: str, timeout: timedelta) -> None:
+        """Wait for this key; may return early. Raises at the timeout, as the store does."""
+        self._store.wait([key], timeout)
+        if self.get(key) is None:  # a stranger's; a rank's may still come
+            time.sleep(min(_PAUSE_S, timeout.total_seconds()))
 
     def _code(self, key: str, words: bytes) -> str:
         text = b"\0".join([self._scope.encode(), key.encode(), words])

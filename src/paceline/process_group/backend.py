@@ -366,13 +366,13 @@ class ProcessGroup(dist.ProcessGroup):
         self._error = self._error or RuntimeError("it was aborted.")
         self._barrier.give_up(self._rank)
 
-    def _leave(self, _seconds: float) -> None:
-        self.host.me.status.leave()
+    def _leave(self, patience_s: float) -> None:
+        if self._lane.close(patience_s):  # else what is under way may still want the others
+            self.host.me.status.leave()
 
     def shutdown(self) -> None:
         """Let go of threads and mapped memory, after what is under way; tensors of `allocate_tensor` stay valid."""
-        self._lane.close(self._timeout.total_seconds())
-        self.host.me.status.leave()
+        self._leave(self._timeout.total_seconds())
 
 
 def _only(tensors: list[Tensor]) -> Tensor:
