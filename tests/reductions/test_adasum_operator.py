@@ -40,8 +40,14 @@ def off(result, expected, scale=1.0):
 SHAPES = [(3, 4), (5,), (2,), (0, 2), (CHUNK_ELEMENTS,), (7,), (3, CHUNK_ELEMENTS // 2 + 1), (200,), ()]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num_inputs", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+@pytest.mark.parametrize(
+    ("num_inputs", "dtype"),
+    [
+        *((num_inputs, torch.float64) for num_inputs in (1, 2, 3, 4, 5, 6, 7, 8, 16)),
+        *itertools.product((3, 8), (torch.float32, torch.float16, torch.bfloat16)),
+    ],
+    ids=str,
+)
 def test_any_number_of_inputs_equals_the_reference(num_inputs, dtype):
     """Tensor by tensor, whatever its size and its neighbours in the flat vector."""
     inputs = [
