@@ -303,9 +303,8 @@ def main(
             outcomes = where.run(measure, config, f"auto at {rate}", ENVIRONMENTS[Allocator.KEEP])[0]
         points += [Point(rate, outcome) for outcome in outcomes]
         points.sort(key=lambda point: _bits_per_s(point.rate))
-        if (
-            rate == names[-1] or not as_json
-        ):  # a table after every rate: an interrupted sweep leaves what it has
+        # A table after every rate: an interrupted sweep leaves what it has.
+        if rate == names[-1] or not as_json:
             result = report(points, config, hosts, load_before, quick)
             publish(result, results_folder, as_json)
             _draw(points, config, figure_path(result, results_folder))
@@ -316,7 +315,9 @@ def _place(hosts: int, rate: str) -> Place:
         return LoopbackRanks(hosts)
     # A queue that holds what four ranks send at once: losses would show retransmission, not compression.
     links: dict[str, Any] = {"offload": True, "queue": "1MiB"}
-    spec = ClusterSpec.parse(hosts=hosts, **links, **({} if rate == UNLIMITED else {"rate": rate}))
+    if rate != UNLIMITED:
+        links["rate"] = rate
+    spec = ClusterSpec.parse(hosts=hosts, **links)
     return ClusterRanks(spec)
 
 

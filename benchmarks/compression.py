@@ -80,7 +80,8 @@ def make_side(name: str, flat: Tensor) -> Side:
 
 def _layout(flat: Tensor) -> Layout:
     """Parameters of a million elements, each with a thousand more, as far as the bucket reaches."""
-    sizes, left = [], flat.numel()
+    sizes: list[int] = []
+    left = flat.numel()
     while left:
         sizes.append(min(left, 1_000_000 if len(sizes) % 2 == 0 else 1_000))
         left -= sizes[-1]

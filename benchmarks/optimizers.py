@@ -6,8 +6,9 @@ some steps; the ratio is taken within a round. Time is the thread's CPU time, so
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -16,17 +17,20 @@ from torch import nn
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
 from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
 from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.ranks import LoopbackRanks, TellProgress
+from paceline.lab.bench.rank_program import TellProgress
+from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.report.figures import save_bars
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, ratios
 from paceline.lab.workloads import make_workload
 from paceline.optim import LAMB, LARS
 
+Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
 MODELS = ("tiny", "transformer", "resnet50", "wide_mlp")
 TARGET_RATIO = 1.3
-SETTINGS = {"lr": 1e-6, "weight_decay": 1e-4}
-MAKERS = {
+SETTINGS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 1e-4}
+MAKERS: dict[str, Maker] = {
     "torch SGD": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True, **SETTINGS),
     "LARS": lambda parameters: LARS(parameters, momentum=0.9, **SETTINGS),
     "torch Adam": lambda parameters: torch.optim.Adam(parameters, foreach=True, **SETTINGS),
@@ -73,7 +77,7 @@ def _measure_model(config: Config, model: str, tell: TellProgress) -> Samples:
     return found
 
 
-def _make(shapes: list[torch.Size], maker: object) -> torch.optim.Optimizer:
+def _make(shapes: list[torch.Size], maker: Maker) -> torch.optim.Optimizer:
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)

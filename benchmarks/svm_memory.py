@@ -9,7 +9,7 @@ that were ever in a working set (at most all, twice), and vectors: bytes a sampl
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch.distributed as dist
 import typer
@@ -21,9 +21,8 @@ from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.report.publication import Report, publish
 
-VECTOR_BYTES = (
-    40 * 8
-)  # a sample of the whole problem: numbers, targets, coefficients, bounds, gradients, their copies
+# Of a sample of the whole problem: numbers, targets, coefficients, bounds, gradients, their copies.
+VECTOR_BYTES = 40 * 8
 WORK_BYTES = 48e6  # a working set's block, tiles, candidates
 
 
@@ -50,11 +49,11 @@ def measure(config: Config, tell: TellProgress) -> Memory:
     """Fit once on all ranks. Collective."""
     from paceline.svm import SVC
 
-    split = load(config.data, config.folder and Path(config.folder))
+    split = load(config.data, Path(config.folder) if config.folder else None)
     mine = slice(dist.get_rank(), None, dist.get_world_size())
     X, y = split.X[mine].copy(), split.y[mine].copy()
     num, width = split.X.shape
-    settings = {"C": split.cost, "gamma": split.gamma, "cache_size": config.cache_megabytes}
+    settings: dict[str, Any] = {"C": split.cost, "gamma": split.gamma, "cache_size": config.cache_megabytes}
     del split
     SVC(**{**settings, "cache_size": 8}).fit(X[:2_000], y[:2_000])
     tell(0.5)
@@ -90,7 +89,7 @@ def main(
     found, rows = {}, []
     for num in map(int, ranks.split(",")):
         for cache in map(float, caches.split(",")):
-            config = Config(data, folder and str(folder), cache)
+            config = Config(data, str(folder) if folder else None, cache)
             memories = LoopbackRanks(num).run(measure, config, f"memory, {num} rank(s)")
             worst = max(memories, key=lambda memory: memory.peak)
             found[f"{num} ranks, {cache:g} MB"] = [asdict(memory) for memory in memories]
@@ -103,7 +102,7 @@ def main(
         rows=tuple(rows),
         verdicts=(),
         notes=("resident memory above what the rank had before the fit; of all ranks the most",),
-        config=Config(data, folder and str(folder), 0.0),
+        config=Config(data, str(folder) if folder else None, 0.0),
         summaries={name: {"peak": max(one["peak"] for one in memories)} for name, memories in found.items()},
         samples=found,
         provenance=collect(1, load_before),

@@ -51,12 +51,13 @@ class Count:
 
 def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
     """Return every rank's solution, the seconds it took, and those for what every rank repeats (one rank only)."""
-    from paceline.svm import in_memory
+    from paceline.process_group.in_process import InProcessWorld
     from paceline.svm.kernels import Kernel
     from paceline.svm.problem import Problem, SolverSettings
-    from paceline.svm.samples import DenseSamples
+    from paceline.svm.sample_forms import DenseSamples
     from paceline.svm.solver import Solver
     from paceline.svm.sub_problem import SubProblem
+    from paceline.svm.world import GroupWorld
 
     repeated_s = [0.0]
 
@@ -67,7 +68,8 @@ def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
             repeated_s[0] += time.process_time() - started_s
             return answer
 
-    def task(world: Any) -> Any:
+    def task(group: Any) -> Any:
+        world = GroupWorld(group)
         ids = np.arange(world.rank, len(split.y), num_ranks)
         y = np.where(split.y[ids] == 1, 1.0, -1.0)
         problem = Problem(
@@ -85,7 +87,7 @@ def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
         return solver.solve()
 
     started_s = time.process_time()
-    solutions = in_memory.run(num_ranks, task)
+    solutions = InProcessWorld(num_ranks).run(task)
     return solutions, time.process_time() - started_s, repeated_s[0]
 
 

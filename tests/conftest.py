@@ -1,19 +1,61 @@
-"""The longest tests come first, half of them for each of two workers: who runs out of tests then finds short ones."""
+"""Which tests are quick, and which are begun first."""
+
+from __future__ import annotations
 
 import itertools
 
+import pytest
 
-def pytest_collection_modifyitems(items):
-    """Journeys and what is marked slow at the front of both halves of the list; a module's own stay together."""
-    long = [item for item in items if _is_long(item)]
-    short = [item for item in items if not _is_long(item)]
-    groups = {}
-    for item in long:
-        groups.setdefault(item.nodeid if item.path.name == "test_docs.py" else item.path, []).append(item)
-    first, second = (list(itertools.chain(*list(groups.values())[k::2])) for k in (0, 1))
-    middle = len(short) // 2
-    items[:] = [*first, *short[:middle], *second, *short[middle:]]
+# Commands, clusters, timeouts, compilers; and what takes more than a few seconds of a processor.
+NOT_QUICK = {"journeys", "emulation", "faults", "bench", "svm", "process_group", "recipes"} | {
+    "test_adasum_optimizer.py",
+    "test_adasum_over_ranks.py",
+    "test_auto.py",
+    "test_c10d.py",
+    "test_compile.py",
+    "test_compressed_training.py",
+    "test_local_steps.py",
+    "test_mlstm_streams.py",
+    "test_noise_scale.py",
+    "test_random_programs.py",
+}
 
 
-def _is_long(item):
-    return item.path.parent.name == "journeys" or item.get_closest_marker("slow") is not None
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests are quick unless something says otherwise."""
+    if NOT_QUICK.isdisjoint((item.path.parent.name, item.path.name)) and not item.get_closest_marker("slow"):
+        item.add_marker(pytest.mark.quick)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest tests first on every worker: who runs out of tests then finds short ones.
+
+    Each worker is handed an equal part of the list, in order. A module's long tests stay together; pages of the docs
+    are apart; what numba compiles stays together, so that it is compiled once and not by two workers at a time.
+    """
+    num_workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    groups: dict[object, list[pytest.Item]] = {}
+    short: list[pytest.Item] = []
+    for item in items:
+        if group := _long_group(item):
+            groups.setdefault(group, []).append(item)
+        else:
+            short.append(item)
+    ordered: list[pytest.Item] = []
+    for worker in range(num_workers):
+        size = (len(items) - len(ordered)) // (num_workers - worker)
+        long = list(itertools.chain(*list(groups.values())[worker::num_workers]))
+        ordered += [*long, *short[: max(size - len(long), 0)]]
+        del short[: max(size - len(long), 0)]
+    items[:] = [*ordered, *short]
+
+
+def _long_group(item: pytest.Item) -> object:
+    """What a long test stays together with; None for a short test."""
+    if "svm" in item.nodeid:
+        return "svm"
+    if item.path.name == "test_docs.py":
+        return item.nodeid
+    is_long = item.path.parent.name == "journeys" or item.get_closest_marker("slow") is not None
+    return item.path if is_long else None

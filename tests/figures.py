@@ -63,7 +63,7 @@ def figures_of(table: Table) -> dict[str, set[str]]:
 def rounds_to(value: float, figure: str) -> bool:
     """Whether a value, rounded to as many digits as the figure shows, is that figure."""
     digits = len(figure.partition(".")[2])
-    return abs(value - float(figure.replace(",", ""))) <= 0.5 * 10**-digits * (1 + 1e-9)
+    return abs(value - float(figure.replace(",", ""))) <= 0.5 * 10.0**-digits * (1 + 1e-9)
 
 
 def value_of(source: str) -> float:
@@ -117,4 +117,6 @@ def _step(record: Any, key: str) -> list[Any]:
 def _number(value: Any) -> float:
     if isinstance(value, dict):
         value = value["median"]
-    return float(re.match(r"[\d.]+", value.replace(",", ""))[0]) if isinstance(value, str) else float(value)
+    if isinstance(value, str):
+        (value,) = re.findall(r"^[\d.]+", value.replace(",", ""))
+    return float(value)

@@ -73,7 +73,8 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
             x = torch.tanh(layer(x))
-        return self.layers[-1](x)
+        output: Tensor = self.layers[-1](x)
+        return output
 
 
 def conv_net() -> nn.Module:
@@ -102,7 +103,8 @@ class TiedLanguageModel(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(self.embedding(tokens))))
+        output: Tensor = self.head(torch.tanh(self.body(self.embedding(tokens))))
+        return output
 
 
 class MixedDtypes(nn.Module):
@@ -120,7 +122,8 @@ class MixedDtypes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.b(self.a(x).double()))
         x = torch.tanh(self.d(self.c(x.bfloat16()).float()))
-        return self.e(x.double()) * self.scale.double()
+        output: Tensor = self.e(x.double()) * self.scale.double()
+        return output
 
 
 class ComplexNet(nn.Module):
@@ -133,7 +136,8 @@ class ComplexNet(nn.Module):
         self.fine = nn.Parameter(torch.randn(6, dtype=torch.complex128))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.real(x).to(torch.complex64) @ self.spectrum) * self.fine
+        output: Tensor = (self.real(x).to(torch.complex64) @ self.spectrum) * self.fine
+        return output
 
 
 class SparseNet(nn.Module):
@@ -146,7 +150,8 @@ class SparseNet(nn.Module):
         self.out = nn.Linear(12, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(torch.cat([self.words(tokens).sum(1), self.bags(tokens)], dim=1))
+        output: Tensor = self.out(torch.cat([self.words(tokens).sum(1), self.bags(tokens)], dim=1))
+        return output
 
 
 class OddShapes(nn.Module):
@@ -174,7 +179,8 @@ class TinyTransformer(nn.Module):
         self.out = nn.Linear(16, 17)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.encoder(self.embedding(tokens)))
+        output: Tensor = self.out(self.encoder(self.embedding(tokens)))
+        return output
 
 
 class IgnoresSome(nn.Module):
@@ -188,7 +194,8 @@ class IgnoresSome(nn.Module):
         self._ddp_params_and_buffers_to_ignore = ["w", "local.weight"]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.local(torch.tanh(self.body(x))) * self.w
+        output: Tensor = self.local(torch.tanh(self.body(x))) * self.w
+        return output
 
 
 class Branches(nn.Module):
@@ -230,7 +237,7 @@ WORKLOADS: dict[str, Workload] = {
     ),  # gradients that are worth a copy of their own
     "conv_bn": Workload(conv_net, _images, squares),
     "channels_last": Workload(
-        lambda: conv_net().to(memory_format=torch.channels_last),
+        lambda: conv_net().to(memory_format=torch.channels_last),  # type: ignore[call-overload]  # Module.to takes it
         lambda source: (_images(source)[0].to(memory_format=torch.channels_last),),
         squares,
     ),

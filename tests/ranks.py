@@ -45,6 +45,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
+import warm
+
 GROUP_TIMEOUT_S = 30.0
 DEADLINE_S = 60.0
 STOPPED_CHECK_S = 0.5
@@ -53,7 +55,7 @@ BACKEND = "PACELINE_TEST_BACKEND"  # which c10d backend the pools open; gloo by 
 _PR_SET_PDEATHSIG = 1
 _SPAWNER = mp.get_context("forkserver")
 _SPAWNER.set_forkserver_preload(
-    ["ranks", "pytest", "numpy", "torch", "torch.distributed", "sklearn.svm", "numba"]
+    ["ranks", "pytest", "numpy", "torch", "torch.distributed", "torch._dynamo", "sklearn.svm", "numba"]
 )
 
 
@@ -435,16 +437,14 @@ def torchrun(
     env: Mapping[str, str] | None = None,
     deadline_s: float = 120.0,
 ) -> Job:
-    """Run `script` under plain torchrun on a port that torchrun picks.
+    """Run `script` under plain torchrun on a port that torchrun picks; `warm.py` says in which interpreters.
 
     Raises:
         OrphanError: a process of the job outlived it.
         RanksFailedError: the deadline passed.
     """
     launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
+        str(warm.folder() / "torchrun"),
         "--standalone",
         f"--nproc-per-node={num_ranks}",
     ]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import numpy as np
+from numpy.typing import NDArray
 from sklearn.metrics.pairwise import pairwise_kernels
 
-from paceline.svm import dealing, solving, working_set
+from paceline.svm import placement, working_set
 
 TIGHT = 1e-6
 
@@ -23,7 +26,9 @@ class Truth:
     imbalance: float
 
 
-def two_classes(num, num_features=4, seed=0, noise=0.3):
+def two_classes(
+    num: int, num_features: int = 4, seed: int = 0, noise: float = 0.3
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Overlapping classes with a curved border; labels 0 and 1."""
     generator = np.random.default_rng(seed)
     X = generator.normal(size=(num, num_features))
@@ -31,7 +36,7 @@ def two_classes(num, num_features=4, seed=0, noise=0.3):
     return X, y
 
 
-def truth(X, y, model, costs, **kernel):
+def truth(X: Any, y: Any, model: Any, costs: Any, **kernel: Any) -> Truth:
     """The truth about a fitted binary SVC, ours or scikit-learn's."""
     signs = np.where(y == model.classes_[1], 1.0, -1.0)
     beta = np.zeros(len(y))
@@ -52,12 +57,11 @@ def truth(X, y, model, costs, **kernel):
 
 
 @contextlib.contextmanager
-def working_sets_of(size):
+def working_sets_of(size: int) -> Iterator[None]:
     """No problem is small enough to be solved as a whole, and working sets are so small that many are needed."""
     with (
-        mock.patch.object(dealing, "LARGEST", 0),
-        mock.patch.object(solving, "LARGEST", 0),
-        mock.patch.object(solving, "_LEAST_ROW_S", 0.0),
+        mock.patch.object(placement, "LARGEST", 0),
+        mock.patch.object(placement, "_LEAST_ROW_S", 0.0),
         mock.patch.object(working_set, "working_set_size", lambda num, _=0: min(size, max(2, num))),
     ):
         yield

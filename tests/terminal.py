@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import warm
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEADLINE_S = 100.0
 _MARK = "PACELINE_TERMINAL"
@@ -27,35 +29,56 @@ class Finished:
     err: str
 
 
-def paceline(*words: str, cwd: Path, env: Mapping[str, str] | None = None) -> Finished:
+def paceline(*words: str, cwd: Path, env: Mapping[str, str] | None = None, cold: bool = False) -> Finished:
     """Run `paceline WORDS...` to its end; fails if it leaves a process behind."""
-    return run([sys.executable, "-m", "paceline", *words], cwd=cwd, env=env)
+    return run(["paceline", *words], cwd=cwd, env=env, cold=cold)
 
 
-def torchrun(*words: str, cwd: Path) -> Finished:
-    """Run `torchrun WORDS...` to its end."""
-    return run([sys.executable, "-m", "torch.distributed.run", *words], cwd=cwd)
+def run(
+    command: Sequence[str],
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    cold: bool = False,
+    temporary: Path | None = None,
+) -> Finished:
+    """Run a command to its end; fails if it leaves a process behind.
 
-
-def run(command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> Finished:
-    """Run a command to its end; fails if it leaves a process behind."""
-    with started(command, cwd, env) as process:
+    Args:
+        command: Its first word is looked up on a user's PATH.
+        cwd: Where.
+        env: Added to the environment.
+        cold: Whether every `python`, `paceline` and `torchrun` is a fresh interpreter; otherwise see `warm.py`.
+        temporary: Where temporary files go, in a folder `tmp`; by default `cwd`.
+    """
+    with started(command, cwd, env, cold=cold, temporary=temporary) as process:
         out, err = process.communicate(timeout=DEADLINE_S)
         left = alive(process)
     assert not left, f"{command} left {left} behind"
     return Finished(process.returncode, out, err)
 
 
+class Started(subprocess.Popen[str]):
+    """A command under way; its environment carries a mark, and so do those of what it starts."""
+
+    mark: str
+
+
 @contextlib.contextmanager
 def started(
-    command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[str]]:
+    command: Sequence[str],
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    cold: bool = False,
+    temporary: Path | None = None,
+) -> Iterator[Started]:
     """Start a command in a session of its own; whatever of it is alive at the end is killed."""
     mark = uuid.uuid4().hex
-    process = subprocess.Popen(
+    process = Started(
         command,
         cwd=cwd,
-        env=environment(cwd) | {_MARK: mark} | dict(env or {}),
+        env=environment(temporary or cwd, cold=cold) | {_MARK: mark} | dict(env or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -72,7 +95,7 @@ def started(
         process.communicate()
 
 
-def environment(tmp: Path) -> dict[str, str]:
+def environment(tmp: Path, *, cold: bool = False) -> dict[str, str]:
     """A user's environment: this Python's programs first on the PATH, temporary files where a test can look."""
     env = {
         name: value
@@ -81,12 +104,13 @@ def environment(tmp: Path) -> dict[str, str]:
     }
     folder = tmp / "tmp"
     folder.mkdir(exist_ok=True)
-    path = os.pathsep.join((str(Path(sys.executable).parent), env.get("PATH", "")))
+    programs = Path(sys.executable).parent if cold else warm.folder()
+    path = os.pathsep.join((str(programs), str(Path(sys.executable).parent), env.get("PATH", "")))
     # A width, because rich would otherwise wrap at 80 columns and split the words a test looks for.
     return env | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "COLUMNS": "200", "PATH": path}
 
 
-def alive(process: subprocess.Popen[str]) -> dict[int, str]:
+def alive(process: Started) -> dict[int, str]:
     """Command lines of the living among `process` and what it started, by process id."""
     needle = f"{_MARK}={process.mark}".encode()
     found = {}

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +102,7 @@ def test_nothing_is_left_after_sigkill(tmp_path: Path) -> None:
         "--report",
         str(tmp_path / "report"),
     ]
-    with started([sys.executable, "-m", "paceline", "bench", "step", *words], tmp_path) as process:
+    with started(["paceline", "bench", "step", *words], tmp_path) as process:
         until(lambda: sum("paceline.lab.bench.rank_program" in line for line in alive(process).values()) >= 2)
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)

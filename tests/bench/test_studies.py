@@ -14,9 +14,16 @@ from paceline.lab.bench.layer_profile import LayerTime, Profile, default_profile
 from paceline.lab.bench.limit import ring_bytes_per_rank
 from paceline.lab.bench.protocol import WrongAnswerError
 from paceline.lab.bench.timed_model import gradient_bytes
-from paceline.lab.studies import cluster_study
+from paceline.lab.studies import variants
 from paceline.lab.studies.catalogue import STUDIES, find_study
-from paceline.lab.studies.cluster_study import Block, Outcome, StudyConfig, StudyOptions, check, measure
+from paceline.lab.studies.cluster_study import (
+    Block,
+    StudyConfig,
+    StudyOptions,
+    VariantOutcome,
+    check,
+    measure,
+)
 from paceline.lab.studies.mlstm_scaling import (
     METHODS,
     ScalingOptions,
@@ -63,7 +70,7 @@ def test_every_variant_computes_the_mean(side, setting):
 
 def test_a_wrong_mean_is_refused():
     """Times of a side that does not synchronize would mean nothing."""
-    outcome = Outcome("tiny", Variant("ours", 2), (), 0, 1, error=0.5)
+    outcome = VariantOutcome("tiny", Variant("ours", 2), (), 0, 1, error=0.5)
     with pytest.raises(WrongAnswerError, match=r"0\.5 away from the mean"):
         check([outcome])
 
@@ -107,14 +114,12 @@ def test_a_cap_is_on_every_connection_to_another_address():
         accepted = [listener.accept()[0] for _ in range(2)]
 
         def rates():
-            words = [
-                x.getsockopt(socket.SOL_SOCKET, cluster_study._SO_MAX_PACING_RATE, 8) for x in (far, near)
-            ]
+            words = [x.getsockopt(socket.SOL_SOCKET, variants._SO_MAX_PACING_RATE, 8) for x in (far, near)]
             return [struct.unpack("=Q", word)[0] for word in words]
 
-        assert cluster_study.cap_flows(1e6) == 2  # both ends are ours
+        assert variants.cap_flows(1e6) == 2  # both ends are ours
         assert rates() == [1_000_000, 2**64 - 1]
-        cluster_study.cap_flows(None)
+        variants.cap_flows(None)
         assert rates() == [2**64 - 1] * 2
         for connection in accepted:
             connection.close()
@@ -144,7 +149,7 @@ def outcome(block, variant, step_s, communication_s=0.0, sent_bytes=0):
     """What a variant would bring home whose steps all take so long."""
     rest = step_s - communication_s
     phases = Phases([rest / 3], [rest * 2 / 3], [communication_s], [0.0])
-    return Outcome(block, variant, (phases,) * variant.num_ranks, sent_bytes, 1, 0.0)
+    return VariantOutcome(block, variant, (phases,) * variant.num_ranks, sent_bytes, 1, 0.0)
 
 
 def test_skipping_is_set_against_exposed_time_divided():

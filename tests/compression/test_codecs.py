@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from models import generator
 from paceline.compression import BY_NAME, Bf16, Fp16, Int8, Layout, OneBit, RandomK, Seeds, TopK
+from paceline.compression.sparsification import STRIDE
 from paceline.errors import ConfigurationError
 
 COMPRESSORS = {
@@ -139,12 +140,12 @@ def test_each_element_is_chosen_equally_often():
 
 
 @pytest.mark.parametrize("size", [50, 40_000, 200_000])
-@pytest.mark.parametrize("kind", ["normal", "columns", "equal"])
+@pytest.mark.parametrize("kind", ["normal", "columns", "sampled", "equal"])
 def test_the_largest_are_chosen(size, kind):
-    """Exactly those, also where a sample misleads: large values in one column only, or all magnitudes equal."""
+    """Exactly those, also where a sample misleads: large values in one column or the sample only, or all equal."""
     flat = torch.randn(size, generator=generator(7))
-    if kind == "columns":
-        flat[::100] *= 1000.0
+    if kind in ("columns", "sampled"):
+        flat[:: 100 if kind == "columns" else STRIDE] *= 1000.0
     if kind == "equal":
         flat = flat.sign()
     decoded = said(TopK(0.01), flat, Layout.of(flat), Seeds(1, 2))

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from paceline.cli import main
 from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 from terminal import alive, paceline, started
 
 pytestmark = pytest.mark.timeout(150)
+COLD = sys.executable  # a fresh interpreter, where it is the very process that is killed
 
 TRAIN = """\
 import os, socket, sys
@@ -50,6 +52,12 @@ if os.environ["RANK"] == "1":
     sys.exit("the user's own mistake")
 time.sleep(600)
 """
+
+
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch):
+    """What runs on a host of a cluster that a test opens itself starts without importing, too."""
+    monkeypatch.setattr(sys, "executable", str(warm.folder() / "python"))
 
 
 @pytest.fixture
@@ -149,7 +157,7 @@ def test_nothing_survives_sigkill(possible, scripts, also_the_laboratory):
         "--",
         "sleeps.py",
     ]
-    with started([sys.executable, *words], scripts) as process:
+    with started([COLD, *words], scripts) as process:
         while "ready" not in process.stdout.readline():
             assert process.poll() is None
         ours = _networks() - before
@@ -171,7 +179,7 @@ def test_nothing_survives_sigkill(possible, scripts, also_the_laboratory):
 @pytest.mark.slow
 def test_an_interrupt_ends_everything_in_order(possible, scripts):
     words = ["-m", "paceline", "emulate", "--hosts", "2", "--cpu", "200%", "--", "sleeps.py"]
-    with started([sys.executable, *words], scripts) as process:
+    with started([COLD, *words], scripts) as process:
         while "ready" not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)

@@ -1,5 +1,6 @@
 """An exception inside backward: on all ranks, the next iteration is clean; on one, the others are told who."""
 
+import itertools
 import warnings
 
 import pytest
@@ -55,37 +56,43 @@ def train(rank, num_ranks, seed, who, layer, options, width):
 
 
 OPTIONS = [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}, {"static_graph": True}]
+LAYERS = [0, 1, 3]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "default")
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("layer", [0, 1, 3])
-def test_all_ranks_abort(layer, width, options):
+def train_all(rank, num_ranks, seed, who):
+    """Every layer at which it may happen, with every width and all options."""
+    cases = itertools.product(LAYERS, OPTIONS, WIDTHS)
+    return [(case, train(rank, num_ranks, seed, who, *case)) for case in cases]
+
+
+def check_good_steps(rank, case, results):
+    for step, result in enumerate(results):
+        if step != BAD_STEP:
+            assert isinstance(result, float), (rank, case, step, result)
+            assert result < 1e-12, (rank, case, step, result)
+
+
+def test_all_ranks_abort():
     """Every rank raises its own exception, and every other step is right."""
-    for rank, results in enumerate(pool(2).run(train, 1, (0, 1), layer, options, width)):
-        for step, result in enumerate(results):
-            if step == BAD_STEP:
-                assert result == ("StumbleError", f"on purpose, rank {rank}")
-            else:
-                assert result < 1e-12, (step, result)
+    for rank, of_rank in enumerate(pool(2).run(train_all, 1, (0, 1))):
+        assert len(of_rank) == len(LAYERS) * len(OPTIONS) * len(WIDTHS)
+        for case, results in of_rank:
+            check_good_steps(rank, case, results)
+            assert results[BAD_STEP] == ("StumbleError", f"on purpose, rank {rank}"), case
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "default")
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("layer", [0, 3])
 @pytest.mark.parametrize(("num_ranks", "who"), [(2, 0), (2, 1), (3, 1)])
-def test_one_rank_aborts(num_ranks, who, layer, width, options):
+def test_one_rank_aborts(num_ranks, who):
     """The others' backward raises PeerAbortedError that names the rank; the steps after it are right on all ranks."""
-    for rank, results in enumerate(pool(num_ranks).run(train, 2, (who,), layer, options, width)):
-        for step, result in enumerate(results):
-            if step != BAD_STEP:
-                assert isinstance(result, float), (rank, step, result)
-                assert result < 1e-12, (rank, step, result)
-            elif rank == who:
-                assert result == ("StumbleError", f"on purpose, rank {rank}")
+    for rank, of_rank in enumerate(pool(num_ranks).run(train_all, 2, (who,))):
+        for case, results in of_rank:
+            check_good_steps(rank, case, results)
+            kind, words = results[BAD_STEP]
+            if rank == who:
+                assert (kind, words) == ("StumbleError", f"on purpose, rank {rank}"), case
             else:
-                assert result[0] == "PeerAbortedError"
-                assert f"rank {who}" in result[1]
+                assert kind == "PeerAbortedError", case
+                assert f"rank {who}" in words, case
 
 
 def abort_under_no_sync(rank, num_ranks, seed):

@@ -2,14 +2,12 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from terminal import REPOSITORY, Finished, run
+
 SHAPE = {
     "name",
     "question",
@@ -25,12 +23,8 @@ SHAPE = {
 ORIGIN = {"command", "date", "git_hash", "git_dirty", "torch_version", "cpu_model", "num_cores", "num_ranks"}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False, timeout=110
-    )
+def benchmark(*arguments: str, folder: Path) -> Finished:
+    return run(["python", "-m", *arguments], cwd=REPOSITORY, temporary=folder)
 
 
 @pytest.mark.slow
@@ -48,11 +42,17 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 )
 def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     """A row for every side, raw samples, a figure, and where it all comes from; the same JSON on stdout and on disk."""
-    done = run(
-        f"benchmarks.{arguments[0]}", *arguments[1:], "--quick", "--json", "--results-folder", str(tmp_path)
+    done = benchmark(
+        f"benchmarks.{arguments[0]}",
+        *arguments[1:],
+        "--quick",
+        "--json",
+        "--results-folder",
+        str(tmp_path),
+        folder=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
     assert set(record) >= SHAPE
     assert set(record["provenance"]) >= ORIGIN
     assert record["samples"]
@@ -68,9 +68,11 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
 
 def test_the_benchmark_of_optimizers_reports(tmp_path: Path) -> None:
     """A row for LARS and one for LAMB, each with its peer."""
-    done = run("benchmarks.optimizers", "--quick", "--json", "--results-folder", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)
+    done = benchmark(
+        "benchmarks.optimizers", "--quick", "--json", "--results-folder", str(tmp_path), folder=tmp_path
+    )
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
     assert set(record) >= SHAPE
     assert [row[1:3] for row in record["rows"]] == [["LARS", "torch SGD"], ["LAMB", "torch Adam"]]
 
@@ -78,20 +80,22 @@ def test_the_benchmark_of_optimizers_reports(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_adasum_benchmark_reports(tmp_path: Path) -> None:
     """Over both backends, and with two ranks no more bytes than the limit, but for dot products and headers."""
-    done = run("benchmarks.adasum", "--quick", "--json", "--results-folder", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)
+    done = benchmark(
+        "benchmarks.adasum", "--quick", "--json", "--results-folder", str(tmp_path), folder=tmp_path
+    )
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
     assert set(record) >= SHAPE
     assert [row[0].partition(":")[0] for row in record["rows"]] == ["gloo", "paceline"]
     assert all(1.0 <= float(row[-1]) < 1.05 for row in record["rows"])
 
 
-def test_an_unknown_name_is_one_paragraph() -> None:
+def test_an_unknown_name_is_one_paragraph(tmp_path: Path) -> None:
     """No traceback for a typing mistake; the message lists what there is."""
-    done = run("benchmarks.step_time", "--workload", "resnet5")
-    assert done.returncode == 1
-    assert "resnet50" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = benchmark("benchmarks.step_time", "--workload", "resnet5", folder=tmp_path)
+    assert done.code == 1
+    assert "resnet50" in done.err
+    assert "Traceback" not in done.err
 
 
 def _has_matplotlib() -> bool:

@@ -12,7 +12,7 @@ import typer
 from figures import figures_of, rounds_to, tables, value_of
 from paceline.cli.app import app
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.studies import find_study
+from paceline.lab.studies.catalogue import find_study
 from terminal import REPOSITORY
 
 README, BENCHMARKS, CLAIMS = (

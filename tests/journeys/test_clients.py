@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import warm
 from ranks import RanksFailedError, torchrun
 from terminal import TORCHS_ABORT
 
@@ -32,7 +33,7 @@ def train(script, out, *args):
     """Every rank's loss curve."""
     out.mkdir()
     words = (script, *args, "--out", str(out))
-    env = {"HF_HUB_OFFLINE": "1"}
+    env = {"HF_HUB_OFFLINE": "1"} | ({warm.ALSO: "transformers"} if "transformers" in script.name else {})
     if not script.name.startswith("torch_"):
         torchrun(*words, env=env).checked()
         return losses_in(out)

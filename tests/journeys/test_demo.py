@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from paceline.cli import main
 from paceline.errors import ConfigurationError
 from paceline.lab.demo.comparison import difference, epoch_losses
-from paceline.lab.demo.messages import Inbox, Progress, Sender
+from paceline.lab.demo.progress_pipe import Inbox, Progress, Sender
 from paceline.lab.workloads.datasets import load_images
 from paceline.launch import num_cores
 from terminal import paceline

@@ -1,7 +1,7 @@
 """Every code block of the documentation does what the page says.
 
 How a page is run, top to bottom, in a folder of its own that has the `examples`:
-    ```python title="NAME"   is written to NAME
+    ```python title="NAME"   is written to NAME; with PATH::NAME in the title it is that function of the source
     ```python                is run by itself
     ```console               each `$ ` line is run by bash; the lines under it must be in its output, in that order;
                              `...` stands for anything, also for whole lines; `make` is only asked whether it could
@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 
 import pytest
 
+from included_source import current, is_included
 from paceline.errors import UnsupportedError
 from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 from terminal import REPOSITORY, TORCHS_ABORT, Finished, run
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
+_ROOTS = (REPOSITORY / "src" / "paceline", REPOSITORY)
 _FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -97,10 +98,12 @@ def test_every_block_does_what_the_page_says(page, tmp_path):
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     for block in _blocks(page):
         where = f"{_name(page)}:{block.line}"
-        if block.title is not None:
+        if is_included(block.title):
+            assert block.text == current(block.title, block.text), f"{where}: python tests/included_source.py"
+        elif block.title is not None:
             (tmp_path / block.title).write_text(block.text)
         elif block.language == "python":
-            done = run([sys.executable, "-c", block.text], cwd=tmp_path)
+            done = run(["python", "-c", block.text], cwd=tmp_path)
             assert done.code == 0, f"{where}\n{done.err}"
         elif block.language == "console":
             for command, shown in _commands(block.text):
@@ -134,9 +137,37 @@ def test_every_message_that_points_into_the_docs_points_at_a_heading():
             assert anchor in _anchors(REPOSITORY / page), f"{_name(source)} points at {page}#{anchor}"
 
 
+def test_where_x_is_decided_is_a_file():
+    """Each file that the architecture's table names for a question, or for something to add, is there."""
+    page = (REPOSITORY / "docs/architecture.md").read_text()
+    section = page[page.index("## Where is X decided?") : page.index("## A gradient's way")]
+    paths = re.findall(r"`([\w/]+\.\w+)`", section)
+    assert len(paths) > 30
+    missing = [path for path in paths if not any((root / path).is_file() for root in _ROOTS)]
+    assert not missing, f"docs/architecture.md names {missing}"
+
+
+def test_the_glossary_gives_a_word_one_meaning():
+    rows = re.findall(r"^\| ([^|]+) \|", (REPOSITORY / "docs/glossary.md").read_text(), re.MULTILINE)
+    words = [word for row in rows if row != "word" for word in row.split(", ")]
+    assert len(words) == len(set(words)), sorted(word for word in set(words) if words.count(word) > 1)
+
+
+def test_pre_commit_runs_what_make_check_runs():
+    recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)[1]
+    hooks = re.findall(r"entry: (.*)", (REPOSITORY / ".pre-commit-config.yaml").read_text())
+    assert hooks == [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
+
+
 def test_a_page_that_lies_is_caught():
     """The patterns are strict: order and content count."""
     assert _pattern(["a ... c", "...", "d"]).search("a b c\nx\nd\n")
     assert not _pattern(["d", "a"]).search("a\nd\n")
     assert not _pattern(["a ... c"]).search("a\nc\n")
     assert not _pattern(["True"]).search("False\n")
+    here = "tests/journeys/test_docs.py::_name"
+    assert current(here, "") == "def _name(page):\n    return str(page.relative_to(REPOSITORY))\n"
+    assert current(f"{here}, in part", "return str(page.relative_to(REPOSITORY))\n").startswith("return ")
+    for title, text in [(f"{here}less", ""), (f"{here}, in part", "a line that is not there\n")]:
+        with pytest.raises(LookupError):
+            current(title, text)

@@ -50,7 +50,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 @pytest.mark.parametrize("words", [["--help"], ["demo", "--help"], ["--version"], []])
 def test_help_imports_no_torch(words, tmp_path):
-    done = paceline(*words, cwd=tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"})
+    done = paceline(*words, cwd=tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"}, cold=True)
     assert done.code == 0
     assert " paceline.cli" in done.err  # the record of imports is there
     assert " torch" not in done.err
@@ -58,11 +58,14 @@ def test_help_imports_no_torch(words, tmp_path):
 
 
 def test_the_version_is_the_installed_one(tmp_path):
-    assert paceline("--version", cwd=tmp_path).out == f"paceline {importlib.metadata.version('paceline')}\n"
+    assert (
+        paceline("--version", cwd=tmp_path, cold=True).out
+        == f"paceline {importlib.metadata.version('paceline')}\n"
+    )
 
 
 def test_help_names_every_command(tmp_path):
-    out = paceline("--help", cwd=tmp_path).out
+    out = paceline("--help", cwd=tmp_path, cold=True).out
     assert "run" in out
     assert "demo" in out
     assert "emulate" in out
@@ -78,7 +81,7 @@ def test_help_names_every_command(tmp_path):
     ],
 )
 def test_bad_usage_is_one_paragraph_and_exit_2(words, says, tmp_path):
-    done = paceline(*words, cwd=tmp_path)
+    done = paceline(*words, cwd=tmp_path, cold=True)
     assert done.code == 2
     assert done.out == ""
     assert done.err.count("\n") == 1

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 import time
 
 import pytest
@@ -19,7 +18,7 @@ def finished(tmp_path_factory):
     """What it says when stopped and, asked again, when finished."""
     folder = tmp_path_factory.mktemp("study")
     trials = folder / "out" / "large-batch-digits.jsonl"
-    with started([sys.executable, "-m", "paceline", *ARGUMENTS], folder) as process:
+    with started(["paceline", *ARGUMENTS], folder) as process:
         while not (trials.exists() and len(trials.read_text().splitlines()) >= 2):
             assert process.poll() is None
             time.sleep(0.01)

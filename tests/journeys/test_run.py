@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from paceline.cli import main
-from terminal import REPOSITORY, alive, paceline, started, torchrun
+from paceline.launch import parse
+from terminal import REPOSITORY, alive, paceline, run, started
 
 HELLO = """\
 import os, sys
@@ -77,7 +78,8 @@ def _refused(words, capsys):
 )
 def test_every_rank_runs_the_script_with_its_own_arguments(flags, scripts):
     """Both spellings; what follows the script is the script's, even where it looks like ours."""
-    done = paceline("run", *flags, "hello.py", "--nproc-per-node", "9", "--", "x", cwd=scripts)
+    cold = flags == ["--nproc-per-node", "2"]
+    done = paceline("run", *flags, "hello.py", "--nproc-per-node", "9", "--", "x", cwd=scripts, cold=cold)
     assert done.code == 0, done.err
     says = "says --nproc-per-node 9 -- x on 1"
     assert sorted(done.out.splitlines()) == [f"rank 0 of 2 {says}", f"rank 1 of 2 {says}"]
@@ -158,6 +160,8 @@ def test_too_many_ranks_for_the_devices(scripts, capsys, monkeypatch):
     says = _refused(["--nproc-per-node", "3", "hello.py"], capsys)
     assert "3 ranks were asked for and this machine shows 2 accelerator(s)" in says
     assert "--share-devices" in says
+    for words in (["--nproc-per-node", "2"], ["--share-devices", "--nproc-per-node", "3"]):
+        assert parse([*words, "hello.py"]).num_local_ranks == int(words[-1])
 
 
 def test_ranks_may_share_the_processor(scripts):
@@ -230,9 +234,12 @@ def test_a_stopped_launcher_leaves_nothing(received, code, scripts):
             )
 
 
-def test_the_example_trains_the_same_under_torchrun_and_paceline_run():
-    words = ("--nproc-per-node", "2", "examples/train_digits.py", "--epochs", "3")
-    ours, theirs = paceline("run", *words, cwd=REPOSITORY), torchrun("--standalone", *words, cwd=REPOSITORY)
+def test_the_example_trains_the_same_under_torchrun_and_paceline_run(tmp_path):
+    words = ("--nproc-per-node", "2", str(REPOSITORY / "examples/train_digits.py"), "--epochs", "3")
+    ours, theirs = (
+        run([*launcher, *words], cwd=tmp_path)
+        for launcher in (("paceline", "run"), ("torchrun", "--standalone"))
+    )
     assert ours.code == theirs.code == 0, ours.err + theirs.err
     assert ours.out == theirs.out
     last = ours.out.splitlines()[-1]

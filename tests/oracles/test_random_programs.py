@@ -137,14 +137,19 @@ def run_programs(rank, num_ranks, first_seed, num_programs, width, options):
     return failures
 
 
-@pytest.mark.parametrize("width", [6, 1400], ids=["small", "large"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}],
-    ids=lambda options: "+".join(options) or "default",
+    ("num_ranks", "options", "width"),
+    [
+        (2, {}, 1400),
+        (3, {}, 6),
+        (2, {"bucket_cap_mb": 0.0001}, 6),
+        (3, {"bucket_cap_mb": 0.0001}, 1400),
+        (2, {"find_unused_parameters": True}, 1400),
+        (3, {"find_unused_parameters": True}, 6),
+    ],
+    ids=lambda case: ("+".join(case) or "default") if isinstance(case, dict) else str(case),
 )
-@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_random_programs(num_ranks, options, width):
-    """Forty programs of fourteen operations each."""
+    """Forty programs of fourteen operations each; every pair of a number of ranks, a size and an option."""
     failures = pool(num_ranks).run(run_programs, 1000, 40, width, options)
     assert failures == [[]] * num_ranks

@@ -368,7 +368,7 @@ def told_late(_rank, _num_ranks):
     given.loss_scale = scaler.get_scale
     auto = Auto([given])
     DistributedDataParallel(nn.Linear(4, 4), compression=auto)
-    codec = auto._fresh(repr(given))
+    codec = auto._new_codec(repr(given))
     scales = [codec.loss_scale()]
     scaler.update(32.0)
     scales.append(codec.loss_scale())

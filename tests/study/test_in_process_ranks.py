@@ -8,8 +8,6 @@ from torch import nn
 
 from models import digest, generator
 from paceline import DistributedDataParallel
-from paceline.comm.collectives import launch_broadcast, launch_gather, launch_maximum, launch_sum
-from paceline.errors import CollectiveMismatchError
 from paceline.lab.studies.in_process_ranks import (
     backward_of_the_mean,
     gradients_of_each,
@@ -19,7 +17,6 @@ from paceline.lab.studies.in_process_ranks import (
 from paceline.lab.studies.large_batch_rows import ROWS, make_optimizer, set_rate
 from paceline.lab.studies.tasks import mlp, residual_cnn
 from paceline.lab.studies.trial_training import AdasumOfUpdates, MeanOfRanks, RareAverages, make_combination
-from paceline.lab.study.world import World
 from paceline.optim import AdasumOptimizer, LocalSGD
 from paceline.recipes import convert_ghost_batchnorm
 from ranks import pool
@@ -214,41 +211,3 @@ def test_more_local_steps_send_less_and_one_is_the_mean():
 
 def every_bytes():
     return 2 * 3 / 4 * sum(p.nbytes for p in model_of("mlp").parameters())
-
-
-def test_collectives_of_a_world():
-    """Whoever comes last performs; sums are folded in rank order; nobody waits before."""
-    groups = World(3).groups
-    rows = [torch.tensor([rank + 1.0, -rank]) for rank in range(3)]
-    pending = [launch_sum(tensor, group) for tensor, group in zip(rows[::-1], reversed(groups), strict=True)]
-    assert all(each.wait(1.0) for each in pending)
-    assert all(row.tolist() == [6.0, -3.0] for row in rows)
-    peaks = [torch.tensor([float(rank)]) for rank in range(3)]
-    for each in [launch_maximum(tensor, group) for tensor, group in zip(peaks, groups, strict=True)]:
-        each.wait()
-    assert [peak.item() for peak in peaks] == [2.0] * 3
-    told = [torch.tensor([float(rank)]) for rank in range(3)]
-    for each in [launch_broadcast(tensor, group, 1) for tensor, group in zip(told, groups, strict=True)]:
-        each.wait()
-    assert [tensor.item() for tensor in told] == [1.0] * 3
-    got = [[torch.empty(1) for _ in range(3)] for _ in range(3)]
-    works = [launch_gather(got[rank], torch.tensor([float(rank)]), groups[rank]) for rank in range(3)]
-    assert not any(not work.wait(1.0) for work in works)
-    assert [[row.item() for row in mine] for mine in got] == [[0.0, 1.0, 2.0]] * 3
-
-
-def test_an_error_in_a_collective_reaches_every_rank():
-    """Two tensors of as many elements that cannot be added: nobody waits for ever."""
-    groups = World(2).groups
-    shapes = (2, 3), (3, 2)
-    works = [launch_sum(torch.ones(shape), group) for shape, group in zip(shapes, groups, strict=True)]
-    for work in works:
-        with pytest.raises(RuntimeError, match="must match the size"):
-            work.wait()
-
-
-def test_a_collective_waits_for_everybody_and_refuses_another_one():
-    first, second = World(2).groups
-    assert launch_sum(torch.ones(2), first).wait(0.01) is False
-    with pytest.raises(CollectiveMismatchError, match="rank 1 called all-gather of 2"):
-        launch_gather([torch.empty(2), torch.empty(2)], torch.ones(2), second)

@@ -11,7 +11,7 @@ from sklearn.datasets import dump_svmlight_file
 from paceline.cli import main
 from paceline.errors import ConfigurationError
 from paceline.svm import SVC
-from paceline.svm.files import read_table
+from paceline.svm.file_job import read_table
 from svm_oracle import two_classes
 from terminal import paceline
 

@@ -49,7 +49,7 @@ def problems(draw):
 def test_the_gap_is_true_and_the_objective_libsvms(problem, C, gamma, working_set):
     X, y = problem
     tol = 1e-3
-    if working_set in (4, 10):  # at C = 1e6, so few variables at a time zigzag into the limit of turns
+    if working_set in (4, 10):  # at C = 1e6, so few variables at a time zigzag into the limit of iterations
         C = min(C, 100.0)
     with working_sets_of(working_set) if working_set else contextlib.nullcontext():
         mine = ours.SVC(C=C, gamma=gamma, tol=tol, elimination="multi-2").fit(X, y)

@@ -14,9 +14,10 @@ import pytest
 import scipy.sparse as sp
 import torch.distributed as dist
 
-from paceline.svm import SVC, SVR, OneClassSVM, away, estimator, in_memory, solver, world
-from paceline.svm.away import Away, Group
-from paceline.svm.settlement import Settlement
+from paceline.process_group.in_process import InProcessWorld
+from paceline.svm import SVC, SVR, OneClassSVM, estimator, reconstruction, solver, world
+from paceline.svm.reconstruction import EliminatedGroup, EliminatedSamples
+from paceline.svm.stopping import OptimalityCheck
 from ranks import Ranks, pool
 from svm_oracle import truth, two_classes, working_sets_of
 
@@ -38,7 +39,7 @@ def data():
 
 
 def fit_in_small_sets(heuristic, rows="own"):
-    """A working set of 64 makes many turns, and a small cache evicts rows, so elimination has something to do."""
+    """A working set of 64 takes many iterations, and a small cache evicts rows, so elimination has something to do."""
     X, y = data()
     model = SVC(**SETTINGS, elimination=heuristic, cache_size=0.02, rows=rows)
     mine = (
@@ -60,16 +61,16 @@ def fit_as_threads(num_ranks, heuristic):
     X, y = data()
     here = threading.local()
 
-    def task(world):
-        here.world = world
-        mine = np.array_split(np.arange(len(y)), num_ranks)[world.rank]
+    def task(group):
+        here.world = world.GroupWorld(group)
+        mine = np.array_split(np.arange(len(y)), num_ranks)[group.rank()]
         return SVC(**SETTINGS, elimination=heuristic, cache_size=0.02).fit(X[mine], y[mine])
 
     def world_of_this_thread(_rows):
         return here.world
 
     with working_sets_of(64), mock.patch.object(estimator, "world_for", world_of_this_thread):
-        return in_memory.run(num_ranks, task)
+        return InProcessWorld(num_ranks).run(task)
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +141,9 @@ def nothing_changed(self, weights, rows, positions):
 
 def without_reconstruction(monkeypatch):
     """The mutant: gradients of eliminated samples stay as they were, and what the gradients say is believed."""
-    monkeypatch.setattr(Away, "_sums", nothing_changed)
+    monkeypatch.setattr(EliminatedSamples, "_sums", nothing_changed)
     monkeypatch.setattr(
-        Settlement, "check", lambda self, everyone: np.subtract(*self.extremes(everyone, 0.0)[1::-1])
+        OptimalityCheck, "check", lambda self, everyone: np.subtract(*self.extremes(everyone, 0.0)[1::-1])
     )
 
 
@@ -165,7 +166,7 @@ def test_without_reconstruction_a_wrong_answer_would_be_reported(monkeypatch):
 def test_stale_gradients_are_noticed_even_if_reconstruction_forgets_them(monkeypatch):
     """The check in double precision does not trust the gradients it is given."""
     X, y = data()
-    monkeypatch.setattr(Away, "_sums", nothing_changed)
+    monkeypatch.setattr(EliminatedSamples, "_sums", nothing_changed)
     with working_sets_of(8):
         model = SVC(C=C, gamma=GAMMA, elimination="multi-2").fit(X, y)
     assert model.counters_[0].num_reconstructions > 0
@@ -174,28 +175,30 @@ def test_stale_gradients_are_noticed_even_if_reconstruction_forgets_them(monkeyp
 
 def one_reference(self, going):
     """The mutant: all groups get the coefficients of the moment when the last one left."""
-    positions = self._go_home(going, "")
+    positions = self._return_to_owners(going, "")
     if len(positions):
-        self._groups = [Group(group.positions, self._seen.weights.copy()) for group in self._groups]
-        self._groups.append(Group(positions, self._seen.weights.copy()))
+        self._groups = [
+            EliminatedGroup(group.positions, self._chosen.weights.copy()) for group in self._groups
+        ]
+        self._groups.append(EliminatedGroup(positions, self._chosen.weights.copy()))
 
 
 @pytest.mark.parametrize("mutant", [None, one_reference])
 def test_reconstruction_is_exact_and_needs_a_reference_for_every_group(mutant, monkeypatch):
     """What comes back is what the coefficients say, to the rounding of double precision."""
     X, y = data()
-    come_back, off, groups = Away.come_back, [], []
+    reconstruct, off, groups = EliminatedSamples.reconstruct, [], []
 
     def compared(self, active, rows):
         groups.append(len(self._groups))
-        everyone = come_back(self, active, rows)
-        exact = Settlement(self._problem, self._world, self._seen, TOL).exact(np.arange(len(rows)))
+        everyone = reconstruct(self, active, rows)
+        exact = OptimalityCheck(self._problem, self._world, self._chosen, TOL).exact(np.arange(len(rows)))
         off.append(np.abs(everyone.g - exact).max())
         return everyone
 
-    monkeypatch.setattr(Away, "come_back", compared)
+    monkeypatch.setattr(EliminatedSamples, "reconstruct", compared)
     if mutant is not None:
-        monkeypatch.setattr(Away, "leave", mutant)
+        monkeypatch.setattr(EliminatedSamples, "add", mutant)
     with working_sets_of(32):
         SVC(C=C, gamma=GAMMA, tol=1e-5, elimination="multi-2").fit(X, y)
     assert max(groups) > 1
@@ -217,7 +220,7 @@ def fit_sorted_rows(rank, num_ranks):
 
     with (
         mock.patch.object(solver, "balanced", watched),
-        mock.patch.object(away, "_IMBALANCE_SAMPLES", 8),
+        mock.patch.object(reconstruction, "_IMBALANCE_SAMPLES", 8),
         working_sets_of(32),
     ):
         model = SVC(**SETTINGS, elimination="multi-2", cache_size=0.01).fit(X[mine], y[mine])

@@ -12,18 +12,15 @@ import torch
 from sklearn.metrics.pairwise import pairwise_kernels
 
 from paceline.svm import SVC, gradients
-from paceline.svm.accelerator import RowsOnDevice
-from paceline.svm.active import Active
-from paceline.svm.away import may_violate
 from paceline.svm.elimination import Elimination
-from paceline.svm.expansion import expand
-from paceline.svm.kernels import Kernel
-from paceline.svm.nominations import Nominations, best, scrambled
+from paceline.svm.gradients import RowsOnDevice
+from paceline.svm.kernels import Kernel, expand
+from paceline.svm.problem import Active
+from paceline.svm.reconstruction import may_violate
 from paceline.svm.row_cache import RowCache
-from paceline.svm.samples import DenseSamples, SparseSamples
-from paceline.svm.selection import choose, working_set_size
-from paceline.svm.sub_problem import SubProblem
-from paceline.svm.working_block import WorkingBlock
+from paceline.svm.sample_forms import DenseSamples, SparseSamples
+from paceline.svm.sub_problem import SubProblem, WorkingBlock
+from paceline.svm.working_set import Nominations, best, choose, scrambled, working_set_size
 from svm_oracle import two_classes, working_sets_of
 
 KERNELS = [Kernel("rbf", 0.3), Kernel("linear"), Kernel("poly", 0.2, 1.0, 3), Kernel("sigmoid", 0.1, 0.5)]
@@ -200,15 +197,13 @@ def test_sizes_of_working_sets(num, free, size):
 
 
 def test_only_what_no_violation_can_contain_is_eliminated():
-    """F against the extremes -1 (least that may grow) and 1 (largest that may shrink): too eager costs turns."""
+    """F against the extremes -1 (least that may grow) and 1 (largest that may shrink): too eager costs iterations."""
     f = np.array([-1.0, 0.99, 1.0, 1.01, -1.01, -1.0, 5.0, -5.0])
     beta = np.array([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5, 0.5])  # at the lower bound, the upper one, or free
     row = np.zeros((1, 8))
     samples = DenseSamples.of(np.zeros((8, 1)), np.arange(8))
     active = Active(samples, f, beta[None], row, row, row + 1, np.arange(8))
-    none = np.zeros((0, 5))
-    nominations = Nominations(-1.0, 1.0, 8, 0, 0, False, none, none, np.zeros(0), np.array([8]))
-    assert may_violate(active, nominations).tolist() == [True, True, True, False, False, True, True, True]
+    assert may_violate(active, -1.0, 1.0).tolist() == [True, True, True, False, False, True, True, True]
 
 
 def test_when_elimination_is_due():

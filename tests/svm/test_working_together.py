@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
+from threadpoolctl import threadpool_info, threadpool_limits
 
-from paceline.svm import SVC, SVR, in_memory, solving
-from paceline.svm.threads import crew, each, num_threads
+from paceline.process_group.in_process import InProcessWorld
+from paceline.svm import SVC, SVR, placement
+from paceline.svm.thread_pool import for_each, num_threads, thread_pool
+from paceline.svm.world import GroupWorld
 from ranks import pool
 from svm_oracle import truth, two_classes, working_sets_of
 
@@ -35,7 +38,7 @@ def fits():
 
 def test_two_threads_find_what_one_finds_to_the_last_bit(two_threads):
     seen = []
-    with mock.patch.object(solving, "Solver", side_effect=solving.Solver) as made:
+    with mock.patch.object(placement, "Solver", side_effect=placement.Solver) as made:
         made.side_effect = lambda *_: seen.append(num_threads()) or mock.DEFAULT
         made.return_value.solve.side_effect = ValueError("looked")
         with working_sets_of(64), pytest.raises(ValueError, match="looked"):
@@ -47,15 +50,22 @@ def test_two_threads_find_what_one_finds_to_the_last_bit(two_threads):
         assert np.array_equal(one, two)
 
 
-def test_a_crew_does_every_piece_once_and_raises_what_a_piece_raises(two_threads):
+def test_one_thread_is_one_of_blas_too():
+    """Where its products were computed by more, they differed in the last bit from those of two threads of ours."""
+    with threadpool_limits(2, user_api="blas"), thread_pool(1):
+        found = {library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"}
+    assert found == {1}
+
+
+def test_a_thread_pool_does_every_piece_once_and_raises_what_a_piece_raises(two_threads):
     for num_pieces in (0, 1, 2, 7):
         done = []
-        with crew() as num:
-            each(done.append, range(num_pieces))
+        with thread_pool() as num:
+            for_each(done.append, range(num_pieces))
         assert num == 2
         assert sorted(done) == list(range(num_pieces))
-    with crew(), pytest.raises(ZeroDivisionError):
-        each(lambda piece: 1 // (piece - 1), range(4))
+    with thread_pool(), pytest.raises(ZeroDivisionError):
+        for_each(lambda piece: 1 // (piece - 1), range(4))
     assert num_threads() == 1
 
 
@@ -64,7 +74,7 @@ def fit_both_ways(rank, num_ranks):
     X, y = two_classes(500)
     mine = slice(rank, None, num_ranks)
     settings = {"C": 4.0, "gamma": 0.5, "tol": 1e-4}
-    with mock.patch.object(solving, "LARGEST", 0):
+    with mock.patch.object(placement, "LARGEST", 0):
         one = SVC(**settings).fit(X[mine], y[mine])
         target = SVR(**settings).fit(X[mine], X[mine, 0] ** 2)
     with working_sets_of(64):
@@ -82,12 +92,11 @@ def test_a_problem_of_short_rows_is_solved_by_one_rank_for_all():
             assert np.array_equal(left, right)
     X, y = two_classes(500)
     order = np.concatenate([np.arange(0, 500, 2), np.arange(1, 500, 2)])
-    with mock.patch.object(solving, "LARGEST", 0):
+    with mock.patch.object(placement, "LARGEST", 0):
         alone = SVC(C=4.0, gamma=0.5, tol=1e-4).fit(X[order], y[order])
     assert np.array_equal(alone.support_, zero[0][1])
-    assert np.allclose(
-        alone.dual_coef_, zero[0][0], atol=1e-6
-    )  # the mean of the rows is summed in another order
+    # The mean of the rows is summed in another order.
+    assert np.allclose(alone.dual_coef_, zero[0][0], atol=1e-6)
     assert truth(X[order], y[order], alone, 4.0, gamma=0.5).gap <= 1e-4 * (1 + 1e-6)
     assert zero[2][3] == pytest.approx(zero[0][3], rel=1e-6)
 
@@ -96,12 +105,14 @@ def test_long_rows_are_shared_and_short_ones_are_not():
     """An estimate that every rank makes alike: 20 microseconds a row."""
     shared = []
 
-    def task(world):
+    def task(group):
         for num, width in ((8_000, 20), (8_000, 784), (40_000, 20)):
             mine = mock.Mock()
             mine.to_arrays.return_value = [np.zeros(num * width // 2, np.int8)]
             problem = mock.Mock(samples=mine, num_samples=num)
-            shared.append((num, width, solving._row_s(problem, world) >= solving._LEAST_ROW_S))
+            shared.append(
+                (num, width, placement._row_s(problem, GroupWorld(group)) >= placement._LEAST_ROW_S)
+            )
 
-    in_memory.run(2, task)
+    InProcessWorld(2).run(task)
     assert set(shared) == {(8_000, 20, False), (8_000, 784, True), (40_000, 20, True)}

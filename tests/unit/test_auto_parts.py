@@ -4,15 +4,22 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from paceline.comm.pending import Chain
 from paceline.observe import BucketTiming, StepTiming
 from paceline.planning import BucketLoad, Rules
 from paceline.reductions import Mean, Message
-from paceline.reductions.auto.chain import Chain
 from paceline.reductions.auto.course import Pace
-from paceline.reductions.auto.inquiry import Inquiry
-from paceline.reductions.auto.ledger import Ledger
-from paceline.reductions.auto.probe import LARGE_SHARE, LEAST_BYTES, Probe, _Times
-from paceline.reductions.auto.samples import Periods, Stopwatch, median_profile, profile_of
+from paceline.reductions.auto.group_decision import GroupDecision, Ledger
+from paceline.reductions.auto.measurement import (
+    LARGE_SHARE,
+    LEAST_BYTES,
+    Periods,
+    Probe,
+    Stopwatch,
+    _Times,
+    median_profile,
+    profile_of,
+)
 
 
 class Clock:
@@ -94,12 +101,12 @@ def test_a_chain_is_waited_for_in_slices():
         yield second
         seen.append("after")
 
-    chain = Chain(stages(), first)
+    chain = Chain(stages())
     assert [chain.wait(0.5) for _ in range(4)] == [False, False, False, True]
     assert seen == ["between", "after"]
     assert all(0 < timeout_s <= 0.5 for timeout_s in first.told + second.told)
     assert chain.wait(0.5)
-    assert Chain(iter([Slowly(5)]), first).wait()
+    assert Chain(iter([Slowly(5)])).wait()
     done = []
     chain.on_done(lambda: done.append(1))
     assert done == [1]
@@ -107,19 +114,19 @@ def test_a_chain_is_waited_for_in_slices():
 
 def test_a_step_that_failed_is_no_part_of_a_sample():
     """Of which step the next one's time would tell is not known, so it does not count."""
-    inquiry = Inquiry(["x"], 2, Pace(num_measured=1), Rules(0.03, 0.01), Ledger(), tell=print)
+    decision = GroupDecision(["x"], 2, Pace(num_measured=1), Rules(0.03, 0.01), Ledger(), tell=print)
 
     def end():
-        inquiry.end_step(StepTiming(1, 0.0, 0.0, 0.0, 0.0, (BucketTiming(0, 8, 0.0, 0.0, 0.0, 0.0),)))
-        return inquiry.course.num_steps
+        decision.end_step(StepTiming(1, 0.0, 0.0, 0.0, 0.0, (BucketTiming(0, 8, 0.0, 0.0, 0.0, 0.0),)))
+        return decision.course.num_steps
 
-    inquiry.begin_step()
+    decision.begin_step()
     assert end() == 1
-    inquiry.begin_step()  # and fails
-    inquiry.begin_step()
-    assert (inquiry.plan.is_sample, end()) == (True, 1)
-    inquiry.begin_step()
-    assert (inquiry.plan.is_sample, end()) == (True, 2)
+    decision.begin_step()  # and fails
+    decision.begin_step()
+    assert (decision.plan.is_sample, end()) == (True, 1)
+    decision.begin_step()
+    assert (decision.plan.is_sample, end()) == (True, 2)
 
 
 def message(*shapes):

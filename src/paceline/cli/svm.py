@@ -78,7 +78,7 @@ def predict(
     import numpy as np
 
     from paceline.errors import ConfigurationError
-    from paceline.svm.files import read_table
+    from paceline.svm.file_job import read_table
 
     if not model.is_file():
         raise ConfigurationError(
@@ -158,8 +158,7 @@ def _run(
     data: Path, ranks: int, folder: str, task: str, parameters: dict[str, Any], is_quiet: bool, **more: int
 ) -> dict[str, Any]:
     """Do a job in this process or over ranks; its result."""
-    from paceline.svm.files import read_table
-    from paceline.svm.job import Job, run
+    from paceline.svm.file_job import Job, read_table, run
 
     job = Job(folder, task, parameters, is_quiet=is_quiet, **more)
     path = job.save(read_table(data))
@@ -169,7 +168,7 @@ def _run(
         from paceline.launch import launch, parse
 
         words = ["--standalone", "--nproc-per-node", str(ranks), "--share-devices"]
-        launch(parse([*words, "-m", "paceline.svm.job", str(path)]), note=lambda _: None)
+        launch(parse([*words, "-m", "paceline.svm.file_job", str(path)]), note=lambda _: None)
     result: dict[str, Any] = json.loads(job.result_file.read_text())
     return result
 

@@ -17,6 +17,9 @@ from torch.distributed import ProcessGroup
 from paceline.comm import BACKEND_NAME
 from paceline.comm.pending import PendingWork
 
+# torch 2.8 knows it by its former name only.
+_ALL_TO_ALL = "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") else "alltoall_base"
+
 
 def launch_sum(tensor: Tensor, group: ProcessGroup, at_once: bool = False) -> PendingWork:
     """Replace `tensor` by the sum of all ranks' tensors. Collective; does not wait, unless `at_once`."""
@@ -64,13 +67,14 @@ def launch_all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup) -> Pe
 
     Collective; does not wait. Only where `can_all_to_all`.
     """
-    return PendingWork(group.all_to_all_single(received, sent, [], [], dist.AllToAllOptions()))
+    exchange = getattr(group, _ALL_TO_ALL)
+    return PendingWork(exchange(received, sent, [], [], dist.AllToAllOptions()))
 
 
 def can_all_to_all(group: ProcessGroup) -> bool:
     """Whether the group has `launch_all_to_all`; one written in Python may not (`RoundRobin`)."""
     kind = type(group)
-    return kind is ProcessGroup or kind.all_to_all_single is not ProcessGroup.all_to_all_single
+    return kind is ProcessGroup or getattr(kind, _ALL_TO_ALL) is not getattr(ProcessGroup, _ALL_TO_ALL)
 
 
 def launch_send(tensor: Tensor, group: Any, peer: int, tag: int) -> dist.Work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,14 +17,37 @@ _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def on_one_host() -> bool | None:
-    """Whether all ranks of the job run on this host, by what the launcher says; None if it says nothing.
+    """Whether all ranks of the job run on this host, by the launcher's environment variables; None if there are none.
 
-    Torchrun tells LOCAL_WORLD_SIZE; who starts processes alone, as torch.multiprocessing does, sets a MASTER_ADDR.
+    Torchrun sets LOCAL_WORLD_SIZE; who starts processes alone, as torch.multiprocessing does, sets a MASTER_ADDR.
     """
     here, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     if here is not None and ranks is not None:
         return here == ranks
     return True if os.environ.get("MASTER_ADDR") in _LOOPBACK else None
+
+
+def gradient_groups(
+    process_groups: list[dist.ProcessGroup], device: torch.device, init_sync: bool
+) -> list[dist.ProcessGroup]:
+    """Return the groups that carry a module's gradients: for each of `process_groups` the one beside it, or itself.
+
+    Args:
+        process_groups: What the script asked for.
+        device: Of the module; shared memory is for CPU tensors.
+        init_sync: Whether all ranks wrap the module now; otherwise nothing collective may happen.
+
+    Contract:
+        As `group_beside`; local unless `init_sync`.
+    """
+    if not init_sync or device.type != "cpu":
+        return process_groups
+    return [group_beside(group) for group in process_groups]
+
+
+def in_turn(groups: Sequence[dist.ProcessGroup], number: int) -> dist.ProcessGroup:
+    """Return the group that carries collective number `number`, where several take turns; the same on every rank."""
+    return groups[number % len(groups)]
 
 
 def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:

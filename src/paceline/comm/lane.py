@@ -29,13 +29,13 @@ from paceline.host.exit import end_before_exit
 class LaneWork(dist.Work):
     """A collective that has been launched on a lane.
 
-    It is performed without autograd and on the streams that are current now: so the order of an accelerator's work is
-    that of the launches.
+    It is performed without autograd, on the streams that are current at its launch: so an accelerator's work is in the
+    order of the launches.
 
     Args:
         perform: May block.
-        outputs: What it writes; says which devices.
-        what: In words, for the profiler and errors.
+        outputs: What it writes; decides which devices' streams it is performed on.
+        what: Its name, for the profiler and errors.
     """
 
     def __init__(self, perform: Callable[[], None], outputs: list[Tensor], what: str) -> None:
@@ -135,7 +135,7 @@ class Lane:
     """Performs works one after another.
 
     Args:
-        name: Of the thread, for those who look at stacks.
+        name: Of the thread, as stack dumps show it.
     """
 
     def __init__(self, name: str) -> None:
@@ -195,7 +195,7 @@ class Lane:
             del work
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread after what is queued; says whether it has ended."""
+        """End the thread after what is queued; returns whether it has ended."""
         with self._lock:
             self._closed = True
             thread = self._thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ class Pending(Protocol):
     """The handle of something that has been launched."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done, or for `timeout_s` seconds; says whether it is done. Raises what went wrong."""
+        """Wait until it is done, or for `timeout_s` seconds; returns whether it is done. Raises what went wrong."""
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once it is done, on whichever thread notices; not at all where that cannot be known."""
@@ -92,3 +92,29 @@ class Done:
 
     def on_done(self, callback: Callable[[], None]) -> None:
         callback()
+
+
+class Chain:
+    """The handle of collectives that follow each other, and of what is done locally between and after them.
+
+    Args:
+        stages: A generator that yields the handle of each, and continues, in `wait`, once that is done. So it may
+            launch by what it has seen, as long as every rank launches the same. `on_done` reports its first handle.
+    """
+
+    def __init__(self, stages: Iterator[Pending]) -> None:
+        self._stages = stages
+        self._first = next(stages)
+        self._current: Pending | None = self._first
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
+        while self._current is not None:
+            left_s = None if deadline_s is None else max(deadline_s - time.perf_counter(), 1e-3)
+            if not self._current.wait(left_s):
+                return False
+            self._current = next(self._stages, None)
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        self._first.on_done(callback)

@@ -25,7 +25,7 @@ from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
 
 if TYPE_CHECKING:
-    from paceline.ddp.wrapper import DistributedDataParallel
+    from paceline.ddp.coordinator import StepCoordinator
 
 Batch = TypeVar("Batch")
 
@@ -58,11 +58,11 @@ class Window(Generic[Batch]):
 
     def __init__(
         self,
-        wrapped: DistributedDataParallel,
+        steps: StepCoordinator,
         batches: Sequence[Batch],
         weight: Callable[[Batch], float] | None,
     ) -> None:
-        self._wrapped = wrapped
+        self._steps = steps
         self._batches = batches
         self._weight_of = weight
         self._counted: list[tuple[Batch, float]] = []
@@ -85,18 +85,15 @@ class Window(Generic[Batch]):
         try:
             return self._exchange.finish()
         except PeerLostError as error:
-            self._wrapped.reducer.fail(error)
+            self._steps.reducer.recovery.fail(error)
             raise
 
     # ---- the context
 
     def __enter__(self) -> Self:
-        wrapped = self._wrapped
-        if (
-            wrapped._window is not None
-            or self._exchange is not None
-            or not wrapped.require_backward_grad_sync
-        ):
+        steps = self._steps
+        was_entered = steps.window is not None or self._exchange is not None
+        if was_entered or not steps.wrapped.require_backward_grad_sync:
             raise ConfigurationError(
                 "accumulate() within another accumulate() or no_sync(), or a window entered twice: a window decides by "
                 "itself which backward synchronizes. Make one window for each optimizer step, and leave out no_sync()."
@@ -104,12 +101,12 @@ class Window(Generic[Batch]):
         problem = self._weigh()
         num_micro_steps = len(self._counted) if problem is None else REFUSED
         weight = math.fsum(weight for _, weight in self._counted)
-        self._exchange = wrapped._open_window(weight, num_micro_steps)
+        self._exchange = steps.open_window(weight, num_micro_steps)
         if problem is not None:
             raise problem
-        if wrapped._has_sync_batch_norm:
+        if steps.has_sync_batch_norm:
             self._check_equal_counts()
-        wrapped._window = self
+        steps.window = self
         return self
 
     def _weigh(self) -> Exception | None:
@@ -129,7 +126,7 @@ class Window(Generic[Batch]):
         return None
 
     def _check_no_gradients(self) -> None:
-        for name, parameter in self._wrapped.reducer.managed.named().items():
+        for name, parameter in self._steps.reducer.managed.named().items():
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
                 gradient = gradient._values()
@@ -154,22 +151,19 @@ class Window(Generic[Batch]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        wrapped = self._wrapped
         try:
             if isinstance(error, Exception):
                 self._give_up()
             elif error is None:
                 self._complete()
         finally:
-            wrapped._window = None
-            wrapped.require_backward_grad_sync = True
-            wrapped.reducer.weight = 1.0
+            self._steps.close_window()
 
     def _complete(self) -> None:
         if self._has_synchronized:
             return
         if not self._counted:
-            match_window(self._wrapped, self._weights())
+            match_window(self._steps, self._weights())
             return
         done = self._place + (self._num_backwards > 0)
         self._give_up()
@@ -181,22 +175,22 @@ class Window(Generic[Batch]):
 
     def _give_up(self) -> None:
         """Complete the step's collectives, if the other ranks will be in them."""
-        reducer = self._wrapped.reducer
-        if self._has_synchronized and not reducer.is_interrupted:
+        recovery = self._steps.reducer.recovery
+        if self._has_synchronized and not recovery.is_interrupted:
             return
         try:
-            others_wait = not (reducer.has_failed or self._weights().refusing_ranks)
+            others_wait = not (recovery.has_failed or self._weights().refusing_ranks)
         except PeerLostError:  # as the user has been told, or will be by whatever communicates next
             others_wait = False
         if others_wait:
-            reducer.abort()
+            recovery.abort()
         else:
-            reducer.drop_gradients()
+            recovery.drop_gradients()
 
     # ---- the loop
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._wrapped._window is not self or self._place >= 0:
+        if self._steps.window is not self or self._place >= 0:
             raise ProtocolError(
                 "iterate over a window once, within its `with`: "
                 "`with model.accumulate(batches) as micro_batches: for batch in micro_batches: ...`."
@@ -204,7 +198,7 @@ class Window(Generic[Batch]):
         for place, (batch, weight) in enumerate(self._counted):
             self._rescale(self._counted[max(place - 1, 0)][1] / weight)
             self._place, self._num_forwards, self._num_backwards = place, 0, 0
-            self._wrapped.require_backward_grad_sync = self._is_last()
+            self._steps.wrapped.require_backward_grad_sync = self._is_last()
             yield batch
             if self._num_backwards == 0:
                 raise ProtocolError(
@@ -220,7 +214,7 @@ class Window(Generic[Batch]):
         """Express the gradients accumulated so far in units of the next micro-batch's weight."""
         if factor == 1.0:
             return
-        parameters = self._wrapped.reducer.managed.parameters
+        parameters = self._steps.reducer.managed.parameters
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         dense = [gradient for gradient in gradients if not gradient.is_sparse]
         if dense:
@@ -250,18 +244,18 @@ class Window(Generic[Batch]):
         self._num_backwards += 1
         if not self._is_last():
             return False
-        if not self._wrapped.require_backward_grad_sync:
+        if not self._steps.wrapped.require_backward_grad_sync:
             raise ProtocolError(
                 f"{where} ran under no_sync(), but its backward has to synchronize. Leave out no_sync() in a window."
             )
         weights = self._weights()
-        raise_if_refused(self._wrapped, weights)
+        raise_if_refused(self._steps, weights)
         self._has_synchronized = True
-        self._wrapped.reducer.weight = weights.factor(self._counted[self._place][1])
+        self._steps.reducer.weight = weights.factor(self._counted[self._place][1])
         return True
 
 
-def raise_if_refused(wrapped: DistributedDataParallel, weights: StepWeights) -> None:
+def raise_if_refused(steps: StepCoordinator, weights: StepWeights) -> None:
     """Raise if a rank could not begin its window: it will not reduce.
 
     Raises:
@@ -269,18 +263,18 @@ def raise_if_refused(wrapped: DistributedDataParallel, weights: StepWeights) -> 
     """
     if weights.refusing_ranks:
         raise PeerAbortedError(
-            f"rank {wrapped.process_group.rank()}: rank {weights.refusing_ranks[0]} could not begin its window of "
+            f"rank {steps.process_group.rank()}: rank {weights.refusing_ranks[0]} could not begin its window of "
             "micro-batches. This step's gradients were dropped on every rank; parameters are untouched. Look at that "
             "rank's output for the cause."
         )
 
 
-def match_window(wrapped: DistributedDataParallel, weights: StepWeights) -> None:
+def match_window(steps: StepCoordinator, weights: StepWeights) -> None:
     """Take part in the other ranks' last backward, contributing nothing; nobody does anything if nothing counts.
 
     Contract:
         Collective: matches the end of the other ranks' windows.
     """
-    raise_if_refused(wrapped, weights)
+    raise_if_refused(steps, weights)
     if weights.total > 0:
-        wrapped.reducer.run_without_autograd()  # by any weight: there are no gradients
+        steps.reducer.run_without_autograd()  # by any weight: there are no gradients

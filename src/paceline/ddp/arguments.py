@@ -43,10 +43,17 @@ def choose_process_groups(process_group: Any, device_mesh: Any) -> list[ProcessG
 
 def local_module_of_mesh(module: Module, device_mesh: Any) -> None:
     """Data parallelism within a larger mesh: parameters sharded over its other dimensions become local tensors."""
-    if device_mesh is not None and device_mesh._get_root_mesh() != device_mesh:
+    if device_mesh is not None and _root_of(device_mesh) != device_mesh:
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # noqa: PLC0415 (heavy)
 
         _pre_dp_module_transform(module)
+
+
+def _root_of(device_mesh: Any) -> Any:
+    if hasattr(device_mesh, "_get_root_mesh"):
+        return device_mesh._get_root_mesh()
+    meshes: Any = torch.distributed.device_mesh  # torch 2.8 keeps roots in a table
+    return meshes._mesh_resources.get_root_mesh(device_mesh)
 
 
 def check_module(parameters: Sequence[Parameter]) -> None:

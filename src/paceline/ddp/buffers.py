@@ -6,7 +6,9 @@ evaluation finds the same buffers on all ranks and needs no collective: it may r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +34,9 @@ class Broadcast:
         self._parts = []
         for part in _cut(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in part])
-            self._parts.append((part, flat, launch_broadcast(flat, process_group, source)))
+            # As pairs of real numbers: torch 2.8's Gloo takes no complex ones.
+            sent = torch.view_as_real(flat) if flat.is_complex() else flat
+            self._parts.append((part, flat, launch_broadcast(sent, process_group, source)))
 
     def finish(self, peers: Peers, doing: str) -> None:
         for part, flat, pending in self._parts:
@@ -61,6 +65,24 @@ def _cut(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return [part for parts in by_kind.values() for part in parts]
 
 
+@dataclass(frozen=True)
+class BufferHook:
+    """A user's way of synchronizing buffers.
+
+    Attributes:
+        hook: Takes a state and the buffers by name; returns futures, or None.
+        state: Handed to it.
+        runs_before_forward: Else after it.
+    """
+
+    hook: Callable[[Any, dict[str, Tensor]], Any]
+    state: Any
+    runs_before_forward: bool
+
+    def run(self, named: dict[str, Tensor]) -> list[torch.futures.Future[Any]]:
+        return list(self.hook(self.state, named) or ())
+
+
 class Buffers:
     """The buffers of one module.
 
@@ -69,6 +91,9 @@ class Buffers:
         ignored: Names of buffers that stay each rank's own.
         process_group: Over whom.
         peers: For waiting.
+
+    Attributes:
+        hook: Synchronizes them instead, if the user registered one.
     """
 
     def __init__(self, module: Module, ignored: set[str], process_group: ProcessGroup, peers: Peers) -> None:
@@ -77,6 +102,7 @@ class Buffers:
         self._group = process_group
         self._peers = peers
         self._under_way: Broadcast | None = None
+        self.hook: BufferHook | None = None
 
     def move_to(self, process_group: ProcessGroup, peers: Peers) -> None:
         """Use another process group from now on."""

@@ -11,6 +11,7 @@ from paceline.comm.peers import Peers
 from paceline.comm.pending import Pending
 from paceline.ddp.bucket import Bucket
 from paceline.observe import BucketTiming
+from paceline.observe.stations import station
 from paceline.reductions import Reduction
 
 
@@ -73,7 +74,8 @@ class Flight:
         """
         for record, pending in self._launched:
             before_s = time.perf_counter()
-            self._peers.wait(pending, f"waiting for {_describe(record.bucket)}")
+            with station("waited"):
+                self._peers.wait(pending, f"waiting for {_describe(record.bucket)}")
             after_s = time.perf_counter()
             record.waited_s = after_s - before_s
             record.done_s = record.done_s or after_s

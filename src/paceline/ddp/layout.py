@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.ddp.bucket import Bucket
-from paceline.ddp.control import ControlWords
 from paceline.ddp.dense_bucket import DenseBucket, is_large, real_dtype
 from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
 from paceline.ddp.sparse_bucket import SparseBucket
+from paceline.ddp.verdict import ControlWords
 from paceline.reductions.reduction import real_numel
 
 Key = tuple[torch.dtype, torch.device]

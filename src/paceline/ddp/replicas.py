@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import launch_gather
-from paceline.comm.peers import Peers
+from paceline.comm.collectives import device_for_words, launch_gather
+from paceline.comm.peers import Peers, next_name
 from paceline.ddp.layout import ManagedParameters
 from paceline.errors import ReplicaMismatchError
 
@@ -84,6 +85,20 @@ def verify(description: Description, process_group: ProcessGroup, peers: Peers, 
     texts = _gather(padded, process_group, peers)
     described = [Description.decode(bytes(text)) for text in texts]
     raise ReplicaMismatchError(_difference(described))
+
+
+def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch.device) -> None:
+    """Let the ranks that do wrap their module hear that this one cannot, instead of waiting for it.
+
+    Contract:
+        Collective, as wrapping is: matches the other ranks' `verify`.
+    """
+    if process_group.size() == 1:
+        return
+    where = device_for_words(process_group, device)
+    peers = Peers(process_group, next_name(process_group, is_collective=True), in_slices=where.type == "cpu")
+    with suppress(ReplicaMismatchError):  # what the others raise
+        verify(Description.of_refusal(error), process_group, peers, where)
 
 
 def _gather(row: Tensor, process_group: ProcessGroup, peers: Peers) -> list[list[int]]:

@@ -8,37 +8,31 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.comm.collectives import device_for_words
-from paceline.comm.gradient_group import group_beside, on_one_host
-from paceline.comm.peers import Peers, next_name
+from paceline.comm.gradient_group import gradient_groups, on_one_host
+from paceline.comm.peers import next_name
 from paceline.compression import Compressor
-from paceline.ddp import arguments, sync_batch_norm
-from paceline.ddp import mixed_precision as mixed
+from paceline.ddp import arguments, inputs_outputs, sync_batch_norm
 from paceline.ddp.accumulation import Batch, Window
-from paceline.ddp.buffers import Broadcast, Buffers
-from paceline.ddp.joining import NextStep, Shadow, agree_on_source, exchange_weights, notify
+from paceline.ddp.coordinator import Setting, StepCoordinator
+from paceline.ddp.joining import Shadow
 from paceline.ddp.layout import ManagedParameters
-from paceline.ddp.outputs import find_tensors
 from paceline.ddp.plan import BucketCaps
-from paceline.ddp.reducer import Reducer, ReducerOptions
-from paceline.ddp.replicas import Description, verify
+from paceline.ddp.reducer import Reducer
+from paceline.ddp.replicas import tell_of_refusal
 from paceline.ddp.torch_compat import state_names
 from paceline.ddp.torch_compat.dynamo import may_compile, skip_package
-from paceline.ddp.torch_compat.torch_surface import TorchSurface, take_over_optimizers
-from paceline.ddp.weights import WeightExchange
-from paceline.errors import ReplicaMismatchError
+from paceline.ddp.torch_compat.torch_surface import TorchsReducer, TorchSurface, take_over_optimizers
 from paceline.observe import StepTimings
 from paceline.reductions import Mean, Reduction
 
@@ -146,8 +140,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._reduction.prepare(managed.named(), self._process_groups[0])
         except (RuntimeError, ValueError) as error:
             self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
-            if init_sync:
-                self._tell_of_refusal(error)
+            if init_sync and hasattr(self, "_process_groups"):
+                known = getattr(self, "_module_parameters", None) or [torch.empty(0)]
+                tell_of_refusal(error, self._process_groups[0], known[0].device)
             raise
         self.process_group = self._process_groups[0]
         if device_mesh is not None:
@@ -182,83 +177,39 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def _set_up(self, managed: ManagedParameters, init_sync: bool, init_sync_buffers: bool) -> None:
         """Everything that depends on the process group and cannot be pickled; collective if `init_sync`."""
         self._init_torch_surface()
-        self._let_go: Any = None  # called when we are gone
-        self._window: Window[Any] | None = None  # of micro-batches, while within one
-        in_slices = self.device_type == "cpu"
-        self._peers = Peers(
-            self.process_group, name=next_name(self.process_group, init_sync), in_slices=in_slices
+        setting = Setting(
+            self._process_groups,
+            self._reduction,
+            self._caps,
+            self._chosen_caps,
+            self._delay_all_reduce_params,
+            make_reducer=TorchsReducer,
+            take_over_optimizers=take_over_optimizers,
         )
-        self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
-        if self._has_sync_batch_norm:
+        name = next_name(self.process_group, init_sync)
+        self._steps = steps = StepCoordinator(self, self._module_parameters, setting, name)
+        if steps.has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
-        self._buffer_sync = Buffers(self.module, self.parameters_to_ignore, self.process_group, self._peers)
-        self._reduce_groups = self._process_groups
         if init_sync:
-            self._verify(managed)
-            if self.device_type == "cpu":
-                self._reduce_groups = [group_beside(group) for group in self._process_groups]
-            named = self.module.named_parameters()
-            tensors: list[Tensor] = [p for name, p in named if name not in self.parameters_to_ignore]
-            if init_sync_buffers:
-                tensors += self._buffer_sync.named().values()
-            self._broadcast(tensors, source=0)
-            if self._has_sync_batch_norm:
+            steps.verify(managed)
+        steps.reduce_groups = gradient_groups(self._process_groups, self.device, init_sync)
+        if init_sync:
+            steps.broadcast_model(source=0, with_buffers=init_sync_buffers)
+            if steps.has_sync_batch_norm:
                 sync_batch_norm.separate_group(self.module, self.process_group)
         if self.mixed_precision is not None and self.mixed_precision.buffer_dtype is not None:
-            mixed.cast_buffers(self.module, self.mixed_precision.buffer_dtype)
-        self._build_reducer(managed)
+            inputs_outputs.cast_buffers(self.module, self.mixed_precision.buffer_dtype)
+        steps.build_reducer(managed)
+        weakref.finalize(self, steps.let_go)
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
         self._register_state_dict_hook(state_names.strip)  # type: ignore[no-untyped-call]
         self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(state_names.take_back)  # type: ignore[no-untyped-call]
 
-    def _verify(self, managed: Any) -> None:
-        frozen = [
-            (name, p)
-            for name, p in self.module.named_parameters()
-            if name not in self.parameters_to_ignore and not p.requires_grad
-        ]
-        options = [
-            ("bucket caps", self._chosen_caps),
-            ("number of process groups", len(self._process_groups)),
-            ("reduction", repr(self._reduction)),
-        ]
-        description = Description.of(
-            managed, frozen, self._buffer_sync.named().items(), self.parameters_to_ignore, options
-        )
-        verify(
-            description, self.process_group, self._peers, device_for_words(self.process_group, self.device)
-        )
-
-    def _tell_of_refusal(self, error: Exception) -> None:
-        """Let the ranks that do wrap their module hear of it, instead of waiting for us. Collective, as wrapping is."""
-        groups = getattr(self, "_process_groups", None)
-        if groups is None or groups[0].size() == 1:
-            return
-        parameters = getattr(self, "_module_parameters", None)
-        device = device_for_words(groups[0], parameters[0].device if parameters else torch.device("cpu"))
-        peers = Peers(groups[0], next_name(groups[0], is_collective=True), in_slices=device.type == "cpu")
-        with suppress(ReplicaMismatchError):  # what the others raise
-            verify(Description.of_refusal(error), groups[0], peers, device)
-
-    def _broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
-        if self.process_group.size() > 1:
-            Broadcast(tensors, self.process_group, source).finish(
-                self._peers, f"receiving rank {source}'s model"
-            )
-
-    def _build_reducer(self, managed: Any) -> None:
-        options = ReducerOptions(self._caps, self.find_unused_parameters, self.static_graph)
-        reducer = Reducer(managed, options, self._reduce_groups, self._peers, self._buffer_sync)
-        # The parameters' hooks keep the reducer; it must not keep us, or wrapping a module again would find both.
-        itself = weakref.ref(self)
-        reducer.synchronizes = lambda: (wrapper := itself()) is None or wrapper._synchronizes()
-        if self._let_go is not None:
-            self._let_go.detach()
-        self._let_go = weakref.finalize(self, reducer.remove_hooks)
-        reducer.reduction = self._reduction
-        self.reducer = reducer
-        self._frozen = [p for p in self._module_parameters if not p.requires_grad]
+    @property
+    def reducer(self) -> Reducer:  # type: ignore[override]
+        """What reduces the gradients now; another one once parameters were unfrozen."""
+        return self._steps.reducer
 
     # ---- forward
 
@@ -274,7 +225,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._trains():
-            self._prepare_to_train()
+            self._steps.prepare_forward()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             moved_inputs, moved_kwargs = _to_kwargs(
@@ -288,60 +239,12 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Whether a backward may follow. `torch.func` transforms differentiate by themselves, without `.grad`."""
         return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
-    def _prepare_to_train(self) -> None:
-        self.reducer.prepare(opens_step=self.training)
-        self._follow_changes()
-        if self._window is not None:
-            self._window.note_forward()
-            return
-        will_synchronize = self.require_backward_grad_sync
-        notify(self, NextStep(will_synchronize, opens_window=False))
-        self._bring_buffers_in_line(will_synchronize)
-
-    def _open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
-        """What a window of micro-batches communicates before its first forward. Collective."""
-        self.reducer.prepare()
-        self._follow_changes()
-        notify(self, NextStep(synchronizes=False, opens_window=True))
-        exchange = exchange_weights(self, weight, num_micro_steps)
-        self._bring_buffers_in_line(will_synchronize=True)
-        return exchange
-
-    def _follow_changes(self) -> None:
-        """Take in what was done to the parameters since the last forward. Collective if some were unfrozen."""
-        if any(parameter.requires_grad for parameter in self._frozen):
-            self._manage_unfrozen()
-        self.reducer.on_reduced = take_over_optimizers(self._module_parameters)
-
-    def _bring_buffers_in_line(self, will_synchronize: bool) -> None:
-        """Before the forwards of a step that will be synchronized: everybody takes rank 0's buffers. Collective."""
-        synchronizes_buffers = will_synchronize and self.training and self._has_synchronized_buffers()
-        if synchronizes_buffers and self._buffer_hook_goes("PRE_FORWARD"):
-            self._run_buffer_hook()
-        elif synchronizes_buffers and self.buffer_hook is None:
-            joins = self._join_config.enable
-            self._buffer_sync.synchronize(agree_on_source(self, is_candidate=True) if joins else 0)
-        if self.training:  # an evaluation on one rank must not change what this rank's backward does
-            self.reducer.synchronizes_buffers = (
-                synchronizes_buffers and self.buffer_hook is None and not self._join_config.enable
-            )
-
-    def _manage_unfrozen(self) -> None:
-        """Parameters were unfrozen after wrapping: compare again, then synchronize them too. Collective."""
-        managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
-        self._verify(managed)
-        arguments.check_linear(managed, self._reduction)
-        self._reduction.prepare(managed.named(), self.process_group)
-        self.reducer.remove_hooks()
-        timings = self.reducer.timings
-        self._build_reducer(managed)
-        self.reducer.timings = timings
-
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
             if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
-                return mixed.forward_in(self.module, self.mixed_precision.param_dtype, inputs, kwargs)
+                dtype = self.mixed_precision.param_dtype
+                return inputs_outputs.forward_in(self.module, dtype, inputs, kwargs)
             return self._call_module(*inputs, **kwargs)
         finally:
             TorchDDP._active_ddp_module = outer
@@ -352,9 +255,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _post_forward(self, output: Any) -> Any:
         if self._trains():
-            self.reducer.watch([t.grad_fn for t in find_tensors(output) if t.grad_fn is not None])
-            if self._has_synchronized_buffers() and self._buffer_hook_goes("POST_FORWARD"):
-                self._run_buffer_hook()
+            self._steps.watch(inputs_outputs.find_tensors(output))
         return output
 
     # ---- when to synchronize
@@ -393,11 +294,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             ProtocolError: A micro-batch without, or with more than one, backward; a loop that was left early. Whatever
                 is raised within the window, the other ranks get a PeerAbortedError and no gradients.
         """
-        return Window(self, batches, weight)
-
-    def _synchronizes(self) -> bool:
-        """Whether the backward that begins now does."""
-        return self.require_backward_grad_sync if self._window is None else self._window.note_backward()
+        return Window(self._steps, batches, weight)
 
     def sync_gradients(self) -> None:
         """Reduce what backwards under `no_sync` have accumulated, without another forward and backward.
@@ -405,9 +302,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         Contract:
             Collective: every rank.  Blocks: yes.  Mutates: `.grad` of all parameters.
         """
-        self.reducer.prepare()
-        self.reducer.synchronizes_buffers = False
-        self.reducer.run_without_autograd()
+        self._steps.synchronize_gradients()
 
     @property
     def reduction(self) -> Reduction:
@@ -452,39 +347,21 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def join_hook(self, **kwargs: Any) -> Shadow:
         """What `Join` runs on a rank that has no more batches."""
-        return Shadow(self, kwargs.get("divide_by_initial_world_size", True))
+        return Shadow(self, self._steps, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
-        return self.device
+        return self._steps.device
 
     @property
     def join_process_group(self) -> Any:
         return self.process_group
 
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        self._authoritative_rank = agree_on_source(self, is_candidate=is_last_joiner)
-        self.reducer.num_averaged = None
-        tensors = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
-        if self.forward_sync_buffers:
-            tensors += self._buffer_sync.named().values()  # type: ignore[arg-type]
-        self._broadcast(tensors, self._authoritative_rank)
-
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        left_out = {
-            "process_group",
-            "_process_groups",
-            "_reduce_groups",
-            "reducer",
-            "logger",
-            "_peers",
-            "_buffer_sync",
-            "device_mesh",
-            "_let_go",
-        }
+        left_out = {"process_group", "_process_groups", "_steps", "logger", "device_mesh"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["_state_dict_hooks"] = type(self._state_dict_hooks)()
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()

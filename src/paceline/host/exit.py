@@ -1,4 +1,4 @@
-"""Ending threads before the interpreter does.
+"""Ends threads before the interpreter ends.
 
 A daemon thread that comes back from C++ into an interpreter that is ending aborts the process (before Python 3.14).
 """

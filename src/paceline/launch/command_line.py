@@ -24,7 +24,6 @@ from typing import NoReturn
 import torch
 from torch.distributed import run as torchrun
 
-from paceline import reductions
 from paceline.errors import ConfigurationError
 from paceline.integrations import at_start
 
@@ -115,7 +114,6 @@ def _rank_environment(args: argparse.Namespace) -> dict[str, str]:
                 f"--replace-ddp, or pass {name}={value!r} to paceline.DistributedDataParallel in the script."
             )
         return {}
-    reductions.choose_reduction(args.reduction, args.compression)  # refuses a name that is none
     return at_start.environment(options)
 
 

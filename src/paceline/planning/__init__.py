@@ -1,6 +1,6 @@
-"""What would happen? Predictions from measured times; pure Python, so that they can be made where nothing runs."""
+"""Predicts the duration of a step from measured times, and decides whether compression shortens it; without torch."""
 
-from paceline.planning.compression import Decision, Rules, decide
+from paceline.planning.decision import Decision, Rules, decide
 from paceline.planning.step_time import (
     BucketLoad,
     Line,

@@ -1,16 +1,16 @@
-"""How long would a step be if its buckets were reduced in another way?
+"""Predicts the duration of a training step whose buckets are reduced in a given way.
 
     computing   |--bucket 0--(launch 0)--bucket 1--(launch 1)----bucket 2--(launch 2)|(finish 0)(finish 1)   (finish 2)
     wire                                |------ 0 ------|        |------ 1 ------|---- 2 ----|
 
 Rules
-1. Launching takes the time of whoever computes gradients: all later ones are late by as much. Finishing happens after
+1. Launching blocks the thread that computes gradients, so it delays all later buckets. Finishing happens after
    backward, bucket by bucket, while later ones may still be on the wire.
-2. The wire carries one reduction at a time, in launch order. Each takes a fixed time and a time a byte of gradients,
-   in which it is coded, carried and decoded.
-3. What coding takes from cores that are busy computing delays the gradients as launching does.
-4. Times are those of the slowest rank and count from the end of the step before, so a step's time is when the last
-   bucket is finished.
+2. The wire carries one reduction at a time, in launch order. Each takes a fixed time plus a time for each byte of
+   gradients, which include compressing and decompressing.
+3. Processor time for compressing, taken from cores that are busy computing, delays gradients as launching does.
+4. Times are those of the slowest rank and count from the end of the step before, so a step's duration is the time at
+   which its last bucket is finished.
 
 Source: the picture is that of Li et al., VLDB 2020, section 3.2.3; the fixed time and the time a byte are the
 alpha-beta model of a message, applied to a whole collective.
@@ -24,15 +24,15 @@ from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigurationError
 
-_EXTREME = 2.0**20  # how much faster or slower a link is looked at
+_EXTREME = 2.0**20  # the most by which a link is assumed faster or slower
 _HALVINGS = 60
-_CALIBRATION = 4.0  # how far a step's own time corrects a link's measured rate
-_AGREEMENT = 0.1  # between a predicted and a measured step
+_CALIBRATION = 4.0  # the most by which a step's duration corrects the measured rate of a link
+_AGREEMENT = 0.1  # difference of a predicted and a measured step that needs no correction
 
 
 @dataclass(frozen=True)
 class BucketLoad:
-    """One bucket of a step: when computing alone would have it ready, and its size."""
+    """One bucket of a step: when it would be ready if launching took no time, and its size."""
 
     ready_s: float
     size_bytes: int
@@ -43,9 +43,9 @@ class StepProfile:
     """A step without its communication.
 
     Attributes:
-        backward_end_s: When backward would end if launching cost nothing.
+        backward_end_s: When backward would end if launching took no time.
         buckets: In launch order.
-        busy_ratio: The share of the host's processors that its ranks kept busy.
+        busy_ratio: The fraction of the host's processors that its ranks kept busy.
     """
 
     backward_end_s: float
@@ -59,7 +59,7 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds for a number of bytes: a fixed time, and a time a byte; neither is negative."""
+    """Seconds for a number of bytes (alpha-beta model): a fixed time, and a time for each byte; neither is negative."""
 
     fixed_s: float
     s_per_byte: float
@@ -72,16 +72,16 @@ class Line:
         return self.fixed_s + self.s_per_byte * size_bytes
 
     def at_least(self, other: Line) -> Line:
-        """Neither time shorter than another's."""
+        """The larger of both, for each of the two times."""
         return Line(max(self.fixed_s, other.fixed_s), max(self.s_per_byte, other.s_per_byte))
 
     @classmethod
     def through(cls, small: tuple[float, float], large: tuple[float, float]) -> Line:
-        """The line through two measurements (bytes, seconds); through one and 0 where they contradict a line.
+        """The line through two measurements (bytes, seconds), with neither time negative.
 
         Args:
             small: Of few bytes.
-            large: Of more; if of no more, the time is taken as proportional.
+            large: Of more; if of no more, the time is taken as proportional to the bytes.
         """
         (few, few_s), (many, many_s) = small, large
         slope = (many_s - few_s) / (many - few) if many > few else math.inf
@@ -95,16 +95,16 @@ class Line:
 
 @dataclass(frozen=True)
 class ReductionCost:
-    """What reducing one bucket in one way takes, by its size in bytes of gradients.
+    """The times of one bucket's reduction, by its size in bytes of gradients.
 
     Attributes:
-        name: Of the way.
+        name: Of the reduction.
         launch: On the thread that computes gradients.
         wire: From there until the result has arrived.
         finish: Afterwards, on the thread that waits.
-        cpu: Processor time, of all threads.
-        link_s_per_byte: What of the wire's time a byte is the link's; the rest is coding.
-        closing_s: Once a step, behind the last bucket: a message that this way cannot carry along.
+        cpu: Processor time of all threads.
+        link_s_per_byte: The part of `wire.s_per_byte` that the link takes; the rest is compressing and decompressing.
+        closing_s: Once a step, after the last bucket: for control words that cannot be sent with a bucket.
     """
 
     name: str
@@ -128,16 +128,16 @@ class ReductionCost:
         payload_ratio: float,
         busy_ratio: float,
     ) -> ReductionCost:
-        """What a codec costs beside computing, from measurements while nothing was computed.
+        """The cost of a codec during backward, from measurements while nothing was computed.
 
         Args:
             name: Of the codec.
-            plain: The way that was used when computing was measured.
-            measured: Launch, wire, finish and processor time. A codec makes nothing shorter but the wire's time a byte:
-                what seems so is noise.
-            payload_ratio: Of the bytes that `plain` sends, what the codec sends.
-            busy_ratio: The share of the processors that computing keeps busy: the share of the processor time that is
-                taken from it.
+            plain: The cost of the reduction that was used when the step was profiled.
+            measured: Launch, wire, finish and processor time. A codec shortens only the wire's time for each byte; if
+                another one seems shorter, that is noise.
+            payload_ratio: The bytes that the codec sends, over those that `plain` sends.
+            busy_ratio: The fraction of the processors that computing keeps busy, hence of the codec's processor time
+                that delays it.
         """
         launch, wire, finish, cpu = measured
         extra, launch = cpu.at_least(plain.cpu), launch.at_least(plain.launch)
@@ -150,7 +150,7 @@ class ReductionCost:
         return cls(name, delayed, wire, finish.at_least(plain.finish), cpu, link_s_per_byte)
 
     def on_link(self, slowdown: float) -> ReductionCost:
-        """The same where the link's rate is divided by `slowdown`."""
+        """The cost on a link whose rate is divided by `slowdown`."""
         link_s = self.link_s_per_byte
         wire = Line(self.wire.fixed_s, self.wire.s_per_byte - link_s + link_s * slowdown)
         return replace(self, wire=wire, link_s_per_byte=link_s * slowdown)
@@ -158,14 +158,14 @@ class ReductionCost:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step's predicted time, and how much of it is exposed communication."""
+    """The predicted duration of a step, and how much of it is exposed communication."""
 
     step_s: float
     exposed_s: float
 
 
 def predict(profile: StepProfile, cost: ReductionCost) -> Prediction:
-    """Follow a step's buckets over computing, wire and finishing."""
+    """Simulate a step: its buckets pass through launching, the wire and finishing."""
     late_s = wire_free_s = 0.0
     arrivals_s = []
     for bucket in profile.buckets:
@@ -182,10 +182,10 @@ def predict(profile: StepProfile, cost: ReductionCost) -> Prediction:
 
 
 def crossover_slowdown(profile: StepProfile, plain: ReductionCost, other: ReductionCost) -> float:
-    """By what the link's rate has to be divided for `other` to be as fast as `plain`: it pays on slower links.
+    """The factor by which the link's rate must be divided for `other` to be as fast as `plain`.
 
     Returns:
-        0 if it pays on any link, infinity if on none; at the crossover both predicted times are equal.
+        On slower links `other` is faster. 0 if it is faster on any link, infinity if on none.
     """
 
     def gain_s(slowdown: float) -> float:
@@ -207,19 +207,19 @@ def crossover_slowdown(profile: StepProfile, plain: ReductionCost, other: Reduct
 
 
 def calibration_slowdown(profile: StepProfile, cost: ReductionCost, step_s: float) -> float:
-    """By what the link's measured rate has to be divided for a step's predicted time to be the one that it took.
+    """The factor by which the link's measured rate must be divided for a step's prediction to equal its measurement.
 
-    A few timed reductions may meet another network than those of a step do: other traffic, several at once. Where
-    communication is hidden a step's time bounds the rate from one side only; then the answer nearest to 1 is taken. It
-    is 1 where the times agree within a tenth.
+    A few timed reductions may find the network in another state than those of a step do: other traffic, several at
+    once. Where communication is hidden, a step's duration bounds the rate from one side only; then the factor nearest
+    to 1 is taken. It is 1 where prediction and measurement agree within a tenth.
 
     Args:
         profile: Of the step.
-        cost: Of the way in which it was reduced.
-        step_s: What it took.
+        cost: Of the reduction that was used.
+        step_s: The measured duration, in seconds.
 
     Returns:
-        From a quarter to 4.
+        From 1/4 to 4.
     """
 
     def is_too_long(slowdown: float) -> bool:

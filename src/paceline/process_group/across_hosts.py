@@ -50,7 +50,7 @@ class AcrossHosts:
         self._only: str | None = None
         self.use(os.environ.get(CHOICE), CHOICE)
 
-    def use(self, name: str | None, said_by: str = "use_schedule") -> None:
+    def use(self, name: str | None, set_by: str = "use_schedule") -> None:
         """Take this schedule whatever it costs; None for the cheapest.
 
         Raises:
@@ -63,7 +63,7 @@ class AcrossHosts:
         ]
         if name is not None and name not in usable:
             raise ConfigurationError(
-                f"{said_by}: no schedule called {name!r} reduces between hosts; there are {', '.join(usable)}."
+                f"{set_by}: no schedule called {name!r} reduces between hosts; there are {', '.join(usable)}."
             )
         self._only = name
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
+        # None before c10d has entered this group among its own: torch from 2.15 on would attach its flight recorder,
+        # which takes a group's name from a backend of C++, and this group has none.
+        if self not in dist.distributed_c10d._world.pg_map:
+            return []
         return [torch.device("cpu"), torch.device("cuda")]
 
     @property
@@ -247,6 +251,13 @@ class ProcessGroup(dist.ProcessGroup):
                 output.copy_(part.view(output.shape))
 
         return self._launch(perform, outputs, opts, "all-to-all")
+
+    if not TYPE_CHECKING:  # what torch 2.8 calls them
+        _allgather_base = all_gather_single
+        allgather_into_tensor_coalesced = all_gather_single_coalesced
+        _reduce_scatter_base = reduce_scatter_single
+        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+        alltoall_base = all_to_all_single
 
     def _over_gloo(
         self, kind: str, launch: Callable[[], dist.Work], outputs: list[Tensor], opts: Any

@@ -140,23 +140,23 @@ NUM_INTEGERS = len(Descriptor(0, KINDS[0]).to_integers())
 
 
 def check_agreement(
-    mine: Descriptor, ranks: Sequence[int], notices: Sequence[Sequence[int]], my_rank: int
+    mine: Descriptor, index: int, ranks: Sequence[int], announced: Sequence[Sequence[int]]
 ) -> None:
     """Compare what all ranks of a host are about to do.
 
     Args:
         mine: What this rank is about to do.
-        ranks: Of this host.
-        notices: What each of them has announced; begins with the integers of its descriptor.
-        my_rank: In the group.
+        index: Of this rank among those of the host.
+        ranks: Of the host; their numbers in the group.
+        announced: What each of them has announced; begins with the integers of its descriptor.
 
     Raises:
         CollectiveMismatchError: Two differ; names both. Raised on every rank of the host.
     """
-    integers = mine.to_integers()
-    for rank, notice in zip(ranks, notices, strict=True):
-        if list(notice[:NUM_INTEGERS]) != integers:
-            theirs = Descriptor.from_integers(notice[:NUM_INTEGERS])
+    my_rank, integers = ranks[index], announced[index][:NUM_INTEGERS]
+    for rank, others in zip(ranks, announced, strict=True):
+        if others[:NUM_INTEGERS] != integers:
+            theirs = Descriptor.from_integers(others[:NUM_INTEGERS])
             raise CollectiveMismatchError(
                 f"rank {my_rank} launched {mine} while rank {rank} launched {theirs}. Every rank of a process group "
                 "launches the same collectives in the same order, with equal shapes and dtypes. Look for a branch that "

@@ -240,7 +240,7 @@ class HostCollectives:
         self._barrier.announce([*what.to_integers(), start])
         self._wait(what)
         announced = self._barrier.announcements(NUM_INTEGERS + 1)
-        check_agreement(what, self._ranks, announced, self._host.me.rank)
+        check_agreement(what, self._host.index, self._ranks, announced)
         return [integers[NUM_INTEGERS] for integers in announced]
 
     def _wait(self, what: Descriptor) -> None:

@@ -19,10 +19,10 @@ def register() -> None:
 
     Local; a second call does nothing. Before torch.distributed is imported, it is remembered until then.
     """
-    when_imported(_C10D, _tell_c10d)
+    when_imported(_C10D, _register_with)
 
 
-def _tell_c10d(c10d: Any) -> None:
+def _register_with(c10d: Any) -> None:
     if c10d.is_available() if hasattr(c10d, "is_available") else True:
         backend = c10d.Backend
         if BACKEND_NAME not in backend.backend_list:

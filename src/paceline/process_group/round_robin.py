@@ -1,6 +1,6 @@
-"""Several groups over the same ranks, used in turn, with a bound on how many collectives are in flight.
+"""RoundRobin: a process group that uses several groups in turn, with a bound on how many collectives are in flight.
 
-One connection, or one thread, may not fill a link; several can. Every rank dispatches in the order of its calls, so
+One connection, or one thread, may not saturate a link; several can. Every rank dispatches in the order of its calls, so
 the i-th collective goes to group i mod k everywhere. With a bound of c, the end of collective n lets collective n + c
 start: the same ones are in flight on every rank, and none waits for one that another rank has not started.
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from paceline.comm.gradient_group import in_turn
 from paceline.errors import ConfigurationError
 
 _Launch = Callable[[dist.ProcessGroup], dist.Work]
@@ -123,7 +124,7 @@ class RoundRobin(dist.ProcessGroup):
             if not self._waiting or (bound is not None and self._num_in_flight >= bound):
                 self._is_launching = False
                 return None
-            group = self.groups[self._num_dispatched % len(self.groups)]
+            group = in_turn(self.groups, self._num_dispatched)
             self._num_dispatched += 1
             self._num_in_flight += 1
             return *self._waiting.popleft(), group

@@ -59,8 +59,8 @@ def choose_reduction(
         return _find(reduction, "reduction", BY_NAME) if reduction is not None else Mean()
     if reduction not in (None, "mean"):
         raise ConfigurationError(
-            f"reduction={reduction!r} and compression={compression!r}: compression takes the mean of what the ranks "
-            "say shorter, so each says how gradients are combined. Leave out either."
+            f"reduction={reduction!r} and compression={compression!r}: compression takes the mean of compressed "
+            "gradients, so each says how gradients are combined. Leave out either."
         )
     if isinstance(compression, Compressor):
         return _compress_by(compression)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from paceline.comm.collectives import launch_sum
-from paceline.comm.pending import Done, Pending
+from paceline.comm.pending import Chain, Done, Pending
 from paceline.reductions.reduction import Message, Reduction
 
 
@@ -44,24 +43,11 @@ class NarrowMean(Reduction):
 
     def launch(self, message: Message) -> Pending:
         narrow = message.body.to(self._dtype)
-        if message.process_group.size() == 1:
-            return _PendingCast(Done(), narrow, message.body)
-        return _PendingCast(launch_sum(narrow, message.process_group), narrow, message.body)
+        is_alone = message.process_group.size() == 1
+        pending = Done() if is_alone else launch_sum(narrow, message.process_group)
 
+        def stages() -> Iterator[Pending]:
+            yield pending
+            message.body.copy_(narrow)
 
-class _PendingCast:
-    """A sum in a narrower dtype under way; copies it into the bucket when it is done."""
-
-    def __init__(self, inner: Pending, narrow: Tensor, body: Tensor) -> None:
-        self._inner = inner
-        self._narrow = narrow
-        self._body = body
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        if not self._inner.wait(timeout_s):
-            return False
-        self._body.copy_(self._narrow)
-        return True
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        self._inner.on_done(callback)
+        return Chain(stages())

@@ -15,7 +15,7 @@ noise is as large as the gradient: far below it twice the batch saves half of th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.collectives import launch_sum
-from paceline.comm.pending import Done, Pending
+from paceline.comm.pending import Chain, Pending
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.reductions.by_name import choose_reduction
@@ -33,25 +33,6 @@ from paceline.reductions.reduction import Message, Reduction
 _FEW_STEPS = 10
 _ROW = 16_384  # elements whose squares are summed in single precision
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-class _Measured:
-    """A bucket under way; once it is done, `then` measures it and returns what to wait for next."""
-
-    def __init__(self, bucket: Pending, then: Callable[[], Pending]) -> None:
-        self._bucket = bucket
-        self._then = then
-        self._rest: Pending | None = None
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        if self._rest is None:
-            if not self._bucket.wait(timeout_s):
-                return False
-            self._rest = self._then()
-        return self._rest.wait(timeout_s)
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        self._bucket.on_done(callback)
 
 
 class GradientNoiseScale(Reduction):
@@ -181,13 +162,13 @@ class GradientNoiseScale(Reduction):
         # their own later, on any thread, so the order is the same on every rank only after the last bucket is done.
         agreement = self._agree(message) if message.is_last and self.carries_words else None
 
-        def then() -> Pending:
+        def stages() -> Iterator[Pending]:
+            yield bucket
             self._whole = self._whole + _squared_norm(message.body)
-            if message.is_last and agreement is None:
-                return self._agree(message)
-            return agreement or Done()
+            if message.is_last:
+                yield agreement or self._agree(message)
 
-        return _Measured(bucket, then)
+        return Chain(stages())
 
     def _agree(self, message: Message) -> Pending:
         self._is_agreed = True

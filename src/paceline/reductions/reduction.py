@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.collectives import backend_of, launch_sum
-from paceline.comm.pending import Done, Pending
+from paceline.comm.pending import Chain, Done, Pending
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 
@@ -141,25 +141,6 @@ def real_numel(tensor: Tensor) -> int:
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
-class _PendingSparse:
-    """A sum of sparse gradients under way; passes it to `keep`, coalesced, when it is done."""
-
-    def __init__(self, inner: Pending, total: Tensor, keep: Callable[[Tensor], None]) -> None:
-        self._inner = inner
-        self._total = total
-        self._keep = keep
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        if not self._inner.wait(timeout_s):
-            return False
-        total = self._total if self._total.is_sparse else self._total.to_sparse(1)
-        self._keep(total.coalesce())
-        return True
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        self._inner.on_done(callback)
-
-
 def launch_sparse_sum(gradient: Tensor, group: ProcessGroup, keep: Callable[[Tensor], None]) -> Pending:
     """Start summing a sparse COO gradient over the ranks.
 
@@ -175,9 +156,14 @@ def launch_sparse_sum(gradient: Tensor, group: ProcessGroup, keep: Callable[[Ten
         On Gloo an all-gather of indices and values; elsewhere an all-reduce of the dense gradient.
     """
     if group.size() == 1:
-        return _PendingSparse(Done(), gradient, keep)
+        return Chain(_kept(Done(), gradient, keep))
     total = gradient.clone() if _can_sum_sparse(group, gradient) else gradient.to_dense()
-    return _PendingSparse(launch_sum(total, group), total, keep)
+    return Chain(_kept(launch_sum(total, group), total, keep))
+
+
+def _kept(pending: Pending, total: Tensor, keep: Callable[[Tensor], None]) -> Iterator[Pending]:
+    yield pending
+    keep((total if total.is_sparse else total.to_sparse(1)).coalesce())
 
 
 def _can_sum_sparse(group: ProcessGroup, gradient: Tensor) -> bool:

@@ -1,4 +1,18 @@
-"""A kernel SVM that many processes train, exactly: scikit-learn's estimators over torch's process groups."""
+"""A kernel SVM that many processes train, exactly: scikit-learn's estimators over torch's process groups.
+
+Which module answers what, from the outside in:
+
+    estimators      classifier, regressor and novelty, on estimator (fit, predict) and validation; pairs and votes are
+                    one-vs-one training and prediction
+    data            training_set (all ranks' samples, numbered), sample_forms (dense, CSR, Gram)
+    where           placement (on one rank, or on all together), world (the collectives of a fit)
+    small problems  small_problems (each solved as a whole by one thread)
+    the solver      problem, solver, gradients, row_cache, stopping (the optimality check, and limits)
+    working set     working_set (which variables), sub_problem and smo (how they are optimised)
+    elimination     elimination (when), reconstruction (which samples, and their gradients)
+    kernels         kernels (blocks), kernel_rows (single rows), gaussian; compiled and thread_pool run them
+    command line    file_job
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classification: one programme for each pair of classes."""
+"""SVC: classification by one binary problem for each pair of classes (one-vs-one), as LIBSVM does it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 
 from paceline.errors import ConfigurationError
-from paceline.svm import calibration
+from paceline.svm.estimator import KernelMachine
 from paceline.svm.pairs import Pairs
-from paceline.svm.samples import Samples
+from paceline.svm.sample_forms import Samples
 from paceline.svm.training_set import TrainingSet
-from paceline.svm.votes import PairwiseVotes
+from paceline.svm.votes import PairwiseVotes, sigmoid
 from paceline.svm.world import World
 
-
-def _seed(seed: Any) -> int:
-    return int(np.random.default_rng(seed).integers(2**31))
+_NUM_FOLDS = 5
 
 
-class SVC(PairwiseVotes):
+class SVC(PairwiseVotes, KernelMachine):
     """A support vector classifier with scikit-learn's contract, trained by all ranks of a process group.
 
     In one process it takes the place of `sklearn.svm.SVC`. Where torch's default process group is initialised, every
@@ -198,7 +196,7 @@ class SVC(PairwiseVotes):
         seed = self.random_state
         if isinstance(seed, np.random.RandomState):
             seed = int(seed.randint(2**31))
-        fold = calibration.folds(data.all_targets, int(data.world.broadcast(np.array([_seed(seed)]), "")[0]))
+        fold = _folds(data.all_targets, int(data.world.broadcast(np.array([_seed(seed)]), "")[0]))
         num = len(self.classes_)
         pairs = list(itertools.combinations(range(num), 2))
         values = np.zeros((len(data.samples), len(pairs)))
@@ -215,7 +213,7 @@ class SVC(PairwiseVotes):
         found = np.zeros((len(pairs), 2))
         for pair, (one, other) in enumerate(pairs):
             chosen = np.isin(targets, (one, other))
-            found[pair] = calibration.sigmoid(everyone[chosen, pair], targets[chosen] == one)
+            found[pair] = sigmoid(everyone[chosen, pair], targets[chosen] == one)
         self.probA_, self.probB_ = data.world.broadcast(found, doing).T
 
     def _group_by_class(self, labels: NDArray[np.int64]) -> None:
@@ -233,3 +231,28 @@ class SVC(PairwiseVotes):
             raise ConfigurationError(
                 "Invalid input - all samples with positive weights belong to the same class."
             )
+
+
+def _folds(labels: NDArray[np.float64], seed: int | None) -> NDArray[np.int64]:
+    """Return the fold of every sample, each class spread evenly over all folds.
+
+    Args:
+        labels: Of all samples, the same on every rank.
+        seed: Decides who is with whom.
+    """
+    counts = np.unique(labels, return_counts=True)[1]
+    if counts.min() < 2:
+        raise ConfigurationError(
+            "probability=True fits models on parts of the training set, so every class needs at least 2 samples; "
+            f"one has {counts.min()}. Add samples, or leave probability out."
+        )
+    generator = np.random.default_rng(seed)
+    fold = np.empty(len(labels), np.int64)
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        fold[generator.permutation(members)] = np.arange(len(members)) % min(_NUM_FOLDS, counts.min())
+    return fold
+
+
+def _seed(seed: Any) -> int:
+    return int(np.random.default_rng(seed).integers(2**31))

@@ -1,10 +1,10 @@
-"""How loops are compiled that numpy and torch would do in several passes over memory.
+"""numba's options for loops that numpy and torch would do in several passes over memory.
 
 Rules
 1. A loop that must be vectorised runs over a slice from 0, in lanes: `a[t0 + t]` and scalar minima are not.
 2. Compiled code is kept on disk beside this file (or in numba's own cache folder): only the first process of a
    machine waits for the compiler.
-3. No NaN or infinity reaches these loops; "cannot" is the finite number `FAR`.
+3. No NaN or infinity reaches these loops (`fastmath` assumes so); the finite number `FAR` takes their place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""When are samples eliminated that can no longer be part of a violating pair?
+"""When samples are eliminated that can no longer be in a violating pair: the heuristics, by name (LIBSVM's shrinking).
 
-The names are those of the paper: single or multi (how often eliminated samples are brought back and elimination goes
-on), and a threshold in pair updates: a number, or per cent of the samples.
+The names are those of the paper: single or multi (whether elimination goes on after eliminated samples were brought
+back), and a threshold in pair updates: a number, or per cent of the samples. `reconstruction.py` says which samples are
+eliminated, and reconstructs their gradients.
 
 Source:
     Narasimhan, Vishnu et al. 2014 (arXiv 1406.5161). Theirs tests each sample while its gradient is updated; here all

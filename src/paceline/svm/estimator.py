@@ -1,4 +1,4 @@
-"""What the three estimators share: scikit-learn's contract around the solver."""
+"""What SVC, SVR and OneClassSVM share: scikit-learn's estimator contract around the distributed solver."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from numpy.typing import NDArray
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
-from paceline.svm.checks import Checks, called
 from paceline.svm.elimination import Elimination
-from paceline.svm.expansion import expand
-from paceline.svm.kernels import Kernel
+from paceline.svm.kernels import Kernel, expand
+from paceline.svm.placement import is_for_one, solve
 from paceline.svm.problem import Problem, Progress, Solution, SolverSettings
-from paceline.svm.samples import DenseSamples, GramSamples, Samples, SparseSamples
-from paceline.svm.solving import is_for_one, solve
-from paceline.svm.threads import crew
+from paceline.svm.sample_forms import DenseSamples, GramSamples, Samples, SparseSamples
+from paceline.svm.thread_pool import thread_pool
 from paceline.svm.training_set import TrainingSet, agreed, world_for
+from paceline.svm.validation import Validation, called
 from paceline.svm.world import Alone, World
 
 _WIDE = 64  # features from which products cost more than exponentials
 
 
-class KernelMachine(Checks):
+class KernelMachine(Validation):
     """An estimator whose model is a kernel expansion.
 
-    Concrete classes set up problems in `_solve_all` and read `_expansion`.
+    Concrete classes set up their problems in `_solve_all` and predict from `_expansion`.
     """
 
     def __sklearn_tags__(self) -> Any:
@@ -54,7 +53,7 @@ class KernelMachine(Checks):
         self._sparse = sp.issparse(X)
         self._gamma = self._resolved_gamma(world, X)
         self._kernel = Kernel(self._kernel_name(), self._gamma, float(self.coef0), float(self.degree))
-        with crew():
+        with thread_pool():
             self._solve_all(data, self._what_the_kernel_sees(data))
 
     def _is_for_one(self, X: Any, y: Any) -> bool:
@@ -91,7 +90,7 @@ class KernelMachine(Checks):
         return 1.0 / (int(self.n_features_in_) * variance) if variance > 0 else 1.0
 
     def _what_the_kernel_sees(self, data: TrainingSet) -> Samples:
-        """This rank's samples in the form that suits the kernel."""
+        """This rank's samples in the form that suits the kernel. Collective."""
         samples = data.samples
         if callable(self.kernel):
             every = np.arange(len(samples))
@@ -211,7 +210,7 @@ class KernelMachine(Checks):
             return np.asarray(X[:, self.support_[support]] @ table.T, np.float64)
         behind, rows = self._sampled(self.support_vectors_[support]), self._sampled(X)
         dtype = self._precision(behind.squares, table)
-        with crew():
+        with thread_pool():
             sums = expand(self._kernel, behind.astype(dtype), table, rows.astype(dtype))
         return np.asarray(sums.T)
 
@@ -259,6 +258,7 @@ class KernelMachine(Checks):
 
 
 def _show(progress: Progress) -> None:
+    """Print a line, for verbose=True."""
     print(  # noqa: T201 - verbose=True asks for it
         f"working set {progress.num_exchanges}: violation {progress.gap:.3g}, {progress.num_active} active samples, "
         f"{progress.num_support} support vectors, {progress.num_steps} pair updates, {progress.elapsed_s:.1f} s",

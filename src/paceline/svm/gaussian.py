@@ -1,4 +1,4 @@
-"""Gaussian kernel values out of dot products, written and summed up in one pass: compiled.
+"""Gaussian (RBF) kernel values from dot products, written and summed up in one pass: compiled.
 
 exp(-gamma * |w - x|^2) is 2^z for a z <= 0; 2^z is 2^n from the bits of a float times the Taylor series of 2^r, of
 which |r| <= 1/2 needs 7 terms in single and 13 in double precision.

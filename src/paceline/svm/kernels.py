@@ -1,4 +1,4 @@
-"""Which kernel? Its values between samples, computed in tiles that stay in the processor's cache."""
+"""Kernel functions: blocks of kernel values in tiles that stay in the processor's cache, and sums of kernel values."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.svm.compiled import compiled
 from paceline.svm.gaussian import gaussian_rows
-from paceline.svm.row_loops import copy_rows
-from paceline.svm.samples import Samples
-from paceline.svm.threads import each
+from paceline.svm.sample_forms import Samples
+from paceline.svm.thread_pool import for_each
 
 _TILE, _WIDEST = 512, 4096
 _NO_FACTORS = np.zeros(0)
+_ROWS, _COLUMNS = 512, 2048  # of a tile of `expand`
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Kernel:
                 else:
                     copy_rows(self._of_dots(dots), out, slots[chosen], first, factors[chosen], total)
 
-        each(tile_from, range(0, len(right), width))
+        for_each(tile_from, range(0, len(right), width))
 
     def _of_dots(self, dots: NDArray[Any]) -> NDArray[Any]:
         if self.name == "poly":
@@ -106,3 +107,61 @@ def _power(base: NDArray[Any], exponent: float) -> NDArray[Any]:
     for _ in range(int(exponent) - 1):
         result = result * base
     return result
+
+
+@compiled
+def copy_rows(
+    values: NDArray[Any],
+    out: NDArray[Any],
+    slots: NDArray[np.int64],
+    first: int,
+    factors: NDArray[np.float64],
+    total: NDArray[np.float64],
+) -> None:
+    """Write `values`, shape (M, N), into `out[slots, first:first + N]`, and sum them up, as `gaussian_rows` does."""
+    M, N = values.shape
+    sums = total[first : first + N] if len(factors) else total[:0]
+    for k in range(M):
+        G = values[k]
+        if slots[k] >= 0:
+            o = out[slots[k], first : first + N]
+            for t in range(N):
+                o[t] = G[t]
+        if len(factors):
+            factor = factors[k]
+            for t in range(N):
+                sums[t] += factor * G[t]
+
+
+def expand(
+    kernel: Kernel, support: Samples, coefficients: NDArray[np.float64], samples: Samples
+) -> NDArray[np.float64]:
+    """Compute sum_j coefficients[e, j] * K(support[j], samples[i]) for every i and e.
+
+    Args:
+        kernel: Which.
+        support: M samples.
+        coefficients: Of E expansions, shape (E, M).
+        samples: N samples in the same precision; kernel values have it too, sums are in double precision.
+
+    Returns:
+        Shape (E, N).
+    """
+    total = np.zeros((len(coefficients), len(samples)))
+    is_one = len(coefficients) == 1
+    slots = np.full(_ROWS, -1) if is_one else np.arange(_ROWS)
+
+    def tile_from(first: int) -> None:
+        values = np.empty((1 if is_one else _ROWS, _COLUMNS), support.dtype)
+        tile = samples.take(slice(first, first + _COLUMNS))
+        for k in range(0, len(support), _ROWS):
+            panel = support.take(slice(k, k + _ROWS))
+            factors, out = coefficients[:, k : k + _ROWS], total[:, first : first + len(tile)]
+            if is_one:
+                kernel.add_rows(panel, tile, values, slots[: len(panel)], factors[0], out[0])
+            else:
+                kernel.write_rows(panel, tile, values, slots[: len(panel)])
+                out += factors @ values[: len(panel), : len(tile)]
+
+    for_each(tile_from, range(0, len(samples), _COLUMNS))
+    return total

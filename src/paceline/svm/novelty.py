@@ -1,4 +1,4 @@
-"""Novelty detection: one class, and whatever is unlike it."""
+"""OneClassSVM: novelty detection, which learns the support of one class (Schoelkopf et al. 2001)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sklearn.base import OutlierMixin
 
 from paceline.svm.estimator import KernelMachine
 from paceline.svm.problem import Problem, filled
-from paceline.svm.samples import Samples
+from paceline.svm.sample_forms import Samples
 from paceline.svm.training_set import TrainingSet
 
 

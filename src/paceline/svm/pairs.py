@@ -1,4 +1,4 @@
-"""One problem for each pair of classes: small ones are dealt out over the ranks, large ones solved by all together."""
+"""One-vs-one training: a problem for each pair of classes; small ones are spread over the ranks, large ones shared."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm import dealing
+from paceline.svm import placement
 from paceline.svm.compiled import compiled
 from paceline.svm.kernels import Kernel
+from paceline.svm.placement import solve
 from paceline.svm.problem import Problem, Solution, SolverSettings, feasible
-from paceline.svm.samples import Samples
+from paceline.svm.sample_forms import Samples, fits_on_every_rank
 from paceline.svm.small_problems import SmallProblems
-from paceline.svm.solving import solve
 from paceline.svm.training_set import TrainingSet
 
 
@@ -65,8 +65,8 @@ class Pairs:
         counts = self.counts.tolist()
         pairs = list(itertools.combinations(range(len(counts)), 2))
         table = np.zeros((len(counts) - 1, len(self.data.samples)))
-        small = [(one, other) for one, other in pairs if counts[one] + counts[other] <= dealing.LARGEST]
-        if small and not dealing.fits(self.data.world, self.matrix, settings.cache_bytes):
+        small = [(one, other) for one, other in pairs if counts[one] + counts[other] <= placement.LARGEST]
+        if small and not fits_on_every_rank(self.data.world, self.matrix, settings.cache_bytes):
             small = []
         found = self._solve_small(small, kernel, settings, table)
         for pair in pairs:
@@ -87,7 +87,7 @@ class Pairs:
         data = self.data
         everyone = data.everywhere(self.matrix, np.arange(len(self.matrix)))
         order = np.argsort(data.all_targets, kind="stable")
-        samples = dealing.in_order(everyone, data.all_ids[order])
+        samples = placement.in_order(everyone, data.all_ids[order])
         ends = np.cumsum(self.counts)
         begins = ends - self.counts
         one, other = np.array(pairs).T
@@ -98,7 +98,7 @@ class Pairs:
             problems.beta[0] = np.concatenate(
                 [self._feasible(pair, part) for pair, part in zip(pairs, members, strict=True)]
             )
-        found = dealing.deal(kernel, samples, problems, settings, data.world)
+        found = placement.solve_small(kernel, samples, problems, settings, data.world)
         by_class = np.zeros((len(table), len(order)))  # samples in the order of their classes
         _tabulate(problems, one, other, by_class)
         place = np.empty(len(order), np.int64)

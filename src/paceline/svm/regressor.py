@@ -1,4 +1,4 @@
-"""Regression: two variables a sample, one for each side of the tube."""
+"""SVR: epsilon-insensitive regression, with two dual variables a sample, one for each side of the tube."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sklearn.base import RegressorMixin
 
 from paceline.svm.estimator import KernelMachine
 from paceline.svm.problem import Problem, feasible
-from paceline.svm.samples import Samples
+from paceline.svm.sample_forms import Samples
 from paceline.svm.training_set import TrainingSet
 
 

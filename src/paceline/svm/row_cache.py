@@ -1,4 +1,4 @@
-"""Kernel rows of working sets with the active samples, within a budget; what was not used longest gives way.
+"""LRU cache of kernel rows of working sets with the active samples, within a memory budget.
 
 Rules
 1. Memory is not touched before a row is written to it, and a fit leaves its memory to the next one: to touch fresh
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.row_loops import compact_rows
+from paceline.svm.compiled import compiled
 
 _MOST_SPARE_BYTES = 512e6
 _LATELY = 3
@@ -134,3 +134,50 @@ class RowCache:
         self._stamp = np.full(num_slots, -1, np.int64)
         self._num_used = 0
         self._clock = 0
+
+
+@compiled
+def add_rows(
+    rows: NDArray[Any], slots: NDArray[np.int64], factors: NDArray[np.float64], total: NDArray[np.float64]
+) -> None:
+    """Add sum_k factors[k] * rows[slots[k], :N] to `total`, shape (N,), in double precision."""
+    N = len(total)
+    M = len(slots)
+    width = 4096
+    for t0 in range(0, N, width):
+        L = min(width, N - t0)
+        o = total[t0 : t0 + L]
+        k = 0
+        while k + 4 <= M:
+            a, b = rows[slots[k], t0 : t0 + L], rows[slots[k + 1], t0 : t0 + L]
+            c, d = rows[slots[k + 2], t0 : t0 + L], rows[slots[k + 3], t0 : t0 + L]
+            u, v, w, x = factors[k], factors[k + 1], factors[k + 2], factors[k + 3]
+            for t in range(L):
+                o[t] += u * a[t] + v * b[t] + w * c[t] + x * d[t]
+            k += 4
+        while k < M:
+            a = rows[slots[k], t0 : t0 + L]
+            u = factors[k]
+            for t in range(L):
+                o[t] += u * a[t]
+            k += 1
+
+
+@compiled
+def compact_rows(
+    flat: NDArray[Any], old_width: int, slots: NDArray[np.int64], keep: NDArray[np.int64]
+) -> None:
+    """Move rows to the front of `flat`, and of each keep only some columns.
+
+    Args:
+        flat: Rows of `old_width` numbers end to end; afterwards row i is old row slots[i], len(keep) numbers wide.
+        old_width: Numbers a row.
+        slots: Rows to keep, ascending, shape (M,).
+        keep: Columns to keep, ascending.
+    """
+    width = len(keep)
+    for i in range(len(slots)):
+        source = slots[i] * old_width
+        target = i * width
+        for j in range(width):
+            flat[target + j] = flat[source + keep[j]]

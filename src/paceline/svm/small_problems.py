@@ -1,25 +1,45 @@
-"""Small problems over the same samples, and the loop that solves one after another: compiled.
+"""Small problems over the same samples, each solved as a whole by one thread in a compiled loop, without working sets.
 
-Pairs of classes may be hundreds, each of which takes less time than a few lines of Python; so a whole list of them is
-solved in one call.
+A problem is small if its gradient stays in the processor's cache: then pair updates are so cheap that neither working
+sets nor other ranks pay. Pairs of classes may be hundreds, each of which takes less time than a few lines of Python; so
+a whole list of them is solved in one compiled call.
+
+Rules
+1. Everything is in double precision, so what is found is exact; the gradient is nevertheless summed anew at the end.
+2. The samples are sorted by class: a pair of classes is two ranges, and the part of a kernel row that belongs to the
+   sample's own class is computed once for all pairs.
+3. Where several problems share few samples, all kernel values come first, by one matrix product.
 """
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm.compiled import FAR, LANES, compiled, inlined
-from paceline.svm.kernel_row import GRAM, Source
-from paceline.svm.row_store import RowStore, fill_from_gram, gradients_from_rows
+from paceline.svm.kernel_rows import (
+    GRAM,
+    RowStore,
+    Source,
+    diagonal_of,
+    fill_from_gram,
+    gradients_from_rows,
+    source_of,
+)
+from paceline.svm.kernels import Kernel
+from paceline.svm.problem import Progress, SolverSettings
+from paceline.svm.sample_forms import DenseSamples, GramSamples, Samples
 from paceline.svm.smo import Variables, solve
 
-STEPS_A_TURN = 200_000
-# Columns of `outcomes`: extremes of the gradients (`FAR` if there are none), sum and number of those between their
-# bounds, and what it took.
-LEAST, MOST, FREE_SUM, NUM_FREE, OBJECTIVE, TURNS, STEPS, VALUES, FIELDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
+STEPS_A_CALL = 200_000  # pair updates, after which compiled code returns
+# Columns of `outcomes`: extremes of the gradients (`FAR` if there are none), sum and number of those of variables
+# between their bounds, objective, and what it took.
+LEAST, MOST, FREE_SUM, NUM_FREE, OBJECTIVE, WORKING_SETS, STEPS, VALUES, FIELDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
+_FEW = 2_000  # samples, all of whose kernel values are computed at once if there are several problems
+_SHARED_RATIO = 0.5  # of the cache, if there is something to share
 
 
 class SmallProblems(NamedTuple):
@@ -64,6 +84,82 @@ class Limits(NamedTuple):
     cache_bytes: float
 
 
+def with_all_values(kernel: Kernel, samples: Samples, problems: SmallProblems, cache_bytes: float) -> Samples:
+    """The samples as their Gram matrix, if that is less work than single kernel rows; else as they are."""
+    num = len(samples)
+    if not isinstance(samples, DenseSamples) or len(problems.bounds) == 1:
+        return samples
+    if num > _FEW or 8 * num**2 > _SHARED_RATIO * cache_bytes:
+        return samples
+    rows = samples.astype(np.float64)
+    return GramSamples(samples.ids, kernel.values(rows, rows))
+
+
+class DirectSolver:
+    """Solves small problems, one after another.
+
+    Args:
+        kernel: Between samples.
+        samples: Of all problems, on this rank.
+        problems: Their coefficients are changed.
+        settings: `cache_bytes` bounds the kernel rows.
+        outcomes: Of the problems, shape (M, FIELDS); changed.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        samples: Samples,
+        problems: SmallProblems,
+        settings: SolverSettings,
+        outcomes: NDArray[np.float64],
+    ) -> None:
+        self._problems, self._settings, self._outcomes = problems, settings, outcomes
+        self._source = source_of(kernel, samples)
+        num, cache_bytes = len(samples), settings.cache_bytes
+        self._diagonal = np.empty(num)
+        diagonal_of(self._source, self._diagonal)
+        sizes = np.unique(problems.sizes)
+        rooms = [num_rows(int(size), cache_bytes) * (-(-int(size) // LANES) * LANES) for size in sizes]
+        self._memory = np.empty(max(rooms))
+        ranges = problems.bounds[:, 1::2] - problems.bounds[:, ::2]
+        width = int(ranges.max()) if len(ranges) > 1 and not isinstance(samples, GramSamples) else 0
+        num_shared = min(num, int(cache_bytes * _SHARED_RATIO / (8 * width))) if width else 0
+        unknown = np.full(num, -1, np.int64)
+        self._shared = Shared(np.empty((num_shared, width)), unknown, np.zeros(1, np.int64))
+
+    def solve(self, which: NDArray[np.int64]) -> None:
+        """Solve some; reports progress after every 200,000 pair updates, and at the end of each problem."""
+        started_s = time.monotonic()
+        settings, size = self._settings, 1 if self._settings.report else len(which)
+        limits = Limits(settings.tol, settings.step_limit(self._problems.linear.size), settings.cache_bytes)
+        while len(which):
+            done = solve_some(
+                self._source,
+                self._diagonal,
+                self._problems,
+                which[:size],
+                limits,
+                self._memory,
+                self._shared,
+                self._outcomes,
+            )
+            self._report(int(which[0]), time.monotonic() - started_s)
+            which = which[done:]
+
+    def _report(self, number: int, elapsed_s: float) -> None:
+        if self._settings.report is not None:
+            first, last = self._problems.first[number : number + 2]
+            num_support = int(np.count_nonzero(self._problems.beta[:, first:last].any(axis=0)))
+            out = self._outcomes[number]
+            gap = max(float(out[MOST] - out[LEAST]), 0.0)
+            self._settings.report(
+                Progress(
+                    int(out[WORKING_SETS]), int(out[STEPS]), gap, int(last - first), num_support, elapsed_s
+                )
+            )
+
+
 @compiled
 def num_rows(num: int, cache_bytes: float) -> int:
     """Kernel rows of a problem of `num` samples that there is room for."""
@@ -82,7 +178,7 @@ def solve_some(
     shared: Shared,
     outcomes: NDArray[np.float64],
 ) -> int:
-    """Solve problems until all are solved, or `STEPS_A_TURN` pair updates were made: call again to go on.
+    """Solve problems until all are solved, or `STEPS_A_CALL` pair updates were made: call again to go on.
 
     Args:
         source: Samples of all problems, and the kernel.
@@ -100,17 +196,17 @@ def solve_some(
     steps = 0.0
     for k in range(len(which)):
         before = outcomes[which[k], STEPS]
-        is_done = _turn(source, diagonal, problems, which[k], limits, memory, shared, outcomes)
+        is_done = _go_on(source, diagonal, problems, which[k], limits, memory, shared, outcomes)
         steps += outcomes[which[k], STEPS] - before
         if not is_done:
             return k
-        if steps >= STEPS_A_TURN:  # so that an interrupt is heard
+        if steps >= STEPS_A_CALL:  # so that an interrupt is heard
             return k + 1
     return len(which)
 
 
 @inlined
-def _turn(
+def _go_on(
     source: Source,
     diagonal: NDArray[np.float64],
     problems: SmallProblems,
@@ -144,17 +240,17 @@ def _turn(
         fill_from_gram(source.rows, store)
     out = outcomes[number]
     F = np.empty((S, P))
-    _look(source, store, linear, lower, upper, beta, F, out)
+    _evaluate(source, store, linear, lower, upper, beta, F, out)
     steps = 0
     if out[MOST] - out[LEAST] > limits.tol and out[STEPS] < limits.max_steps:
         variables = Variables(F.ravel(), beta.ravel(), lower.ravel(), upper.ravel(), d_own)
-        most = min(limits.max_steps - int(out[STEPS]), STEPS_A_TURN)
+        most = min(limits.max_steps - int(out[STEPS]), STEPS_A_CALL)
         steps, _, num_values = solve(source, store, variables, limits.tol, most)
-        out[TURNS] += 1
+        out[WORKING_SETS] += 1
         out[STEPS] += steps
         out[VALUES] += num_values
         # From scratch, because rounding adds up over many updates.
-        _look(source, store, linear, lower, upper, beta, F, out)
+        _evaluate(source, store, linear, lower, upper, beta, F, out)
     for s in range(S):
         for t in range(n):
             problems.beta[s, first + t] = beta[s, t]
@@ -163,7 +259,7 @@ def _turn(
 
 
 @inlined
-def _look(
+def _evaluate(
     source: Source,
     store: RowStore,
     linear: NDArray[np.float64],

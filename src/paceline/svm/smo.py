@@ -1,4 +1,4 @@
-"""Sequential minimal optimization, one pair of variables an update, kernel rows computed when first needed: compiled.
+"""Sequential minimal optimization (SMO): compiled pair updates on kernel rows that are fetched when first needed.
 
 It solves working sets and small problems: whatever has a gradient that stays in the processor's cache.
 
@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm.compiled import FAR, LANES, borrowing, compiled
-from paceline.svm.kernel_row import Source
-from paceline.svm.passes import LEAST_CURVATURE, Board, extremes, follow, gains, largest_of, least_of
-from paceline.svm.row_store import RowStore, fetch
+from paceline.svm.kernel_rows import RowStore, Source, fetch
 
+_LEAST_CURVATURE = 1e-12
 _f64 = np.float64
 
 
@@ -41,6 +40,32 @@ class Variables(NamedTuple):
     lower: NDArray[np.float64]
     upper: NDArray[np.float64]
     diagonal: NDArray[Any]
+
+
+class LaneArrays(NamedTuple):
+    """What the two passes over all variables read and write, in lanes: S sides of L times LANES.
+
+    Attributes:
+        rows: Kernel rows, shape (R, L, LANES).
+        slot_of: Which row is a sample's, or -1; shape (samples,).
+        F: Gradients, shape (S, L, LANES).
+        closed_up: What is added so that a variable which may not grow is never the least; shape (S, L, LANES).
+        closed_down: Likewise for those that may not shrink.
+        gains: Scratch, shape (S, L, LANES).
+        diagonal: Shape (L, LANES).
+        least: Scratch, shape (LANES,).
+        most: Scratch, shape (LANES,).
+    """
+
+    rows: NDArray[Any]
+    slot_of: NDArray[np.int64]
+    F: NDArray[Any]
+    closed_up: NDArray[Any]
+    closed_down: NDArray[Any]
+    gains: NDArray[Any]
+    diagonal: NDArray[Any]
+    least: NDArray[Any]
+    most: NDArray[Any]
 
 
 @compiled
@@ -72,7 +97,7 @@ def solve(
             closed_down[v] = zero
     # In lanes: (side, lanes of a side, lane).
     form = (S, P // LANES, LANES)
-    board = Board(
+    lanes = LaneArrays(
         store.rows.reshape((num_rows, *form[1:])),
         store.slot_of,
         F.reshape(form),
@@ -86,7 +111,7 @@ def solve(
     flat = closed_up, closed_down, gain
     steps, decrease, num_values = 0, 0.0, 0
     while True:
-        done, by, missing = _update_pairs(board, variables, flat, store.rows, tolerance, max_steps - steps)
+        done, by, missing = _update_pairs(lanes, variables, flat, store.rows, tolerance, max_steps - steps)
         steps += done
         decrease += by
         if missing < 0:
@@ -96,7 +121,7 @@ def solve(
 
 @borrowing
 def _update_pairs(
-    board: Board,
+    lanes: LaneArrays,
     variables: Variables,
     flat: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
     rows: NDArray[Any],
@@ -106,7 +131,7 @@ def _update_pairs(
     """Run to the end, or until a kernel row is missing.
 
     Args:
-        board: What the passes read and write, in lanes.
+        lanes: What the passes read and write, in lanes.
         variables: The same memory without lanes, and the rest.
         flat: `closed_up`, `closed_down` and `gains` without lanes.
         rows: Kernel rows without lanes.
@@ -118,25 +143,25 @@ def _update_pairs(
         two rows, and both are looked for again, so there must be room for two that are fetched one after the other.
     """
     F, beta, lower, upper, diagonal = variables
-    by_lane, least, most, slot_of = board.F, board.least, board.most, board.slot_of
+    by_lane, least, most, slot_of = lanes.F, lanes.least, lanes.most, lanes.slot_of
     closed_up, closed_down, gain = flat
     P = len(diagonal)
     number = F.dtype
     zero, far = number.type(0), number.type(FAR)
     i, j, delta, steps, decrease = 0, 0, 0.0, 0, 0.0
-    Ki = Kj = board.rows[0]
+    Ki = Kj = lanes.rows[0]
     while True:
         for lane in range(LANES):
             least[lane] = far
             most[lane] = -far
         for s in range(len(by_lane)):
             if delta == 0.0:  # before the first update: the rows may not have been written
-                extremes(by_lane[s], board.closed_up[s], board.closed_down[s], least, most)
+                extremes(by_lane[s], lanes.closed_up[s], lanes.closed_down[s], least, most)
             else:
                 follow(
                     by_lane[s],
-                    board.closed_up[s],
-                    board.closed_down[s],
+                    lanes.closed_up[s],
+                    lanes.closed_down[s],
                     Ki,
                     Kj,
                     number.type(delta),
@@ -154,11 +179,11 @@ def _update_pairs(
         slot = slot_of[i % P]
         if slot < 0:
             return steps, decrease, i % P
-        Ki, di = board.rows[slot], diagonal[i % P]
+        Ki, di = lanes.rows[slot], diagonal[i % P]
         for lane in range(LANES):
             most[lane] = zero
         for s in range(len(by_lane)):
-            gains(by_lane[s], board.closed_down[s], Ki, board.diagonal, m, di, board.gains[s], most)
+            gains(by_lane[s], lanes.closed_down[s], Ki, lanes.diagonal, m, di, lanes.gains[s], most)
         best = largest_of(most)
         if best <= 0.0:
             return steps, decrease, -1
@@ -170,8 +195,8 @@ def _update_pairs(
         other = slot_of[j % P]
         if other < 0:
             return steps, decrease, j % P
-        Kj = board.rows[other]
-        curvature = max(_f64(di) + diagonal[j % P] - 2.0 * rows[slot, j % P], LEAST_CURVATURE)
+        Kj = lanes.rows[other]
+        curvature = max(_f64(di) + diagonal[j % P] - 2.0 * rows[slot, j % P], _LEAST_CURVATURE)
         slope = _f64(F[j]) - m
         room_i, room_j = upper[i] - beta[i], beta[j] - lower[j]
         delta = min(slope / curvature, room_i, room_j)
@@ -187,3 +212,85 @@ def _update_pairs(
         closed_up[j] = zero if beta[j] < upper[j] else far
         closed_down[j] = zero if beta[j] > lower[j] else -far
         steps += 1
+
+
+@borrowing
+def extremes(
+    F: NDArray[Any],
+    closed_up: NDArray[Any],
+    closed_down: NDArray[Any],
+    least: NDArray[Any],
+    most: NDArray[Any],
+) -> None:
+    """Lower and raise the lanes' extremes to those of the gradient."""
+    for s in range(len(F)):
+        g, cu, cd = F[s], closed_up[s], closed_down[s]
+        for lane in range(LANES):
+            least[lane] = min(least[lane], g[lane] + cu[lane])
+            most[lane] = max(most[lane], g[lane] + cd[lane])
+
+
+@borrowing
+def follow(
+    F: NDArray[Any],
+    closed_up: NDArray[Any],
+    closed_down: NDArray[Any],
+    Ki: NDArray[Any],
+    Kj: NDArray[Any],
+    delta: Any,
+    least: NDArray[Any],
+    most: NDArray[Any],
+) -> None:
+    """Add delta * (Ki - Kj) to the gradient, and lower and raise the lanes' extremes on the way."""
+    for s in range(len(F)):
+        x, y, g, cu, cd = Ki[s], Kj[s], F[s], closed_up[s], closed_down[s]
+        for lane in range(LANES):
+            t = g[lane] + delta * (x[lane] - y[lane])
+            g[lane] = t
+            a = t + cu[lane]
+            b = t + cd[lane]
+            least[lane] = min(least[lane], a)
+            most[lane] = max(most[lane], b)
+
+
+@borrowing
+def gains(
+    F: NDArray[Any],
+    closed_down: NDArray[Any],
+    Ki: NDArray[Any],
+    diagonal: NDArray[Any],
+    least: Any,
+    di: Any,
+    gain: NDArray[Any],
+    most: NDArray[Any],
+) -> None:
+    """By how much (twice) every variable would lower the objective as partner of i; raises the lanes' maxima."""
+    zero, two, least_curvature = F.dtype.type(0), F.dtype.type(2), F.dtype.type(_LEAST_CURVATURE)
+    for s in range(len(F)):
+        x, g, d, cd, h = Ki[s], F[s], diagonal[s], closed_down[s], gain[s]
+        for lane in range(LANES):
+            t = g[lane] + cd[lane] - least
+            t = max(zero, t)
+            curvature = di + d[lane] - two * x[lane]
+            curvature = max(least_curvature, curvature)
+            t = t * t / curvature
+            h[lane] = t
+            most[lane] = max(most[lane], t)
+
+
+@borrowing
+def least_of(lanes: NDArray[Any]) -> Any:
+    """The smallest; four chains of comparisons, for each waits for the one before."""
+    a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
+    for k in range(4, LANES, 4):
+        a, b, c, d = min(a, lanes[k]), min(b, lanes[k + 1]), min(c, lanes[k + 2]), min(d, lanes[k + 3])
+    return min(a, b, c, d)
+
+
+@borrowing
+def largest_of(lanes: NDArray[Any]) -> Any:
+    """The largest."""
+    a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
+    for k in range(4, LANES, 4):
+        a, b, c, d = max(a, lanes[k]), max(b, lanes[k + 1]), max(c, lanes[k + 2]), max(d, lanes[k + 3])
+    return max(a, b, c, d)

@@ -1,4 +1,4 @@
-"""A working set's own problem: its variables are optimised, all others stay where they are.
+"""A working set's sub-problem: its variables are optimised by SMO, all others stay where they are.
 
 Pair updates touch a part of the working set only. Where rows are short, the kernel values among its samples are
 computed row by row when first needed; where they are long or not dense, all at once, by a matrix product.
@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import LANES
-from paceline.svm.kernel_row import diagonal_of, source_of
+from paceline.svm.compiled import LANES, compiled
+from paceline.svm.kernel_rows import diagonal_of, row_store, source_of
 from paceline.svm.kernels import Kernel
-from paceline.svm.row_store import row_store
-from paceline.svm.samples import DenseSamples, Samples
+from paceline.svm.sample_forms import DenseSamples, Samples
 from paceline.svm.smo import Variables, solve
-from paceline.svm.working_block import WorkingBlock
 
 _NARROW = 48  # features from which a matrix product pays, though half of its values are never used
 _NO_SAMPLES = DenseSamples(np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros(0))
@@ -88,3 +86,61 @@ class SubProblem:
         if len(self._room) < num * width or self._room.dtype != dtype:
             self._room = np.empty(2 * num * width, dtype)
         return self._room[: num * width].reshape(num, width)
+
+
+class WorkingBlock:
+    """The block, in one of two buffers that are used in turn.
+
+    Args:
+        kernel: Between samples.
+
+    Attributes:
+        num_kernel_values: Kernel values computed so far.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._memory: list[NDArray[Any]] = [np.empty(0), np.empty(0)]
+        self.num_kernel_values = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Know nothing of the last working set; the precision may change."""
+        self._last: NDArray[Any] = np.zeros((0, 0))  # among the newest of the last set
+
+    def among(self, panel: Samples, num_known: int) -> NDArray[Any]:
+        """Compute the values among the working set's samples.
+
+        Args:
+            panel: They, each once.
+            num_known: Samples that were among the newest of the last set, and are the first, in the same order.
+
+        Returns:
+            Shape (samples, samples padded to LANES), zero in the padding; valid until the call after the next.
+        """
+        size = len(panel)
+        width = (size + LANES - 1) // LANES * LANES
+        memory, self._memory = self._memory[0], self._memory[::-1]
+        if len(memory) < size * width or memory.dtype != panel.dtype:
+            memory = self._memory[1] = np.empty(size * width, panel.dtype)
+        out = memory[: size * width].reshape(size, width)
+        known = min(num_known, len(self._last))
+        out[:known, :known] = self._last[:known, :known]
+        out[:, size:] = 0
+        new = panel.take(slice(known, None))
+        self._kernel.write_rows(new, panel, out, np.arange(known, size))
+        self.num_kernel_values += len(new) * size
+        _mirror(out, known, size)
+        self._last = out[num_known:, num_known:]
+        return out
+
+
+@compiled
+def _mirror(block: NDArray[Any], known: int, size: int) -> None:
+    """Write the first `known` columns of the rows from `known` on to the columns from there on."""
+    width = 32  # tiles: a column at a time would miss the cache at every step
+    for i0 in range(known, size, width):
+        for j0 in range(0, known, width):
+            for j in range(j0, min(j0 + width, known)):
+                for i in range(i0, min(i0 + width, size)):
+                    block[j, i] = block[i, j]

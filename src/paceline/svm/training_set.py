@@ -1,8 +1,8 @@
-"""The samples of all ranks as one training set, of which each rank holds its part.
+"""The training set of all ranks, of which each rank holds its part: numbering, and checks that fail on all ranks.
 
 Rules
 1. Samples are numbered over all ranks: as in the array that every rank passed (`rows="all"`), or rank after rank.
-2. What is wrong with one rank's arguments is an error on every rank: nobody waits for a rank that has given up.
+2. What is wrong with one rank's arguments is an error on every rank: no rank waits for one that has raised.
 3. A sample whose weight is not positive takes no part.
 """
 
@@ -19,8 +19,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
-from paceline.svm.exchange import from_everyone
-from paceline.svm.samples import DenseSamples, GramSamples, Samples, SparseSamples, renumbered
+from paceline.svm.sample_forms import (
+    DenseSamples,
+    GramSamples,
+    Samples,
+    SparseSamples,
+    gather_samples,
+    renumbered,
+)
 from paceline.svm.world import Alone, GroupWorld, World
 
 _T = TypeVar("_T")
@@ -148,5 +154,5 @@ class TrainingSet:
             samples: This rank's.
             positions: Which of them.
         """
-        everyone = from_everyone(self.world, samples.take(positions), "exchanging support vectors")
+        everyone = gather_samples(self.world, samples.take(positions), "exchanging support vectors")
         return everyone.take(np.argsort(everyone.ids))

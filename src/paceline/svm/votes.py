@@ -1,4 +1,8 @@
-"""What pairs of classes say about a row, and what follows from it: decisions, probabilities, a label."""
+"""From decision values of pairs of classes to labels and probabilities: one-vs-one votes, Platt's sigmoids, coupling.
+
+Source:
+    Platt 1999 with the targets of Lin, Lin & Weng 2007; pairwise coupling: Wu, Lin & Weng 2004, second method.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,13 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
-from scipy.special import expit
+from scipy.optimize import minimize
+from scipy.special import expit, log_expit
 from sklearn.base import ClassifierMixin
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
 from paceline.errors import ConfigurationError
-from paceline.svm import calibration
-from paceline.svm.estimator import KernelMachine
 
 _ROWS_AT_ONCE = 4_096
 _FEW_VALUES = 1 << 18  # kernel values that are computed for all classes at once
@@ -27,8 +30,11 @@ def _has_probabilities(model: PairwiseVotes) -> bool:
     return True
 
 
-class PairwiseVotes(ClassifierMixin, KernelMachine):  # type: ignore[misc]
-    """The predicting part of a classifier that has a kernel expansion for each pair of classes."""
+class PairwiseVotes(ClassifierMixin):  # type: ignore[misc]
+    """The predicting part of a classifier that has a kernel expansion for each pair of classes.
+
+    Mixed into a `KernelMachine`, whose expansion it evaluates, and before it in the order of bases.
+    """
 
     def decision_function(self, X: Any) -> NDArray[np.float64]:
         """Signed distances, up to a factor.
@@ -41,7 +47,7 @@ class PairwiseVotes(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         """
         check_is_fitted(self)
         if len(self.classes_) == 2:
-            return -self._decisions(X)
+            return np.asarray(-self._decisions(X))
         values = self._decisions_of_pairs(X)
         if self.decision_function_shape == "ovo":
             return values
@@ -54,7 +60,7 @@ class PairwiseVotes(ClassifierMixin, KernelMachine):  # type: ignore[misc]
         """Probabilities of the classes, shape (N, K); needs `probability=True` before `fit`."""
         check_is_fitted(self)
         values = self._values_of_pairs(self._seen_rows(X))
-        return calibration.coupled(expit(-(self.probA_ * values + self.probB_)), len(self.classes_))
+        return coupled(expit(-(self.probA_ * values + self.probB_)), len(self.classes_))
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_log_proba(self, X: Any) -> NDArray[np.float64]:
@@ -131,3 +137,45 @@ class PairwiseVotes(ClassifierMixin, KernelMachine):  # type: ignore[misc]
             for one, other in itertools.combinations(range(len(self.classes_)), 2)
         ]
         return sp.vstack(weights, format="csr") if self._sparse else np.vstack(weights)
+
+
+def sigmoid(decisions: NDArray[np.float64], is_first: NDArray[np.bool_]) -> tuple[float, float]:
+    """(A, B), such that 1 / (1 + exp(A d + B)) is the probability of the first class at decision value d."""
+    num_first, num_second = is_first.sum(), (~is_first).sum()
+    target = np.where(is_first, (num_first + 1) / (num_first + 2), 1 / (num_second + 2))
+
+    def loss(parameters: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        z = parameters[0] * decisions + parameters[1]
+        value = -(target * log_expit(-z) + (1 - target) * log_expit(z)).sum()
+        slope = target - expit(-z)
+        return float(value), np.array([(slope * decisions).sum(), slope.sum()])
+
+    start = np.array([0.0, np.log((num_second + 1) / (num_first + 1))])
+    found = minimize(loss, start, jac=True, method="L-BFGS-B").x
+    return float(found[0]), float(found[1])
+
+
+def coupled(pairwise: NDArray[np.float64], num_classes: int) -> NDArray[np.float64]:
+    """One distribution from the probabilities of pairs.
+
+    Args:
+        pairwise: P(first | first or second) of each pair, in the order of `itertools.combinations`, shape (N, pairs).
+        num_classes: K.
+
+    Returns:
+        Shape (N, K): p with the least sum over pairs of (r_ji p_i - r_ij p_j)^2, not negative, of sum 1.
+    """
+    if num_classes == 2:
+        return np.hstack([pairwise, 1 - pairwise])
+    pairwise = np.clip(pairwise, 1e-7, 1 - 1e-7)
+    Q = np.zeros((len(pairwise), num_classes + 1, num_classes + 1))
+    for pair, (i, j) in enumerate(itertools.combinations(range(num_classes), 2)):
+        r = pairwise[:, pair]
+        Q[:, i, i] += (1 - r) ** 2
+        Q[:, j, j] += r**2
+        Q[:, i, j] = Q[:, j, i] = -r * (1 - r)
+    Q[:, -1, :-1] = Q[:, :-1, -1] = 1.0
+    wanted = np.zeros((len(pairwise), num_classes + 1, 1))
+    wanted[:, -1] = 1.0
+    p = np.maximum(np.linalg.solve(Q, wanted)[:, :-1, 0], 0.0)
+    return np.asarray(p / p.sum(axis=1, keepdims=True))

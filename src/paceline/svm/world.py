@@ -1,4 +1,4 @@
-"""The ranks of one fit: what they tell each other, and who is named when one does not answer.
+"""The ranks of one fit: all-gather, all-reduce and broadcast of arrays, with errors that name the rank that was lost.
 
 Rules
 1. Every method is a collective: every rank calls the same ones in the same order.
@@ -34,7 +34,7 @@ _rounding_alike: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary(
 
 
 class World(Protocol):
-    """The ranks of one fit.
+    """The ranks of one fit, and the collectives that a fit uses.
 
     Attributes:
         rank: This process's number.
@@ -54,16 +54,16 @@ class World(Protocol):
     def rounds_alike(self) -> bool: ...
 
     def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
-        """Every rank's array, all of one shape, shape (num_ranks, *shape)."""
+        """All-gather: every rank's array, all of one shape, shape (num_ranks, *shape)."""
 
     def gather_uneven(self, mine: NDArray[Any], doing: str) -> list[NDArray[Any]]:
-        """Every rank's array of one dimension, of any lengths."""
+        """All-gather of arrays of one dimension, of any lengths."""
 
     def gather_objects(self, mine: Any, doing: str) -> list[Any]:
-        """Every rank's object, of what JSON can say; for a few words."""
+        """All-gather of small objects that JSON can hold."""
 
     def total(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
-        """The sum over all ranks. `mine` may be written over."""
+        """All-reduce: the sum over all ranks. `mine` may be written over."""
 
     def broadcast(self, array: NDArray[Any], doing: str) -> NDArray[Any]:
         """Rank 0's array, on every rank."""
@@ -108,16 +108,16 @@ class GroupWorld:
         return rows.cpu().numpy()
 
     def gather_uneven(self, mine: NDArray[Any], doing: str) -> list[NDArray[Any]]:
-        # A few numbers travel with the lengths.
+        # The first message holds the length, and the array too if it is small: then there is no second one.
         few = _FEW_BYTES // mine.itemsize
-        letter = np.zeros(8 + few * mine.itemsize, np.uint8)
-        letter[:8] = np.array([len(mine)], np.int64).view(np.uint8)
+        message = np.zeros(8 + few * mine.itemsize, np.uint8)
+        message[:8] = np.array([len(mine)], np.int64).view(np.uint8)
         if len(mine) <= few:
-            letter[8 : 8 + mine.nbytes] = np.ascontiguousarray(mine).view(np.uint8)
-        letters = self.gather(letter, doing)
-        lengths = np.ascontiguousarray(letters[:, :8]).view(np.int64).ravel()
+            message[8 : 8 + mine.nbytes] = np.ascontiguousarray(mine).view(np.uint8)
+        messages = self.gather(message, doing)
+        lengths = np.ascontiguousarray(messages[:, :8]).view(np.int64).ravel()
         if lengths.max() <= few:
-            gathered = np.ascontiguousarray(letters[:, 8:]).view(mine.dtype)
+            gathered = np.ascontiguousarray(messages[:, 8:]).view(mine.dtype)
         else:
             padded = np.zeros(int(lengths.max()), mine.dtype)
             padded[: len(mine)] = mine
@@ -125,8 +125,8 @@ class GroupWorld:
         return [row[:length] for row, length in zip(gathered, lengths, strict=True)]
 
     def gather_objects(self, mine: Any, doing: str) -> list[Any]:
-        words = self.gather_uneven(np.frombuffer(json.dumps(mine).encode(), np.uint8), doing)
-        return [json.loads(word.tobytes()) for word in words]
+        texts = self.gather_uneven(np.frombuffer(json.dumps(mine).encode(), np.uint8), doing)
+        return [json.loads(text.tobytes()) for text in texts]
 
     def total(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         tensor = self._to_device(mine)
@@ -155,7 +155,7 @@ class GroupWorld:
 
 @functools.cache
 def _what_rounds() -> list[str]:
-    """What decides how this process rounds: processor, libraries and their threads."""
+    """What decides how this process rounds floating-point sums: processor, libraries and their threads."""
     cpu = (
         Path("/proc/cpuinfo").read_text(errors="replace")
         if Path("/proc/cpuinfo").exists()
@@ -169,7 +169,7 @@ def _what_rounds() -> list[str]:
 
 
 class Alone:
-    """One process by itself."""
+    """A world of one process: collectives return what they are given."""
 
     def __init__(self) -> None:
         self.rank = 0

@@ -1,4 +1,7 @@
-"""Ranks as threads of one process, for tests: exact, quick, and with faults on request."""
+"""Ranks as threads of one process, and a transport between them: exact, quick, and with faults on request.
+
+For tests of what is performed over a transport. Collectives of such ranks: `process_group/in_process.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +18,25 @@ from torch import Tensor
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.transports.transport import Message, Transport
 
+_End = TypeVar("_End")
+
 Route = tuple[int, int, int]
 """Source, target and number of bytes."""
+
+
+def run_as_threads(ends: Sequence[_End], function: Callable[[_End], Any]) -> list[Any]:
+    """Call `function` for every rank at once, each on a thread of its own.
+
+    Args:
+        ends: Rank by rank, what a rank communicates with.
+        function: Is given one of them.
+
+    Returns:
+        What it returned, or the exception that it raised, rank by rank.
+    """
+    with ThreadPoolExecutor(len(ends)) as threads:
+        futures = [threads.submit(function, end) for end in ends]
+        return [future.exception() or future.result() for future in futures]
 
 
 class InMemoryNetwork:
@@ -34,10 +54,8 @@ class InMemoryNetwork:
         self._lost: set[int] = set()
 
     def run(self, function: Callable[[InMemoryTransport], Any]) -> list[Any]:
-        """What `function` returned, or the exception that it raised, for each rank in a thread of its own."""
-        with ThreadPoolExecutor(len(self.transports)) as threads:
-            futures = [threads.submit(function, transport) for transport in self.transports]
-            return [future.exception() or future.result() for future in futures]
+        """As `run_as_threads`, with every rank's transport."""
+        return run_as_threads(self.transports, function)
 
     def lose(self, rank: int) -> None:
         """From now on nothing that `rank` sends arrives."""

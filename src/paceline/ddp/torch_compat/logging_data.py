@@ -71,7 +71,7 @@ def _construction(wrapped: DistributedDataParallel) -> dict[str, Any]:
         "device_ids": _join(wrapped.device_ids or []),
         "output_device": -1 if wrapped.output_device is None else wrapped.output_device,
         "broadcast_buffers": int(wrapped.forward_sync_buffers),
-        "has_sync_bn": int(wrapped._has_sync_batch_norm),
+        "has_sync_bn": int(wrapped._steps.has_sync_batch_norm),
         "bucket_sizes": _join(wrapped._initial_bucket_sizes),
         "bucket_cap_bytes": wrapped.bucket_bytes_cap,
         "dtypes": _join(dict.fromkeys(_name_in_cpp(p.dtype) for p in parameters)),
@@ -83,7 +83,7 @@ def _construction(wrapped: DistributedDataParallel) -> dict[str, Any]:
         "iteration": max(0, reducer.num_steps - 1),  # torch counts the step that is under way
         "backend_name": backend_of(wrapped.process_group),
         "comm_hook": wrapped._comm_hook_name,
-        "join_uneven_inputs": int(wrapped._joins_uneven_inputs),
+        "join_uneven_inputs": int(wrapped._steps.join.was_used),
         "gloo_num_threads": 2,
     } | ({"static_graph": 1} if wrapped.static_graph else {})
 
@@ -107,7 +107,7 @@ def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
         "rebuilt_per_bucket_param_indices": _join((_words(b.members) for b in buckets), ", ")
         if rebuilt
         else "",
-        "prev_iteration_grad_ready_order_indices": _words(dict.fromkeys(reducer.ready_order.observed)),
+        "prev_iteration_grad_ready_order_indices": _words(dict.fromkeys(reducer.arrivals.order)),
         "num_buckets_reduced": len(buckets) if reducer.num_steps else 0,
         "unused_parameter_size": sum(
             parameters[index].numel() * parameters[index].element_size()

@@ -18,16 +18,14 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from paceline.comm.collectives import backend_of
-from paceline.comm.peers import Peers
-from paceline.ddp import arguments
-from paceline.ddp.buffers import BROADCAST_BYTES, Broadcast
+from paceline.ddp.buffers import BROADCAST_BYTES, BufferHook
+from paceline.ddp.reducer import Reducer
 from paceline.ddp.torch_compat.logging_data import Logger, logging_data
 from paceline.reductions import Mean, NarrowMean, Reduction
 
 if TYPE_CHECKING:
-    from paceline.ddp.buffers import Buffers
+    from paceline.ddp.coordinator import StepCoordinator
     from paceline.ddp.plan import BucketCaps
-    from paceline.ddp.reducer import Reducer
 
 
 class TorchSurface:
@@ -35,24 +33,26 @@ class TorchSurface:
 
     if TYPE_CHECKING:
         module: Module
-        reducer: Reducer
         process_group: Any
-        _process_groups: list[Any]
-        _reduce_groups: list[Any]
-        _peers: Peers
-        _buffer_sync: Buffers
-        _caps: BucketCaps
-        _module_parameters: list[Any]
         parameters_to_ignore: set[str]
-        forward_sync_buffers: bool
-        find_unused_parameters: bool
         static_graph: bool
-        device: torch.device
-        _delay_all_reduce_params: list[Any]
+        _process_groups: list[Any]
+        _steps: StepCoordinator
+        _caps: BucketCaps
         _logged_error: dict[str, Any]
         _reduction: Reduction
 
-        def _build_reducer(self, managed: Any) -> None: ...
+        @property
+        def reducer(self) -> Reducer: ...
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The former name of `forward_sync_buffers`, which torch 2.8 has as an attribute of its own."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     def _init_torch_surface(self) -> None:
         self.logger = Logger(self)
@@ -65,9 +65,6 @@ class TorchSurface:
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._comm_hook_name = ""
         self._buffer_futures: list[Any] = []
-        self._divide_by_initial_world_size = True
-        self._joins_uneven_inputs = False
-        self._authoritative_rank = 0
         self._use_python_reducer = False
         self._lazy_init_ran = True
         self._ddp_sink_clone = True
@@ -102,7 +99,8 @@ class TorchSurface:
         self._comm_hook = (hook, state)
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = reduction.name
-        self._reduction = self.reducer.reduction = reduction
+        self._reduction = reduction
+        self._steps.reduce_by(reduction)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from paceline.ddp.torch_compat.comm_hooks import builtin_hook  # noqa: PLC0415 (as above)
@@ -122,30 +120,19 @@ class TorchSurface:
         if not callable(hook):
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
-
-    def _buffer_hook_goes(self, location: str) -> bool:
-        return self.buffer_hook is not None and self.buffer_hook.buffer_comm_hook_location.name == location
-
-    def _run_buffer_hook(self) -> None:
-        if self.buffer_hook is not None:
-            futures = self.buffer_hook.buffer_comm_hook(
-                self.buffer_hook.buffer_comm_hook_state, self.named_module_buffers
-            )
-            self.reducer.wait_at_end(list(futures or ()))
-
-    def _has_synchronized_buffers(self) -> bool:
-        return self.forward_sync_buffers and bool(self._buffer_sync.named())
+        runs_before_forward = comm_hook_location == _BufferCommHookLocation.PRE_FORWARD
+        self._steps.buffers.hook = BufferHook(hook, state, runs_before_forward)
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        return self._buffer_sync.named()
+        return self._steps.buffers.named()
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        return list(self._buffer_sync.named().values())
+        return list(self._steps.buffers.named().values())
 
     def will_sync_module_buffers(self) -> bool:
-        return self._has_synchronized_buffers()
+        return self._steps.has_synchronized_buffers()
 
     def _default_broadcast_coalesced(
         self,
@@ -155,10 +142,7 @@ class TorchSurface:
     ) -> None:
         """Give all ranks one rank's tensors, by default the buffers. Collective; blocks."""
         tensors = self.modules_buffers if bufs is None else list(bufs)
-        if self.process_group.size() > 1:
-            Broadcast(tensors, self.process_group, authoritative_rank).finish(
-                self._peers, "broadcasting tensors"
-            )
+        self._steps.broadcast(tensors, authoritative_rank, "broadcasting tensors")
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
@@ -166,7 +150,20 @@ class TorchSurface:
         self._default_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
 
     def _sync_buffers(self) -> None:
-        self._buffer_sync.synchronize()
+        self._steps.buffers.synchronize()
+
+    # ---- uneven inputs
+
+    @property
+    def _divide_by_initial_world_size(self) -> bool:
+        return self._steps.join.divides_by_all
+
+    @property
+    def _authoritative_rank(self) -> int:
+        return self._steps.join.authoritative_rank
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self._steps.take_final_model(is_last_joiner)
 
     # ---- reports
 
@@ -202,7 +199,7 @@ class TorchSurface:
 
     def _check_reducer_finalized(self) -> None:
         """Raise if the last backward was not completed; otherwise every backward is, when it returns."""
-        self.reducer.check_finished()
+        self.reducer.recovery.check_finished()
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         """Not needed: sparse gradients find each other's coordinates."""
@@ -217,20 +214,12 @@ class TorchSurface:
         Args:
             new_process_group: A group that contains this rank; every member must switch in the same step.
         """
-        old = self.reducer
-        old.remove_hooks()
         self.process_group = new_process_group
-        self._process_groups = self._reduce_groups = [new_process_group]
-        self._peers = Peers(
-            new_process_group, f"group {new_process_group.group_name}", self.device.type == "cpu"
-        )
-        self._reduction.prepare(old.managed.named(), new_process_group)
-        self._buffer_sync.move_to(new_process_group, self._peers)
-        self._build_reducer(old.managed)
-        self.reducer.timings = old.timings
+        self._process_groups = [new_process_group]
+        self._steps.move_to(new_process_group)
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
-        managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
+        managed = self._steps.managed()
         return list(managed.parameters), list(managed.sparse)
 
     def _build_debug_param_to_name_mapping(self, parameters: Iterable[Any]) -> dict[int, str]:
@@ -249,6 +238,35 @@ class TorchSurface:
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
         self._logged_error = {"has_error": 1, "error": err_msg, "iteration": 0}
         raise err_type(err_msg)
+
+
+class TorchsReducer(Reducer):
+    """A reducer with the methods of torch's that frameworks call."""
+
+    def _get_local_used_map(self) -> Tensor:
+        """1 for every parameter that the last step used on this rank."""
+        unused = self.unused_parameters()
+        return torch.tensor(
+            [int(index not in unused) for index in range(len(self.managed))], dtype=torch.int32
+        )
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether the graph has looked static so far."""
+        return not self.arrivals.expected.predicts and not self.arrivals.expected.defers
+
+    # What Lightning calls itself where a training step runs its own backwards within forward.
+
+    def _rebuild_buckets(self) -> bool:
+        """Not needed: buckets are laid out anew when the first synchronized backward ends."""
+        return False
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Watch these outputs of a forward that has not returned yet; without any, the first gradient tells."""
+        if outputs:
+            self.watch([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
+
+    def _delay_all_reduce(self) -> None:
+        """Not needed: the first step of a static graph is reduced when its backward ends, not afterwards."""
 
 
 # Optimizers that step within backward (`torch.distributed.optim._apply_optimizer_in_backward`). Torch runs them as soon

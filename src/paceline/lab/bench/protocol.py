@@ -76,7 +76,7 @@ ENVIRONMENTS: dict[Allocator, dict[str, str]] = {
 
 
 def require(package: str) -> None:
-    """Refuse a peer that is not installed; other names pass.
+    """Refuse another library that is not installed; other names pass.
 
     Raises:
         ConfigurationError: Says what to install.

@@ -1,7 +1,7 @@
 """Who is compared with whom in a training step, and how a side trains: a table of ways to wrap a module.
 
 A side is a name for a way of training a module in parallel. Comparing `torch` with `torch` shows the noise.
-Peers that are not installed are refused before anything starts; benchmarks/peers-requirements.txt has them all.
+Libraries that are not installed are refused before anything starts; benchmarks/peers-requirements.txt has them all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.errors import ConfigurationError
-from paceline.lab.bench import peers
+from paceline.lab.bench import other_libraries
 from paceline.lab.bench.protocol import require
 from paceline.lab.workloads import Workload
 from paceline.reductions import GradientNoiseScale, Reduction
@@ -34,10 +34,10 @@ class Side:
     """One way of training in parallel.
 
     Attributes:
-        family: "none", "torch", "ours", or a peer's package.
+        family: "none", "torch", "ours", or another library's package.
         arguments: For the wrapper, where the family has one.
         make_reduction: What combines the gradients, made anew for each model; None: what the arguments say.
-        hook: A communication hook to register, by its name in `peers.HOOKS`.
+        hook: A communication hook to register, by its name in `other_libraries.HOOKS`.
         backend: Of the process group; None for the job's own.
         tolerance: How far its mean may be from the exact one, relative; None: lossy by design, only reported.
     """
@@ -96,7 +96,7 @@ def wrap(side_name: str, module: nn.Module, **arguments: Any) -> nn.Module:
         arguments["reduction"] = side.make_reduction()
     model: nn.Module = wrapper(module, **{**side.arguments, **arguments})
     if side.hook is not None:
-        peers.HOOKS[side.hook](model)
+        other_libraries.HOOKS[side.hook](model)
     return model
 
 
@@ -105,17 +105,17 @@ def parallelise(
     module: nn.Module,
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     **arguments: Any,
-) -> peers.Parallel:
+) -> other_libraries.Parallel:
     """Return `module` and its optimizer as the named side trains them.
 
     Contract:
         Collective, except for "none".
     """
     family = SIDES[side_name].family
-    if family in peers.ADAPTERS:
-        return peers.ADAPTERS[family](module, make_optimizer(module.parameters()))
+    if family in other_libraries.ADAPTERS:
+        return other_libraries.ADAPTERS[family](module, make_optimizer(module.parameters()))
     model = wrap(side_name, module, **arguments)
-    return peers.Parallel(model, make_optimizer(model.parameters()))
+    return other_libraries.Parallel(model, make_optimizer(model.parameters()))
 
 
 def parse_sides(text: str, option: str = "--sides") -> tuple[str, ...]:

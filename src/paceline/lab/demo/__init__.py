@@ -1,6 +1,6 @@
 """The product's promise on real images: several processes train what one process would have trained.
 
-`data` loads images, `training` is what every rank runs, `messages` is how a rank reports, `comparison` says what
-came out, `show` puts it on the screen, `summary` makes rows and figures of it, `run` ties them together. Nothing is
-imported here: a rank needs neither the launcher nor the screen.
+`two_trainings` ties it together, `demo_training` is what every rank runs, `progress_pipe` is how a rank reports,
+`comparison` says what came out, `screen` shows it. Nothing is imported here: a rank needs neither the launcher nor the
+screen.
 """

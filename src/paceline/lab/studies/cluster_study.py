@@ -11,12 +11,8 @@ Rules
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import socket
-import stat
-import struct
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,15 +28,13 @@ from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import ClusterRanks, gather
 from paceline.lab.report.summary import Summary, slowest_rank
 from paceline.lab.studies.description import Measured, Study
-from paceline.lab.studies.variants import Phases, Variant, VariantTrainee
+from paceline.lab.studies.variants import Phases, Variant, VariantTrainee, cap_flows
 
 if TYPE_CHECKING:
     from paceline.lab.emulation import ClusterSpec
 
 NUM_WARM_UP = {"torch": 2}  # cuts its buckets anew after the first; the others settle at once
 _COUNTERS = Path("/proc/self/net/dev")
-_SO_MAX_PACING_RATE = 47  # Linux; not in Python's socket module
-_NO_CAP = 2**64 - 1
 MAX_RANKS = 64
 TIMED = "timed compute: layers sleep as long as the profile says; gradients, hooks and traffic are real"
 
@@ -93,6 +87,69 @@ class StudyOptions:
         return default_profile(workload).taking(self.compute_s * factor)
 
 
+@dataclass(frozen=True)
+class Block:
+    """Variants of one model that take turns.
+
+    Attributes:
+        label: What it is called in a report.
+        profile: How long layers compute.
+        scale: Divides the gradients' bytes.
+        variants: Who takes turns.
+    """
+
+    label: str
+    profile: Profile
+    scale: float
+    variants: tuple[Variant, ...]
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """What a job of ranks measures."""
+
+    blocks: tuple[Block, ...]
+    num_rounds: int
+
+
+@dataclass(frozen=True)
+class VariantOutcome:
+    """What one variant did.
+
+    Attributes:
+        block: Its block's label.
+        variant: What was set.
+        per_rank: Phases of all timed steps, by rank.
+        sent_bytes: What rank 0's interface sent in all timed steps, headers and acknowledgements included.
+        num_buckets: 0 without buckets.
+        error: The worst rank's distance from the exact mean, relative.
+    """
+
+    block: str
+    variant: Variant
+    per_rank: tuple[Phases, ...]
+    sent_bytes: int
+    num_buckets: int
+    error: float
+
+    @property
+    def steps_s(self) -> list[float]:
+        """Length of each step: the slowest rank's."""
+        return slowest_rank([phases.totals_s() for phases in self.per_rank])
+
+    @property
+    def step(self) -> Summary:
+        return Summary.of(self.steps_s)
+
+    @property
+    def sent_bytes_per_step(self) -> float:
+        return self.sent_bytes / len(self.steps_s)
+
+    def phase_s(self, name: str) -> float:
+        """Return the median over steps of the slowest rank's phase."""
+        return Summary.of(slowest_rank([getattr(phases, name) for phases in self.per_rank])).median
+
+
 Options = TypeVar("Options", bound=StudyOptions)
 
 
@@ -131,7 +188,9 @@ class ClusterStudy(TimeStudy[StudyOptions]):
         return Measured(outcomes, samples, how(config.blocks), place, options.num_ranks)
 
 
-def run_blocks(cluster: ClusterSpec, config: StudyConfig, title: str) -> tuple[list[Outcome], dict[str, str]]:
+def run_blocks(
+    cluster: ClusterSpec, config: StudyConfig, title: str
+) -> tuple[list[VariantOutcome], dict[str, str]]:
     """Run blocks on a cluster that stands meanwhile; returns checked outcomes and where it was."""
     with ClusterRanks(cluster) as ranks:
         outcomes = ranks.run(measure, config, title, ENVIRONMENTS[Allocator.KEEP])[0]
@@ -140,76 +199,13 @@ def run_blocks(cluster: ClusterSpec, config: StudyConfig, title: str) -> tuple[l
     return outcomes, place
 
 
-@dataclass(frozen=True)
-class Block:
-    """Variants of one model that take turns.
-
-    Attributes:
-        label: What it is called in a report.
-        profile: How long layers compute.
-        scale: Divides the gradients' bytes.
-        variants: Who takes turns.
-    """
-
-    label: str
-    profile: Profile
-    scale: float
-    variants: tuple[Variant, ...]
-
-
-@dataclass(frozen=True)
-class StudyConfig:
-    """What a job of ranks measures."""
-
-    blocks: tuple[Block, ...]
-    num_rounds: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one variant did.
-
-    Attributes:
-        block: Its block's label.
-        variant: What was set.
-        per_rank: Phases of all timed steps, by rank.
-        sent_bytes: What rank 0's interface sent in all timed steps, headers and acknowledgements included.
-        num_buckets: 0 without buckets.
-        error: The worst rank's distance from the exact mean, relative.
-    """
-
-    block: str
-    variant: Variant
-    per_rank: tuple[Phases, ...]
-    sent_bytes: int
-    num_buckets: int
-    error: float
-
-    @property
-    def steps_s(self) -> list[float]:
-        """Length of each step: the slowest rank's."""
-        return slowest_rank([phases.totals_s() for phases in self.per_rank])
-
-    @property
-    def step(self) -> Summary:
-        return Summary.of(self.steps_s)
-
-    @property
-    def sent_bytes_per_step(self) -> float:
-        return self.sent_bytes / len(self.steps_s)
-
-    def phase_s(self, name: str) -> float:
-        """Return the median over steps of the slowest rank's phase."""
-        return Summary.of(slowest_rank([getattr(phases, name) for phases in self.per_rank])).median
-
-
-def measure(config: StudyConfig, tell: TellProgress) -> list[Outcome]:
+def measure(config: StudyConfig, tell: TellProgress) -> list[VariantOutcome]:
     """Run all blocks. Collective; every rank returns the same."""
     groups = _make_groups(config)
     num_turns = sum(2 * config.num_rounds * len(block.variants) for block in config.blocks)
     has_caps = any(v.flow_bytes_per_s is not None for block in config.blocks for v in block.variants)
     done = 0
-    outcomes: list[Outcome] = []
+    outcomes: list[VariantOutcome] = []
     for block in config.blocks:
         trainees = [_trainee(block, variant, groups) for variant in block.variants]
         for trainee in trainees:
@@ -235,7 +231,7 @@ def measure(config: StudyConfig, tell: TellProgress) -> list[Outcome]:
         for i, variant in enumerate(block.variants):
             first = trainees[i]
             outcomes.append(
-                Outcome(
+                VariantOutcome(
                     block.label,
                     variant,
                     tuple(everyone[rank][0][i] for rank in range(variant.num_ranks)),
@@ -249,7 +245,7 @@ def measure(config: StudyConfig, tell: TellProgress) -> list[Outcome]:
     return outcomes
 
 
-def check(outcomes: Sequence[Outcome]) -> None:
+def check(outcomes: Sequence[VariantOutcome]) -> None:
     """Refuse times of wrong answers.
 
     Raises:
@@ -295,7 +291,7 @@ def _sent_bytes() -> int:
     return 0
 
 
-def record(outcome: Outcome) -> dict[str, Any]:
+def record(outcome: VariantOutcome) -> dict[str, Any]:
     """Return raw samples as JSON takes them."""
     variant = {key: value for key, value in vars(outcome.variant).items() if value is not None}
     return {
@@ -315,27 +311,3 @@ def how(blocks: Sequence[Block]) -> list[str]:
         TIMED,
         f"bytes of gradients and bucket caps are divided, so that a slow link suffices: {', '.join(scales)}",
     ]
-
-
-def cap_flows(bytes_per_s: float | None) -> int:
-    """Let the kernel pace every TCP connection of this process, to other addresses than its own, at a rate.
-
-    Args:
-        bytes_per_s: For each connection; None lifts the cap.
-
-    Returns:
-        How many connections there are.
-    """
-    rate = struct.pack("=Q", _NO_CAP if bytes_per_s is None else int(bytes_per_s))
-    num_flows = 0
-    for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
-                    continue
-                if connection.getpeername()[0] != connection.getsockname()[0]:
-                    connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
-                    num_flows += 1
-    return num_flows

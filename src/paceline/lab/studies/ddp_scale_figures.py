@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.lab.report.figures import OTHER, PAPER, SIDE_COLORS, Line, Panel, draw_panels
-from paceline.lab.studies.cluster_study import Block, ClusterStudy, Outcome, StudyOptions
+from paceline.lab.studies.cluster_study import Block, ClusterStudy, StudyOptions, VariantOutcome
 from paceline.lab.studies.description import Findings
 from paceline.lab.studies.published import (
     BREAKDOWN,
@@ -21,6 +21,10 @@ from paceline.lab.studies.published import (
     scale_for,
 )
 from paceline.lab.studies.variants import PAPERS_CAP_MB, Variant
+
+_BACKWARD_RATIO = 2 / 3  # of forward and backward together; what communication hides behind
+FLOWS_A_LINK = 3  # with the cap, a connection gets this part of the link
+_CONDITIONS = {"no cap": None, f"a flow gets 1/{FLOWS_A_LINK} of the link": FLOWS_A_LINK}
 
 
 class RankCountStudy(ClusterStudy):
@@ -44,7 +48,7 @@ class RankCountStudy(ClusterStudy):
                 blocks.append(Block(f"{workload}, {backend}-like", profile, scale, variants))
         return tuple(blocks)
 
-    def find(self, outcomes: Sequence[Outcome], options: StudyOptions) -> Findings:
+    def find(self, outcomes: Sequence[VariantOutcome], options: StudyOptions) -> Findings:
         """Set steps over the step of one rank beside the published ones."""
         rows, summaries = [], {}
         for (workload, backend), seconds in SCALING_SECONDS.items():
@@ -97,9 +101,6 @@ def _counts(options: StudyOptions) -> list[int]:
     return [2**i for i in range(options.num_ranks.bit_length()) if 2**i <= options.num_ranks]
 
 
-_BACKWARD_RATIO = 2 / 3  # of forward and backward together; what communication hides behind
-
-
 class SkippedSyncStudy(ClusterStudy):
     """ResNet-50 with as much exposed communication as 256 GPUs had, synchronized every 1, 2, 4 and 8 steps."""
 
@@ -125,7 +126,7 @@ class SkippedSyncStudy(ClusterStudy):
             blocks.append(Block(f"{backend}-like", profile, scale, (alone, *variants)))
         return tuple(blocks)
 
-    def find(self, outcomes: Sequence[Outcome], options: StudyOptions) -> Findings:
+    def find(self, outcomes: Sequence[VariantOutcome], options: StudyOptions) -> Findings:
         """Set savings beside the published ones and beside computing + exposed / n."""
         rows, summaries = [], {}
         for backend, seconds in SKIPPED_SECONDS.items():
@@ -195,10 +196,6 @@ class SkippedSyncStudy(ClusterStudy):
         draw_panels(path, "Skipped synchronization (figure 10), timed compute on emulated hosts", panels)
 
 
-FLOWS_A_LINK = 3  # with the cap, a connection gets this part of the link
-_CONDITIONS = {"no cap": None, f"a flow gets 1/{FLOWS_A_LINK} of the link": FLOWS_A_LINK}
-
-
 class RoundRobinStudy(ClusterStudy):
     """1, 3 and 5 groups; links that one connection fills, and links that it can't."""
 
@@ -227,7 +224,7 @@ class RoundRobinStudy(ClusterStudy):
         ]
         return (Block("bert", profile, scale, tuple(variants)),)
 
-    def find(self, outcomes: Sequence[Outcome], options: StudyOptions) -> Findings:
+    def find(self, outcomes: Sequence[VariantOutcome], options: StudyOptions) -> Findings:
         """Set steps over the step of one group beside the published ones."""
         rows, summaries = [], {}
         for condition, divisor in _CONDITIONS.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.lab.bench.limit import StepLimit
 from paceline.lab.report.figures import OTHER, PAPER, SIDE_COLORS, Bars, Line, Panel, draw_bars, draw_panels
-from paceline.lab.studies.cluster_study import Block, ClusterStudy, Outcome, StudyOptions
+from paceline.lab.studies.cluster_study import Block, ClusterStudy, StudyOptions, VariantOutcome
 from paceline.lab.studies.description import Findings
 from paceline.lab.studies.published import (
     BREAKDOWN,
@@ -44,7 +44,7 @@ class OverlapStudy(ClusterStudy):
             blocks.append(Block(f"{workload}, {backend}-like", profile, scale, variants))
         return tuple(blocks)
 
-    def find(self, outcomes: Sequence[Outcome], options: StudyOptions) -> Findings:
+    def find(self, outcomes: Sequence[VariantOutcome], options: StudyOptions) -> Findings:
         """Set shares of the step without overlap beside the published ones."""
         rows, summaries = [], {}
         found = zip(_by_block(outcomes).values(), BREAKDOWN.items(), strict=True)
@@ -123,16 +123,16 @@ class OverlapStudy(ClusterStudy):
         )
 
 
-def _by_block(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Outcome]]:
+def _by_block(outcomes: Sequence[VariantOutcome]) -> dict[str, dict[str, VariantOutcome]]:
     names = {setting: name for name, setting in OVERLAPPED.items()}
-    found: dict[str, dict[str, Outcome]] = {}
+    found: dict[str, dict[str, VariantOutcome]] = {}
     for outcome in outcomes:
         name = names.get((outcome.variant.side, outcome.variant.cap_mb), outcome.variant.side)
         found.setdefault(outcome.block, {})[name] = outcome
     return found
 
 
-def _limit(after: Outcome) -> StepLimit:
+def _limit(after: VariantOutcome) -> StepLimit:
     return StepLimit(
         after.phase_s("forward_s"),
         after.phase_s("backward_s"),
@@ -164,7 +164,7 @@ class BucketSizeStudy(ClusterStudy):
             blocks.append(Block(workload, profile, scale, (*variants, *defaults)))
         return tuple(blocks)
 
-    def find(self, outcomes: Sequence[Outcome], options: StudyOptions) -> Findings:
+    def find(self, outcomes: Sequence[VariantOutcome], options: StudyOptions) -> Findings:
         """Set steps over the best cap's step beside the published ones."""
         rows, summaries = [], {}
         for workload in BUCKET_CAPS:

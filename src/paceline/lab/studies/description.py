@@ -21,7 +21,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Measured:
-    """What a study's ranks brought home.
+    """What a study measured.
 
     Attributes:
         outcomes: For `find`.
@@ -40,7 +40,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a study has to say.
+    """What follows from the outcomes: a table, and how to read it.
 
     Attributes:
         question: In one sentence.

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.lab.study.world import World
 from paceline.observe import StepTiming
+from paceline.process_group.in_process import InProcessWorld
 from paceline.reductions import Mean, Message, Reduction
 from paceline.reductions.lossy import Lossy
 
@@ -116,7 +116,7 @@ class RankReductions:
         make_reduction: Callable[[], Reduction],
     ) -> None:
         self._parameters = list(named_parameters.values())
-        self._groups = World(num_ranks).groups
+        self._groups = InProcessWorld(num_ranks).groups
         self._reductions = [make_reduction() for _ in self._groups]
         for reduction, group in zip(self._reductions, self._groups, strict=True):
             reduction.prepare(named_parameters, group)

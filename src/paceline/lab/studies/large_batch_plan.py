@@ -1,4 +1,4 @@
-"""Which training runs the large-batch study needs, in which order, which rates they choose, and what they say together.
+"""Which training runs the large-batch study needs, in which order, which rates they choose, and the tables.
 
 Rules
 1. One grid: every row tries the same multiples of its optimizer's middle rate.
@@ -201,7 +201,7 @@ RULE, TUNED = "by the rule", "tuned"
 
 @dataclass(frozen=True)
 class Results:
-    """A plan and what is known of it, complete or not."""
+    """A plan and what the store has of it, complete or not: test accuracies by the rule and tuned."""
 
     plan: Plan
     store: Store

@@ -20,10 +20,10 @@ from paceline.lab.bench.timed_model import gradient_bytes
 from paceline.lab.report.figures import CURVE_COLORS, Line, Panel, draw_panels, linear_line
 from paceline.lab.studies.cluster_study import (
     Block,
-    Outcome,
     StudyConfig,
     StudyOptions,
     TimeStudy,
+    VariantOutcome,
     how,
     record,
     run_blocks,
@@ -122,7 +122,7 @@ class ScalingStudy(TimeStudy[ScalingOptions]):
 
     def measure(self, options: ScalingOptions) -> Measured:
         """Run all sizes, numbers of ranks and methods on each link."""
-        found: list[tuple[str, Outcome]] = []
+        found: list[tuple[str, VariantOutcome]] = []
         place: dict[str, str] = {}
         blocks = _blocks(options)
         for proportion in options.rates:
@@ -295,7 +295,7 @@ def _costs(outcomes: Sequence[Any], options: ScalingOptions) -> list[str]:
     return notes
 
 
-def _reduced_bytes(outcome: Outcome, options: ScalingOptions) -> int:
+def _reduced_bytes(outcome: VariantOutcome, options: ScalingOptions) -> int:
     num_bytes = gradient_bytes(options.model(outcome.block), options.scale())
     return num_bytes // 2 if outcome.variant.half else num_bytes
 

@@ -31,9 +31,9 @@ from paceline.lab.studies.large_batch_rows import ROWS, Row, make_optimizer, rat
 from paceline.lab.studies.splits import Part, Samples
 from paceline.lab.studies.store import Outcome, Trial
 from paceline.lab.studies.tasks import TASKS
-from paceline.lab.study.world import World
 from paceline.optim import DiLoCo, LocalSGD
 from paceline.optim.local_steps import LocalSteps
+from paceline.process_group.in_process import InProcessWorld
 from paceline.reductions import Reduction, choose_reduction
 from paceline.reductions.adasum import combine
 
@@ -206,7 +206,7 @@ class RareAverages(Copies):
     ) -> None:
         super().__init__(model, num_ranks)
         self._threads = ThreadPoolExecutor(num_ranks)
-        self._wrapped = list(self._threads.map(wrap, self.optimizers, World(num_ranks).groups))
+        self._wrapped = list(self._threads.map(wrap, self.optimizers, InProcessWorld(num_ranks).groups))
 
     def step(self, inputs: Tensor, labels: Tensor, rate: float) -> float:
         loss = self.backward(inputs, labels, rate)

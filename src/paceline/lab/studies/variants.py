@@ -1,4 +1,4 @@
-"""One way of training a timed model among the first few ranks of a job: what the studies vary.
+"""Variants of data-parallel training that the time studies compare: wrapper, bucket cap, precision, process groups.
 
 Sides: `ours` and `torch` are the two wrappers; `after` is one all-reduce of everything when backward is done, as the
 mLSTM study did; `none` computes alone. Bucket caps are those of the model before its bytes were divided by `scale`, so
@@ -7,10 +7,16 @@ the number of buckets stays.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import stat
+import struct
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +33,8 @@ from paceline.process_group.round_robin import RoundRobin
 SIDES = ("ours", "torch", "after", "none")
 TORCH_CAPS_MB = (1.0, 25.0)
 PAPERS_CAP_MB = 25.0  # torch's default, so the paper's
+_SO_MAX_PACING_RATE = 47  # Linux; not in Python's socket module
+_NO_CAP = 2**64 - 1
 EXACT, HALF = 1e-6, 2e-3  # how far a mean may be from the exact one, relative
 
 
@@ -192,3 +200,27 @@ def bucket_caps_mb(variant: Variant, num_bytes: int) -> Sequence[float]:
     return [
         cap / MEBIBYTE for cap in BucketCaps.default(num_bytes, on_cpu=True, on_one_host=False).caps_bytes
     ]
+
+
+def cap_flows(bytes_per_s: float | None) -> int:
+    """Let the kernel pace every TCP connection of this process, to other addresses than its own, at a rate.
+
+    Args:
+        bytes_per_s: For each connection; None lifts the cap.
+
+    Returns:
+        How many connections there are.
+    """
+    rate = struct.pack("=Q", _NO_CAP if bytes_per_s is None else int(bytes_per_s))
+    num_flows = 0
+    for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
+                    continue
+                if connection.getpeername()[0] != connection.getsockname()[0]:
+                    connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+                    num_flows += 1
+    return num_flows

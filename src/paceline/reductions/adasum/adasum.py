@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import secrets
-import socket
 import threading
 import warnings
 import weakref
@@ -278,5 +278,5 @@ def _host_id() -> bytes:
     try:
         where = whereabouts("net")
     except OSError:
-        where = socket.gethostname()
+        where = os.uname().nodename
     return hashlib.sha256(where.encode()).digest()

@@ -1,5 +1,5 @@
-"""`compression="auto"`: measure, predict, decide on all ranks alike, try, and keep watching."""
+"""`compression="auto"`: measures steps and link, predicts, compares, and turns a codec on where steps get shorter."""
 
-from paceline.reductions.auto.reduction import Auto
+from paceline.reductions.auto.auto import Auto
 
 __all__ = ["Auto"]

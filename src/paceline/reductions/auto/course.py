@@ -1,18 +1,20 @@
-"""What is done in which step: measure, try, settle, check. The same on every rank, because only agreed numbers go in.
+"""The state machine of `compression="auto"`: which codec reduces a step, whether it is timed, and what is exchanged.
 
-    resuming --resumed--> settled, or measuring    (a state was loaded; not everywhere the same one)
-    measuring --decided--> settled                 (nothing new: stay as it is)
+The same on every rank, because only agreed numbers go in.
+
+    resuming --resumed--> settled, or measuring    (a state was loaded: the same on all ranks, or not)
+    measuring --decided--> settled                 (prediction changes nothing)
         |                   ^   |
-        +--decided--> trying    +--checked--> measuring    (steps take another time, or none is on and it is long ago)
-                        |  ^    +--checked--> trying       (a codec is on and was not compared for long)
+        +--decided--> trying    +--checked--> measuring    (steps take longer or shorter; or none is on for long)
+                        |  ^    +--checked--> trying       (a codec is on, and its last comparison is long ago)
                         +--+--tried--> settled
 
 Rules
-1. A step's plan depends on the number of synchronized steps that ended well and on answers that all ranks share.
-2. A question is asked behind a step's last bucket, so what its answer rests on are the steps before it, and the step
-   that asks is no sample: it takes longer.
-3. The first step of each phase is no sample either: buckets are cut anew after the first of all, and a codec that was
-   just turned on takes its memory.
+1. A step's plan depends on the number of synchronized steps that succeeded and on numbers that all ranks share.
+2. Measurements are exchanged after a step's last bucket, so they are of the steps before it, and that step itself is
+   not timed: it takes longer.
+3. Nor is the first step of each phase: buckets are rebuilt after the very first one, and a codec that was just turned
+   on allocates its memory.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from enum import Enum
 from paceline.errors import ConfigurationError
 from paceline.planning import Rules
 
-_PATTERN = (False, True, True, False)  # without, with, with, without: a drift cancels
+_PATTERN = (False, True, True, False)  # without, with, with, without: a linear drift cancels
 
 
 class Phase(Enum):
-    """What the steps of the moment are for."""
+    """What the current steps are for."""
 
     RESUMING = "resuming"
     MEASURING = "measuring"
@@ -37,12 +39,12 @@ class Phase(Enum):
 
 
 class Question(Enum):
-    """What the ranks agree on behind a step's last bucket."""
+    """What the ranks exchange after a step's last bucket."""
 
     NOTHING = "nothing"
-    COSTS = "costs"  # of reductions, by timing some; and the profile of the steps before
-    PERIODS = "periods"  # of the steps before
-    RESUMED = "resumed"  # which codec was on when the state was saved that was loaded here
+    COSTS = "costs"  # the times of some reductions, measured now, and the profile of the steps before
+    PERIODS = "periods"  # the durations of the steps before
+    RESUMED = "resumed"  # the codec in the state that was loaded
 
 
 _QUESTIONS = {
@@ -55,15 +57,15 @@ _QUESTIONS = {
 
 @dataclass(frozen=True)
 class Pace:
-    """How many steps for what.
+    """How many steps each phase takes.
 
     Attributes:
-        num_measured: Samples before a decision.
-        num_tried: Samples of a trial, half of them with the codec; a multiple of 4.
+        num_measured: Timed steps before a decision.
+        num_tried: Timed steps of a comparison, half of them with the codec; a multiple of 4.
         check_every: Settled steps between two checks, at first; doubled, up to 8 times, by each that found nothing.
         try_every: Steps after which a codec that is on is compared again, and after which all is measured again if
-            none is: what changed before the first check of settled steps is not a drift from it.
-        drift_ratio: By how much a settled step's time may change before all is measured again.
+            none is on: a change before the first check of settled steps is not seen as a drift.
+        drift_ratio: By how much the duration of settled steps may change before all is measured again.
     """
 
     num_measured: int = 4
@@ -75,23 +77,23 @@ class Pace:
     def __post_init__(self) -> None:
         if self.num_measured < 1 or self.num_tried < 4 or self.num_tried % 4 or self.check_every < 3:
             raise ConfigurationError(
-                f"{self}: a decision takes 1 measured step or more, a trial 4, 8, ... steps, and a check comes every 3 "
-                "steps at most."
+                f"{self}: a decision takes 1 measured step or more, a comparison 4, 8, ... steps, and a check comes "
+                "every 3 steps at most."
             )
         if self.try_every < self.num_tried or not self.drift_ratio > 0:
             raise ConfigurationError(
-                f"{self}: trials come less often than they are long, and the drift that is noticed is above 0."
+                f"{self}: comparisons come less often than they are long, and the drift that is noticed is above 0."
             )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One step.
+    """What one step does.
 
     Attributes:
-        codec: That reduces it; None: as it is.
-        is_sample: Whether its time counts.
-        question: Asked behind its last bucket.
+        codec: Reduces it; None: no compression.
+        is_sample: Whether its duration is used.
+        question: What is exchanged after its last bucket.
     """
 
     codec: str | None
@@ -100,21 +102,21 @@ class Plan:
 
 
 class Course:
-    """Where we are.
+    """The state: phase, codec in use, and when what is due.
 
     Args:
-        pace: How many steps for what.
-        rules: What a codec has to save.
+        pace: How many steps each phase takes.
+        rules: How much a codec has to save.
     """
 
     def __init__(self, pace: Pace, rules: Rules) -> None:
         self._pace, self._rules = pace, rules
         self.in_use: str | None = None
-        self.tried: str | None = None  # the codec of the trial
+        self.tried: str | None = None  # the codec that is compared
         self.num_steps = 0
         self._barred_until: dict[str, float] = {}
         self._num_refuted: dict[str, int] = {}
-        self._period_s: float | None = None  # of a settled step, when it was first checked
+        self._period_s: float | None = None  # duration of a settled step at the first check
         self._check_every = pace.check_every
         self._compared_at = 0
         self._enter(Phase.MEASURING)
@@ -123,7 +125,7 @@ class Course:
         self.phase, self._place = phase, 0
 
     def plan(self) -> Plan:
-        """What the next step does."""
+        """The plan of the next step."""
         place, last = self._place, self._num_samples() + 1
         question = _QUESTIONS[self.phase] if place >= last else Question.NOTHING
         codec = self.in_use
@@ -141,21 +143,21 @@ class Course:
         }[self.phase]
 
     def step(self) -> None:
-        """A step went as planned; if it asked, its answer comes next."""
+        """A step succeeded; if it exchanged something, the result comes next."""
         self.num_steps += 1
         self._place += 1
 
     def barred(self) -> frozenset[str]:
-        """Codecs whose trial has refuted their prediction, for the time being."""
+        """Codecs whose last comparison refuted their prediction, for a number of steps that doubles each time."""
         return frozenset(name for name, until in self._barred_until.items() if self.num_steps < until)
 
     def resume(self) -> None:
-        """A state was loaded: ask before anything else whether all ranks have loaded the same."""
+        """A state was loaded: first exchange whether all ranks have loaded the same."""
         self.in_use = self.tried = None
         self._enter(Phase.RESUMING)
 
     def resumed(self, codec: str | None, agrees: bool) -> None:
-        """The answer to RESUMED: go on with that decision, or start afresh."""
+        """RESUMED was exchanged: continue with that codec if all ranks agree, else start from the beginning."""
         self.in_use = codec if agrees else None
         self._compared_at = self.num_steps
         if agrees:
@@ -164,7 +166,7 @@ class Course:
             self._enter(Phase.MEASURING)
 
     def decided(self, chosen: str | None) -> None:
-        """The answer to COSTS: prediction's choice."""
+        """COSTS were exchanged: the prediction chose this codec."""
         if chosen is not None and chosen != self.in_use:
             self._check_every = self._pace.check_every
             self._try(chosen)
@@ -177,9 +179,11 @@ class Course:
         self._settle()
 
     def tried_out(self, with_s: float, without_s: float) -> bool:
-        """The answer to PERIODS after a trial; says whether its codec is on now.
+        """PERIODS of a comparison were exchanged; returns whether its codec is on now.
 
-        Without it, steps were as before the trial, perhaps with another codec; plain if it was on already.
+        Args:
+            with_s: Duration of steps with the codec.
+            without_s: Duration of the other steps: with what was in use before, or with none if that was this codec.
         """
         assert self.tried is not None
         self._compared_at = self.num_steps
@@ -195,7 +199,7 @@ class Course:
         return saves
 
     def checked(self, period_s: float) -> None:
-        """The answer to PERIODS of settled steps."""
+        """PERIODS of settled steps were exchanged."""
         before_s, self._period_s = self._period_s, self._period_s or period_s
         has_drifted = before_s is not None and abs(math.log(period_s / before_s)) > math.log1p(
             self._pace.drift_ratio
@@ -204,7 +208,7 @@ class Course:
         for name in expired:
             del self._barred_until[name]
         is_due = self.num_steps - self._compared_at >= self._pace.try_every
-        is_plain = self.in_use is None and not self._barred_until  # what is barred has its own time
+        is_plain = self.in_use is None and not self._barred_until  # a barred codec is due at its own time
         if has_drifted or expired or (is_due and is_plain):
             self._enter(Phase.MEASURING)
         elif is_due and self.in_use is not None:

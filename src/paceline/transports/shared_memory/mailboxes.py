@@ -1,13 +1,13 @@
 """A transport between the ranks of one host: messages through slots in memory that they share.
 
 Rules
-1. Every rank has a *box* for each other rank in its arena: a few slots, and two counters. A message is cut into parts
-   of a slot's size; the sender fills a free slot and counts it as posted, the receiver empties it and counts it as
-   taken. Sender and receiver never wait for a third rank.
-2. Messages between two ranks arrive in order. A slot says how long its whole message is; a receiver that expects
-   another length raises.
-3. A rank that can do nothing sleeps on its *bell*, a word that a peer changes after posting or taking. Two peers may
-   change it at once and count only one; a sleeper looks at everything after reading the bell and before sleeping on
+1. Every rank has a ring buffer for each other rank in its arena: a few slots, and two counters. A message is cut into
+   parts of a slot's size; the sender fills a free slot and counts it as posted, the receiver empties it and counts it
+   as taken. Sender and receiver never wait for a third rank.
+2. Messages between two ranks arrive in order. With a slot goes the length of its whole message; a receiver that
+   expects another length raises.
+3. A rank that can do nothing sleeps on its doorbell, a word that a peer changes after posting or taking. Two peers may
+   change it at once and count only one; a sleeper checks all buffers after reading the doorbell and before sleeping on
    what it read, so nothing is missed.
 4. Who waits checks every `SLICE_S` whether those it waits for are alive and have not given up.
 """
@@ -33,15 +33,15 @@ from paceline.transports.transport import Message, Transport
 NUM_SLOTS = 4
 SLOT_BYTES = 256 * 1024
 _WORDS_BYTES = 64  # a cache line
-_BOX_BYTES = _WORDS_BYTES * 3 + NUM_SLOTS * SLOT_BYTES
+_BUFFER_BYTES = _WORDS_BYTES * 3 + NUM_SLOTS * SLOT_BYTES
 _MODULUS = 2**32
 
 
-class _Box:
-    """What one rank sends to another; seen from either.
+class _RingBuffer:
+    """The ring buffer of what one rank sends to another; used by both.
 
     Args:
-        bytes_: The box, shape (_BOX_BYTES,), uint8.
+        bytes_: The buffer, shape (_BUFFER_BYTES,), uint8.
     """
 
     def __init__(self, bytes_: Tensor) -> None:
@@ -76,8 +76,8 @@ class _Box:
         self._taken[0] = (int(self._taken[0]) + 1) % _MODULUS
 
 
-class _Bell:
-    """A rank's word to sleep on."""
+class _Doorbell:
+    """A futex word on which a rank sleeps, and its peers wake it."""
 
     def __init__(self, bytes_: Tensor) -> None:
         self._word = bytes_.numpy()[:4].view("uint32")
@@ -107,7 +107,7 @@ class SharedMemoryTransport(Transport):
     def __init__(self, host: Host) -> None:
         super().__init__(host.me.rank, host.num_ranks)
         self._host = host
-        num_bytes = _WORDS_BYTES + host.num_ranks * _BOX_BYTES
+        num_bytes = _WORDS_BYTES + host.num_ranks * _BUFFER_BYTES
         self._mine = host.me.arena.allocate(num_bytes, torch.uint8)
         place = host.me.arena.place_of(self._mine)
         assert place is not None
@@ -115,9 +115,11 @@ class SharedMemoryTransport(Transport):
             neighbour.arena.tensor(Place(place.start, num_bytes), torch.uint8)
             for neighbour in host.neighbours
         ]
-        self._bells = [_Bell(area[:_WORDS_BYTES]) for area in areas]
-        self._outgoing = [_Box(_box_bytes(areas[self.rank], peer)) for peer in range(host.num_ranks)]
-        self._incoming = [_Box(_box_bytes(area, self.rank)) for area in areas]
+        self._doorbells = [_Doorbell(area[:_WORDS_BYTES]) for area in areas]
+        self._outgoing = [
+            _RingBuffer(_buffer_bytes(areas[self.rank], peer)) for peer in range(host.num_ranks)
+        ]
+        self._incoming = [_RingBuffer(_buffer_bytes(area, self.rank)) for area in areas]
         self._starts = [start_time_of(neighbour.pid) for neighbour in host.neighbours]
         self._patience_s = PATIENCE_S if host.num_ranks <= len(os.sched_getaffinity(0)) else 0.0
 
@@ -128,12 +130,12 @@ class SharedMemoryTransport(Transport):
         timeout_s: float,
         on_received: Callable[[int], None],
     ) -> None:
-        exchange = _Exchange(self._outgoing, self._incoming, self._bells, sends, receives)
-        bell, deadline_s, num_told = self._bells[self.rank], time.monotonic() + timeout_s, 0
+        exchange = _Exchange(self._outgoing, self._incoming, self._doorbells, sends, receives)
+        doorbell, deadline_s, num_told = self._doorbells[self.rank], time.monotonic() + timeout_s, 0
         next_check_s = idle_since_s = time.monotonic()
         try:
             while not exchange.is_over:
-                seen = bell.read()
+                seen = doorbell.read()
                 has_moved = exchange.move()
                 while num_told < len(receives) and exchange.is_received[num_told]:
                     on_received(num_told)
@@ -144,7 +146,7 @@ class SharedMemoryTransport(Transport):
                 elif now_s - idle_since_s < self._patience_s:
                     time.sleep(0)
                 else:
-                    bell.sleep(seen, min(SLICE_S, max(deadline_s - now_s, 0.0)))
+                    doorbell.sleep(seen, min(SLICE_S, max(deadline_s - now_s, 0.0)))
                 if now_s >= min(next_check_s, deadline_s):
                     next_check_s = now_s + SLICE_S
                     self._check_peers(exchange.awaited, timeout_s if now_s >= deadline_s else None)
@@ -180,15 +182,15 @@ class _Exchange:
 
     def __init__(
         self,
-        outgoing: Sequence[_Box],
-        incoming: Sequence[_Box],
-        bells: Sequence[_Bell],
+        outgoing: Sequence[_RingBuffer],
+        incoming: Sequence[_RingBuffer],
+        doorbells: Sequence[_Doorbell],
         sends: Sequence[Message],
         receives: Sequence[Message],
     ) -> None:
         self._outgoing = outgoing
         self._incoming = incoming
-        self._bells = bells
+        self._doorbells = doorbells
         self._to_post: dict[int, deque[tuple[Tensor, int]]] = {}
         for peer, tensor in sends:
             parts = self._to_post.setdefault(peer, deque())
@@ -214,31 +216,31 @@ class _Exchange:
         """Post and take what can be; whether anything could."""
         has_moved = False
         for peer, parts in self._to_post.items():
-            box = self._outgoing[peer]
-            if parts and box.num_waiting() < NUM_SLOTS:
-                box.post(*parts.popleft())
-                self._bells[peer].ring()
+            buffer = self._outgoing[peer]
+            if parts and buffer.num_waiting() < NUM_SLOTS:
+                buffer.post(*parts.popleft())
+                self._doorbells[peer].ring()
                 has_moved = True
         for peer, queue in self._to_take.items():
-            box = self._incoming[peer]
-            if queue and box.num_waiting():
+            buffer = self._incoming[peer]
+            if queue and buffer.num_waiting():
                 part, length, index = queue.popleft()
-                if box.length() != length:
+                if buffer.length() != length:
                     raise ProtocolError(
-                        f"a message of {box.length()} bytes came from rank {peer} where one of {length} was expected: "
-                        "the ranks are not in the same collective, or have tensors of different sizes"
+                        f"a message of {buffer.length()} bytes came from rank {peer} where one of {length} was "
+                        "expected: the ranks are not in the same collective, or have tensors of different sizes"
                     )
-                box.take(part)
-                self._bells[peer].ring()
+                buffer.take(part)
+                self._doorbells[peer].ring()
                 has_moved = True
                 if index is not None:
                     self.is_received[index] = True
         return has_moved
 
 
-def _box_bytes(area: Tensor, receiver: int) -> Tensor:
-    first = _WORDS_BYTES + receiver * _BOX_BYTES
-    return area[first : first + _BOX_BYTES]
+def _buffer_bytes(area: Tensor, receiver: int) -> Tensor:
+    first = _WORDS_BYTES + receiver * _BUFFER_BYTES
+    return area[first : first + _BUFFER_BYTES]
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:

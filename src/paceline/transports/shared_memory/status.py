@@ -63,7 +63,7 @@ class Status:
         return (int(self._arrivals[0]) - barrier) % 2**32 < 2**31
 
     def wait_for(self, barrier: int, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` until its owner has arrived; says whether it has. May return early."""
+        """Wait at most `timeout_s` until its owner has arrived; returns whether it has. May return early."""
         seen = int(self._arrivals[0])
         if (seen - barrier) % 2**32 >= 2**31:
             futex.wait_while(self._address, seen, timeout_s)

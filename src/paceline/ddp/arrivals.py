@@ -1,0 +1,313 @@
+"""Is this bucket full? Counts the gradients that autograd has finished, and knows how many each bucket waits for.
+
+Rules
+1. A parameter is expected once a backward, unless the graph says otherwise: a static graph is counted in its first
+   backward; where unused parameters are looked for (asked for, or once one was found), the autograd engine says which
+   ones its graph reaches.
+2. A call into Python for every small gradient costs more than reducing it. So the hook of a small gradient is
+   `list.append` itself ("quick") wherever the bucket waits for all its gradients; the one expected last is a function
+   that sees whether the bucket is full. If it was not last, or where a backward has not begun, all small gradients of
+   the bucket are counted by a function ("careful") for the rest of the backward. Which way it is only decides how
+   early a bucket leaves, never what is reduced.
+3. The order in which rank 0's gradients became ready in the first synchronized backward becomes the order of all
+   ranks' buckets.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from paceline.comm.collectives import launch_broadcast
+from paceline.comm.peers import Peers
+from paceline.ddp.bucket import Bucket
+from paceline.ddp.layout import ManagedParameters
+
+NEVER = sys.maxsize
+"""Expected touches of a bucket that must not leave before backward has ended."""
+
+
+class Arrivals:
+    """The hooks on a module's parameters.
+
+    Args:
+        managed: The parameters.
+        find_unused: Ask the engine which ones its graph reaches, from the first backward on.
+        static_graph: Count touches in the first synchronized backward, then rely on that.
+        take: Called with a large gradient's bucket, slot and parameter as soon as autograd has finished it.
+        on_full: Called with a bucket that has been touched as often as expected; of an idle bucket, at the first touch.
+    """
+
+    def __init__(
+        self,
+        managed: ManagedParameters,
+        find_unused: bool,
+        static_graph: bool,
+        take: Callable[[Bucket, int, Any], None],
+        on_full: Callable[[Bucket], None],
+    ) -> None:
+        self.expected = Expectations(managed, find_unused, static_graph)
+        self._take = take
+        self._on_full = on_full
+        self._listeners: list[_Listener] = []
+        self._hooks: list[RemovableHandle] = []
+        self._parameters = managed.parameters
+        self._recorders: list[RemovableHandle] = []  # of the order, until it is agreed on
+        self.order: list[int] = []  # parameter indices as backwards finished them; may repeat
+
+    # ---- hooks
+
+    def listen_to(self, buckets: Sequence[Bucket]) -> None:
+        """Count for these buckets from now on. Local; between backwards."""
+        for hook in self._hooks:
+            hook.remove()
+        self._listeners = [_Listener(bucket, self._take, self._on_full) for bucket in buckets]
+        self._hooks = [
+            _hook_gradient(parameter, listener.hook_of(slot))
+            for listener in self._listeners
+            for slot, parameter in enumerate(listener.bucket.parameters)
+        ]
+
+    def record_order(self) -> None:
+        """Note the order in which gradients become ready, until `agree_on_order`."""
+        self._recorders = [
+            _hook_gradient(p, self._recorder(index)) for index, p in enumerate(self._parameters)
+        ]
+
+    def _recorder(self, index: int) -> Callable[[Tensor], None]:
+        return lambda _: self.order.append(index)
+
+    def stop(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in [*self._hooks, *self._recorders]:
+            hook.remove()
+        self._hooks, self._recorders = [], []
+
+    def has_foreign_hooks(self, parameter: Any) -> bool:
+        """Whether somebody else listens to the parameter, and so wants to find its `.grad`."""
+        return len(parameter._post_accumulate_grad_hooks) > 1 + bool(self._recorders)
+
+    # ---- a backward
+
+    def arm(self, synchronizes: bool, started_s: float) -> None:
+        """A backward begins: say how many touches make each bucket full."""
+        self.expected.begin()
+        for listener in self._listeners:
+            bucket = listener.bucket
+            first_touches = list(bucket.touched)  # of the hook that woke us, when no output was watched
+            bucket.arm(self.expected.touches(bucket.members) if synchronizes else NEVER)
+            bucket.touched.extend(first_touches)
+            if bucket.expected == 0:
+                bucket.ready_s = started_s
+            if bucket.expected in (NEVER, len(bucket.members)) and not self._recorders:
+                listener.listen_quickly()
+
+    def is_full(self, bucket: Bucket) -> bool:
+        """Whether a bucket touched as often as expected has all its gradients."""
+        return self.expected.counted or bucket.is_complete()
+
+    def expect_nothing(self) -> None:
+        """Whatever autograd may still finish, no bucket becomes full."""
+        for listener in self._listeners:
+            listener.bucket.expected = NEVER
+
+    def rest(self) -> None:
+        """No backward is under way: the next touch wakes the reducer."""
+        for listener in self._listeners:
+            listener.bucket.disarm()
+            listener.listen_carefully()
+
+    # ---- the order
+
+    def agree_on_order(
+        self, otherwise: Sequence[int], device: torch.device, group: ProcessGroup, peers: Peers
+    ) -> list[int]:
+        """The order that rank 0 has observed; stops recording it.
+
+        Contract:
+            Collective: every rank, at the end of its first synchronized backward.  Blocks: yes.
+
+        Args:
+            otherwise: The order of what rank 0 has not observed.
+            device: On which the group can broadcast.
+            group: Over whom.
+            peers: For waiting.
+        """
+        for recorder in self._recorders:
+            recorder.remove()
+        self._recorders = []
+        order = torch.tensor(list(dict.fromkeys([*self.order, *otherwise])), device=device)
+        if group.size() > 1:
+            peers.wait(launch_broadcast(order, group, source=0), "agreeing on the order of buckets")
+        agreed: list[int] = order.tolist()
+        return agreed
+
+
+class _Listener:
+    """The hooks of one bucket's parameters.
+
+    Attributes:
+        on_small: The hook of every small gradient but the last.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        take: Callable[[Bucket, int, Any], None],
+        on_full: Callable[[Bucket], None],
+    ) -> None:
+        self.bucket = bucket
+        self._take = take
+        self._on_full = on_full
+        self._touch = bucket.touched.append
+        # One object, whose function is exchanged, stands behind the hooks of all small parameters.
+        self._careful = self._carefully()  # kept, because it may be running when it is exchanged
+        self.on_small: Any = functools.partial(self._careful)
+
+    def hook_of(self, slot: int) -> Callable[[Tensor], None]:
+        if slot < self.bucket.num_large:
+            return self._large(slot)
+        return self._on_last_small if slot == len(self.bucket.members) - 1 else self.on_small
+
+    def _large(self, slot: int) -> Callable[[Tensor], None]:
+        bucket, touched, touch = self.bucket, self.bucket.touched, self._touch
+        take, on_full = self._take, self._on_full
+
+        def on_large_gradient(parameter: Any) -> None:
+            touch(parameter)
+            take(bucket, slot, parameter)
+            if len(touched) == bucket.expected:
+                on_full(bucket)
+
+        return on_large_gradient
+
+    def _carefully(self) -> Callable[[Tensor], None]:
+        bucket, touched, touch, on_full = self.bucket, self.bucket.touched, self._touch, self._on_full
+
+        def on_gradient(parameter: Tensor) -> None:
+            touch(parameter)
+            if len(touched) == bucket.expected:
+                on_full(bucket)
+
+        return on_gradient
+
+    def _on_last_small(self, parameter: Tensor) -> None:
+        """The hook of the small gradient that is expected last."""
+        self._touch(parameter)
+        if len(self.bucket.touched) == self.bucket.expected:
+            self._on_full(self.bucket)
+        else:
+            self.listen_carefully()
+
+    def listen_carefully(self) -> None:
+        self.on_small.__setstate__((self._careful, (), {}, None))
+
+    def listen_quickly(self) -> None:
+        self.on_small.__setstate__((self._touch, (), {}, None))
+
+
+class Expectations:
+    """Touches that a backward is expected to make, by parameter (rule 1).
+
+    Args:
+        managed: The parameters.
+        find_unused: Ask the engine from the first backward on.
+        static_graph: Count in the first synchronized backward, then rely on that.
+
+    Attributes:
+        predicts: Whether the engine is asked which parameters its graph reaches.
+        defers: Gradients came late once: no bucket leaves before backward has ended.
+    """
+
+    def __init__(self, managed: ManagedParameters, find_unused: bool, static_graph: bool) -> None:
+        self.predicts = find_unused
+        self.defers = False
+        self._static_graph = static_graph
+        self._counts: list[int] | None = None
+        self._predicted: list[bool] = []  # of this backward, where `predicts`
+        # The engine can only be asked about nodes, and forgets a node that nobody keeps.
+        self._nodes = [_node_of(parameter) for parameter in managed.parameters]
+
+    def expect_static_graph(self) -> None:
+        """As the argument, before the first backward."""
+        self._static_graph = True
+
+    @property
+    def counted(self) -> bool:
+        """Whether touches were counted, so that a parameter may be touched more than once."""
+        return self._counts is not None
+
+    def is_backward(self) -> bool:
+        """Whether this run of the engine will accumulate into a managed parameter; `autograd.grad` does not."""
+        will_run = torch._C._will_engine_execute_node
+        try:
+            return any(will_run(node) for node in self._nodes)
+        except RuntimeError:  # the engine's answer for a leaf that autograd.grad was asked for
+            return False
+
+    def begin(self) -> None:
+        """A backward begins: where it matters, ask the engine which parameters its graph reaches."""
+        if self.predicts and not (self.counted or self.defers or self._static_graph):
+            self._predicted = self._predict()
+
+    def touches(self, members: Sequence[int]) -> int:
+        """How many touches make a bucket of these parameters full; NEVER: do not launch before backward has ended."""
+        if self._counts is not None:
+            return sum(self._counts[index] for index in members)
+        if self.defers or self._static_graph:
+            return NEVER
+        if self.predicts:
+            return sum(map(self._predicted.__getitem__, members))
+        return len(members)
+
+    def _predict(self) -> list[bool]:
+        with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):
+            will_run = torch._C._will_engine_execute_node
+            try:
+                return list(map(will_run, self._nodes))
+            except RuntimeError:
+                # No backward is under way here: a shadow of another rank's, or an explicit synchronization.
+                return [False] * len(self._nodes)
+
+    def learn(self, buckets: Sequence[Bucket]) -> None:
+        """Count the touches of the backward that has just ended, if the graph is static and this was the first."""
+        if not self._static_graph or self._counts is not None:
+            return
+        counts = [0] * len(self._nodes)
+        for bucket in buckets:
+            for slot in bucket.touched_slots():
+                counts[bucket.members[slot]] += 1
+        self._counts = counts
+
+    def defer(self) -> None:
+        """Gradients came after their bucket had left: from now on nothing leaves before backward has ended."""
+        self.defers = True
+        self._counts = None
+        self._static_graph = False
+
+
+def _hook_gradient(parameter: Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `hook` whenever autograd has finished the parameter's gradient; also if it is frozen just now."""
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(requires_grad)
+    return handle
+
+
+def _node_of(parameter: Parameter) -> Any:
+    """The graph's node that accumulates into the parameter; also if it is frozen just now."""
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    parameter.requires_grad_(requires_grad)
+    return node

@@ -1,0 +1,278 @@
+"""What a rank does around its steps: before a forward, in a window of micro-batches, beside joined ranks.
+
+The wrapper, its windows (`accumulation`) and the shadows of joined ranks (`joining`) meet here. The wrapper is held
+weakly: the parameters' hooks keep the reducer, and the reducer keeps this; if they kept the wrapper as well, wrapping
+a module again would find both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+
+from paceline.comm.collectives import device_for_words
+from paceline.comm.peers import Peers
+from paceline.ddp import arguments
+from paceline.ddp.buffers import Broadcast, Buffers
+from paceline.ddp.joining import JoinState, NextStep, agree_on_source, notify
+from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.plan import BucketCaps
+from paceline.ddp.reducer import Reducer, ReducerOptions
+from paceline.ddp.replicas import Description, verify
+from paceline.ddp.weights import WeightExchange
+from paceline.reductions import Reduction
+
+if TYPE_CHECKING:
+    from paceline.ddp.accumulation import Window
+
+
+class Wrapped(Protocol):
+    """The attributes of the wrapper that a step depends on, all public names of torch's; users may set them."""
+
+    module: Module
+    training: bool
+    parameters_to_ignore: set[str]
+    require_backward_grad_sync: bool
+    forward_sync_buffers: bool
+    find_unused_parameters: bool
+    static_graph: bool
+
+
+@dataclass
+class Setting:
+    """How the gradients of a module are reduced.
+
+    Attributes:
+        process_groups: Over whom; several take turns, bucket by bucket.
+        reduction: What combining means.
+        caps: When a bucket is full.
+        chosen_caps: What was asked for, equal on all ranks also where defaults depend on the rank.
+        delayed: Parameters that are reduced after all others.
+        make_reducer: The reducer's class.
+        take_over_optimizers: Finds optimizers that step within backward, before each forward; returns what to call for
+            a parameter whose gradient is reduced, if there are any.
+    """
+
+    process_groups: list[ProcessGroup]
+    reduction: Reduction
+    caps: BucketCaps
+    chosen_caps: object
+    delayed: list[Parameter]
+    make_reducer: type[Reducer]
+    take_over_optimizers: Callable[[Iterable[Parameter]], Callable[[Parameter], None] | None]
+
+
+class StepCoordinator:
+    """The group, peers, device, buffers and reducer of one wrapped module, and where its steps are.
+
+    Args:
+        wrapped: The wrapper.
+        parameters: Of its module, without those to ignore; frozen ones included.
+        setting: How to reduce.
+        name: Identifies the module in failure detection; the same on every rank.
+
+    Attributes:
+        reduce_groups: The process groups that carry gradients.
+        window: Of micro-batches, while within one.
+        join: What is known of ranks without batches.
+    """
+
+    def __init__(
+        self, wrapped: Wrapped, parameters: Sequence[Parameter], setting: Setting, name: str
+    ) -> None:
+        self._wrapped = weakref.ref(wrapped)
+        self._parameters = list(parameters)
+        self._module, self._ignored = wrapped.module, wrapped.parameters_to_ignore
+        self.setting = setting
+        self.process_group = setting.process_groups[0]
+        self.reduce_groups = setting.process_groups
+        self.device = self._parameters[0].device
+        self.peers = Peers(self.process_group, name, in_slices=self.device.type == "cpu")
+        self.buffers = Buffers(self._module, self._ignored, self.process_group, self.peers)
+        self.has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self._module.modules())
+        self.window: Window[Any] | None = None
+        self.join = JoinState()
+        self._frozen: list[Parameter] = []
+        self.reducer: Reducer
+
+    @property
+    def wrapped(self) -> Wrapped:
+        """The wrapper, which is alive wherever a step begins."""
+        wrapped = self._wrapped()
+        assert wrapped is not None, "a step of a wrapper that is gone"
+        return wrapped
+
+    # ---- the model, on all ranks
+
+    def verify(self, managed: ManagedParameters) -> None:
+        """Make sure that all ranks wrap the same module. Collective; blocks.
+
+        Raises:
+            ReplicaMismatchError: They do not; on every rank.
+        """
+        frozen = [
+            (name, p)
+            for name, p in self._module.named_parameters()
+            if name not in self._ignored and not p.requires_grad
+        ]
+        options = [
+            ("bucket caps", self.setting.chosen_caps),
+            ("number of process groups", len(self.setting.process_groups)),
+            ("reduction", repr(self.setting.reduction)),
+        ]
+        description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
+        verify(description, self.process_group, self.peers, device_for_words(self.process_group, self.device))
+
+    def broadcast_model(self, source: int, with_buffers: bool) -> None:
+        """Give all ranks the parameters, and buffers if asked for, of rank `source`. Collective; blocks."""
+        named = self._module.named_parameters()
+        tensors: list[Tensor] = [p for name, p in named if name not in self._ignored]
+        if with_buffers:
+            tensors += self.buffers.named().values()
+        self.broadcast(tensors, source, f"receiving rank {source}'s model")
+
+    def broadcast(self, tensors: Iterable[Tensor], source: int, doing: str) -> None:
+        """Give all ranks the tensors of rank `source`. Collective; blocks."""
+        if self.process_group.size() > 1:
+            Broadcast(tensors, self.process_group, source).finish(self.peers, doing)
+
+    # ---- the reducer
+
+    def build_reducer(self, managed: ManagedParameters) -> None:
+        """Reduce the gradients of these parameters from now on. Local."""
+        wrapped, setting = self.wrapped, self.setting
+        options = ReducerOptions(setting.caps, wrapped.find_unused_parameters, wrapped.static_graph)
+        self.reducer = setting.make_reducer(managed, options, self.reduce_groups, self.peers, self.buffers)
+        self.reducer.synchronizes = self._synchronizes
+        self.reducer.reduction = setting.reduction
+        self._frozen = [p for p in self._parameters if not p.requires_grad]
+
+    def rebuild_reducer(self, managed: ManagedParameters) -> None:
+        """Put another reducer in the place of the one that there is. Local."""
+        setting, timings = self.setting, self.reducer.timings
+        setting.reduction.prepare(managed.named(), self.process_group)
+        self.reducer.remove_hooks()
+        self.build_reducer(managed)
+        self.reducer.timings = timings
+
+    def let_go(self) -> None:
+        """The wrapper is gone: leave the parameters alone."""
+        self.reducer.remove_hooks()
+
+    def reduce_by(self, reduction: Reduction) -> None:
+        """Combine gradients so from now on. Local; before the first backward."""
+        self.setting.reduction = self.reducer.reduction = reduction
+
+    def move_to(self, process_group: ProcessGroup) -> None:
+        """Reduce over another process group from now on. Local; every member must do so in the same step."""
+        self.process_group = process_group
+        self.setting.process_groups = self.reduce_groups = [process_group]
+        self.peers = Peers(
+            process_group, f"group {process_group.group_name}", in_slices=self.device.type == "cpu"
+        )
+        self.buffers.move_to(process_group, self.peers)
+        self.rebuild_reducer(self.reducer.managed)
+
+    def managed(self) -> ManagedParameters:
+        """The parameters that are to be synchronized now."""
+        return arguments.manage(self._module, self._ignored, self.setting.delayed)
+
+    # ---- before a step
+
+    def prepare_forward(self) -> None:
+        """Before a forward that may be differentiated.
+
+        Contract:
+            Collective if its backward will synchronize: buffers; parameters that were unfrozen; joined ranks.
+        """
+        self.reducer.prepare(opens_step=self.wrapped.training)
+        self._follow_changes()
+        if self.window is not None:
+            self.window.note_forward()
+            return
+        will_synchronize = self.wrapped.require_backward_grad_sync
+        notify(self, NextStep(will_synchronize, opens_window=False))
+        self._synchronize_buffers(will_synchronize)
+
+    def open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
+        """What a window of micro-batches communicates before its first forward. Collective."""
+        self.reducer.prepare()
+        self._follow_changes()
+        notify(self, NextStep(synchronizes=False, opens_window=True))
+        exchange = self.exchange_weights(weight, num_micro_steps)
+        self._synchronize_buffers(will_synchronize=True)
+        return exchange
+
+    def close_window(self) -> None:
+        """What follows is a step of its own again. Local."""
+        self.window = None
+        self.wrapped.require_backward_grad_sync = True
+        self.reducer.weight = 1.0
+
+    def exchange_weights(self, weight: float = 0.0, num_micro_steps: int = 0) -> WeightExchange:
+        """Tell the other ranks what this rank's micro-batches of a step count; by default nothing. Collective."""
+        return WeightExchange(weight, num_micro_steps, self.process_group, self.peers, self.device)
+
+    def _follow_changes(self) -> None:
+        """Take in what was done to the parameters since the last forward. Collective if some were unfrozen."""
+        if any(parameter.requires_grad for parameter in self._frozen):
+            managed = self.managed()
+            self.verify(managed)
+            arguments.check_linear(managed, self.setting.reduction)
+            self.rebuild_reducer(managed)
+        self.reducer.on_reduced = self.setting.take_over_optimizers(self._parameters)
+
+    def has_synchronized_buffers(self) -> bool:
+        return self.wrapped.forward_sync_buffers and bool(self.buffers.named())
+
+    def _synchronize_buffers(self, will_synchronize: bool) -> None:
+        """Before the forwards of a step that will be synchronized: everybody takes rank 0's buffers. Collective."""
+        is_training, joins = self.wrapped.training, self.join.is_enabled(self.wrapped)
+        synchronizes = will_synchronize and is_training and self.has_synchronized_buffers()
+        hook = self.buffers.hook
+        if synchronizes and hook is None:
+            self.buffers.synchronize(agree_on_source(self, is_candidate=True) if joins else 0)
+        elif synchronizes and hook is not None and hook.runs_before_forward:
+            self.run_buffer_hook()
+        if is_training:  # an evaluation on one rank must not change what this rank's backward does
+            self.reducer.synchronizes_buffers = synchronizes and hook is None and not joins
+
+    def run_buffer_hook(self) -> None:
+        """Let the user's hook synchronize the buffers; the end of backward waits for what it returns."""
+        if self.buffers.hook is not None:
+            self.reducer.wait_at_end(self.buffers.hook.run(self.buffers.named()))
+
+    # ---- a step
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """A forward has returned these: begin as soon as a backward reaches one of them."""
+        self.reducer.watch([t.grad_fn for t in outputs if t.grad_fn is not None])
+        hook = self.buffers.hook
+        if hook is not None and not hook.runs_before_forward and self.has_synchronized_buffers():
+            self.run_buffer_hook()
+
+    def _synchronizes(self) -> bool:
+        """Whether the backward that begins now does."""
+        return self._says_the_wrapper() if self.window is None else self.window.note_backward()
+
+    def _says_the_wrapper(self) -> bool:
+        return (wrapped := self._wrapped()) is None or wrapped.require_backward_grad_sync
+
+    def synchronize_gradients(self) -> None:
+        """Reduce what earlier backwards have left in `.grad`. Collective; blocks."""
+        self.reducer.prepare()
+        self.reducer.synchronizes_buffers = False
+        self.reducer.run_without_autograd()
+
+    def take_final_model(self, is_last_joiner: bool) -> None:
+        """After `join`: everybody takes the model of a rank that trained to the end. Collective; blocks."""
+        self.join.authoritative_rank = agree_on_source(self, is_candidate=is_last_joiner)
+        self.reducer.num_averaged = None
+        self.broadcast_model(self.join.authoritative_rank, with_buffers=self.wrapped.forward_sync_buffers)

@@ -1,0 +1,176 @@
+"""This rank's backward raised: complete its collectives, tell the other ranks, drop this step's gradients.
+
+Rules
+1. The autograd engine owns the object of a backward under way and drops it when it raises. A backward whose object is
+   gone and that was never ended has raised; nobody can be told at that moment, because no code of ours runs.
+2. So it is noticed at the next forward, window or synchronization of this rank. The other ranks wait until then.
+3. A failure of communication is for good: no step begins after it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch.nn import Parameter
+
+from paceline.ddp.verdict import OpenForwards
+from paceline.errors import ProtocolError
+
+
+@dataclass(eq=False)
+class Backward:
+    """One backward under way (rule 1).
+
+    Attributes:
+        synchronizes: Whether it reduces gradients.
+        on_end: Called with this object when autograd has nothing left to do.
+        by_autograd: False: nothing is differentiated; gradients that are there are reduced.
+        started_s: When it reached the module.
+    """
+
+    synchronizes: bool
+    on_end: Callable[[Backward], None]
+    by_autograd: bool = True
+    started_s: float = field(default_factory=time.perf_counter)
+
+    def end(self) -> None:
+        self.on_end(self)
+
+
+class Interruptible(Protocol):
+    """What recovery does with the reducer."""
+
+    def arm(self, backward: Backward) -> None:
+        """A backward begins."""
+
+    def complete_aborted(self) -> None:
+        """Perform what is left of the collectives of the last backward, and tell the other ranks that it raised."""
+
+    def rest(self) -> None:
+        """No backward is under way any more."""
+
+
+class Recovery:
+    """Knows which backward is under way on this rank, and makes up for one that raised.
+
+    Args:
+        reducer: Whose backward.
+        parameters: Whose gradients are dropped.
+        used_before: Parameters used by unsynchronized backwards since the last synchronized one; emptied with them.
+        open_forwards: This rank's count; zero after an abort.
+    """
+
+    def __init__(
+        self,
+        reducer: Interruptible,
+        parameters: Sequence[Parameter],
+        used_before: set[int],
+        open_forwards: OpenForwards,
+    ) -> None:
+        self._reducer = reducer
+        self._parameters = parameters
+        self._used_before = used_before
+        self._open_forwards = open_forwards
+        self._backward: weakref.ref[Backward] | None = None
+        self._synchronizes = False
+        self._failure: Exception | None = None
+
+    # ---- the backward under way
+
+    def watch(self, backward: Backward) -> None:
+        """This backward begins."""
+        self._backward = weakref.ref(backward)
+        self._synchronizes = backward.synchronizes
+
+    def current(self) -> Backward | None:
+        """The backward under way, if any."""
+        return None if self._backward is None else self._backward()
+
+    def forget(self) -> None:
+        """The backward has been completed."""
+        self._backward = None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a backward began and, once autograd has returned, was not completed."""
+        return self._backward is not None
+
+    # ---- failures
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether communication has failed for good."""
+        return self._failure is not None
+
+    def fail(self, error: Exception) -> None:
+        """Communication has failed for good: refuse to begin another step."""
+        self._failure = error
+
+    def check(self) -> None:
+        """Before a step: complete the last backward, if it raised.
+
+        Contract:
+            Local, unless this rank's last backward raised: then it completes that backward's collectives, for which
+            the other ranks are waiting, and tells them.
+
+        Raises:
+            ProtocolError: Communication has failed for good.
+        """
+        if self._failure is not None:
+            raise ProtocolError(
+                f"communication of this module failed earlier: {self._failure}"
+            ) from self._failure
+        if self.is_interrupted and self.current() is None:
+            self.recover()
+
+    def check_finished(self) -> None:
+        """Raise if a backward began and was not completed."""
+        if self.is_interrupted:
+            raise ProtocolError(
+                "Expected to have finished reduction in the prior iteration before starting a new one: "
+                "the last backward raised before all gradients were there."
+            )
+
+    # ---- giving up a step
+
+    def recover(self) -> None:
+        """Complete the collectives of a backward that raised, tell the others, drop this rank's gradients.
+
+        Contract:
+            Collective if that backward synchronizes: matches the other ranks' backward.  Blocks: yes.
+        """
+        self._backward = None
+        if self._synchronizes:
+            try:
+                self._reducer.complete_aborted()
+            except Exception as error:
+                self._failure = error
+                raise
+            self.drop_gradients()
+        self._reducer.rest()
+
+    def abort(self) -> None:
+        """Give up this step: complete its collectives, tell the other ranks, drop this rank's gradients.
+
+        Contract:
+            Collective: matches the other ranks' synchronized backward, whether this rank's has begun or not.
+        """
+        if not (self.is_interrupted and self._synchronizes):
+            self._reducer.rest()
+            self._reducer.arm(Backward(True, _never_ended, by_autograd=False))
+        self.recover()
+        self._open_forwards.forget()
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients of this rank."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._used_before.clear()
+
+
+def _never_ended(_: Backward) -> None:
+    """The end of a backward that is aborted as soon as it has begun."""

@@ -1,1 +1,0 @@
-"""Ranks in one process, for the large-batch study."""

@@ -1,0 +1,196 @@
+"""Decides which codec shortens a predicted step enough, and says so in a sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import ConfigurationError
+from paceline.planning.step_time import (
+    ReductionCost,
+    StepProfile,
+    calibration_slowdown,
+    crossover_slowdown,
+    predict,
+)
+
+_MEGABIT = 125_000  # bytes
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a codec is turned on, and when off again.
+
+    Attributes:
+        on_ratio: The fraction of a step's duration that it must save, by prediction, to be turned on.
+        off_ratio: The fraction that it must save, by prediction and by measurement, to stay on; smaller, so that noise
+            does not turn it on and off.
+    """
+
+    on_ratio: float
+    off_ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.off_ratio <= self.on_ratio < 1:
+            raise ConfigurationError(
+                f"a codec is turned on where it saves {self.on_ratio} of a step and off below {self.off_ratio}: the "
+                "first is at least the second, and both are from 0 to below 1."
+            )
+
+
+@dataclass(frozen=True)
+class Option:
+    """The prediction for one codec.
+
+    Attributes:
+        name: Of the codec.
+        step_s: The predicted duration of a step, in seconds.
+        saved_ratio: The fraction of the predicted step without it that it saves; negative where it costs time.
+        crossover_bytes_per_s: The link rate below which steps are shorter with it; 0: at no rate; infinity: at every
+            rate; None: not known, because the link's own rate could not be measured.
+    """
+
+    name: str
+    step_s: float
+    saved_ratio: float
+    crossover_bytes_per_s: float | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision, and the predictions that it rests on.
+
+    Attributes:
+        chosen: The name of a codec; None: no compression.
+        plain_s: The predicted duration of a step without a codec, in seconds.
+        plain_exposed_s: Of that, the communication that backward does not hide.
+        options: The predictions for all codecs, the shortest step first.
+        link_bytes_per_s: The rate at which a rank sends during an uncompressed all-reduce.
+        latency_s: The fixed time of an all-reduce.
+    """
+
+    chosen: str | None
+    plain_s: float
+    plain_exposed_s: float
+    options: tuple[Option, ...]
+    link_bytes_per_s: float
+    latency_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The predicted duration of a step with what was chosen, in seconds."""
+        return next((option.step_s for option in self.options if option.name == self.chosen), self.plain_s)
+
+    def words(self) -> str:
+        """The decision as a sentence, and another on the link."""
+        exposed = (
+            f"{_ms(self.plain_exposed_s)} of it exposed communication, over a link of "
+            f"{_rate_words(self.link_bytes_per_s)} and {_ms(self.latency_s)}"
+        )
+        if not self.options:
+            return f"no codec to choose from. A step takes {_ms(self.plain_s)}, {exposed}."
+        chosen = next((option for option in self.options if option.name == self.chosen), None)
+        option = chosen or self.options[0]
+        change = f"{abs(option.saved_ratio):.1%} {'less' if option.saved_ratio >= 0 else 'more'}"
+        if chosen is not None:
+            first = f"{option.name}, predicted {_ms(option.step_s)} a step instead of {_ms(self.plain_s)} ({change})"
+        else:
+            first = (
+                f"none, predicted {_ms(self.plain_s)} a step; {option.name} would make it {_ms(option.step_s)} "
+                f"({change})"
+            )
+        return f"{first}. Without, {exposed}; {_crossover_words(option)}."
+
+
+def decide(
+    profile: StepProfile,
+    plain: ReductionCost,
+    codecs: Sequence[ReductionCost],
+    num_ranks: int,
+    rules: Rules,
+    *,
+    in_use: str | None = None,
+    barred: Collection[str] = (),
+    step_s: float | None = None,
+) -> Decision:
+    """Choose the codec with the shortest predicted step, if it saves enough.
+
+    Args:
+        profile: The step without its communication.
+        plain: The cost of the uncompressed mean.
+        codecs: The costs of the candidates.
+        num_ranks: Of the group.
+        rules: How much is enough.
+        in_use: The codec that is on now: it stays on for less than would turn it on, and is replaced only by one that
+            saves `rules.on_ratio` more.
+        barred: Codecs that are not chosen, whatever is predicted for them.
+        step_s: The measured duration of recent steps with what is in use, in seconds: corrects the link's rate.
+
+    Contract:
+        Local. The same arguments give the same decision on every rank.
+    """
+    if step_s is not None:
+        used = next((codec for codec in codecs if codec.name == in_use), plain)
+        slowdown = calibration_slowdown(profile, used, step_s)
+        plain, codecs = plain.on_link(slowdown), [codec.on_link(slowdown) for codec in codecs]
+    without = predict(profile, plain)
+    sent_ratio = 2 * (num_ranks - 1) / num_ranks  # of a message, by each rank of a ring
+    rate = sent_ratio / plain.link_s_per_byte if plain.link_s_per_byte else math.inf
+    options = []
+    for codec in codecs:
+        step_s = predict(profile, codec).step_s
+        slowdown = crossover_slowdown(profile, plain, codec)
+        options.append(
+            Option(
+                codec.name,
+                step_s,
+                1 - step_s / without.step_s,
+                None if rate == math.inf else math.inf if slowdown == 0 else rate / slowdown,
+            )
+        )
+    options.sort(key=lambda option: option.step_s)
+    allowed = [option for option in options if option.name not in barred]
+    return Decision(
+        _choose(allowed, rules, in_use),
+        without.step_s,
+        without.exposed_s,
+        tuple(options),
+        rate,
+        plain.wire.fixed_s,
+    )
+
+
+def _choose(options: Sequence[Option], rules: Rules, in_use: str | None) -> str | None:
+    """The first option, unless it saves too little, or too little more than the codec that is on."""
+    if not options:
+        return None
+    best = options[0]
+    kept = next(
+        (option for option in options if option.name == in_use and option.saved_ratio > rules.off_ratio), None
+    )
+    if kept is not None and best.saved_ratio - kept.saved_ratio <= rules.on_ratio:
+        return kept.name
+    return best.name if best.saved_ratio > rules.on_ratio else None
+
+
+def _rate_words(bytes_per_s: float) -> str:
+    """A link's rate with its unit."""
+    if bytes_per_s == math.inf:
+        return "no measurable limit"
+    megabits = bytes_per_s / _MEGABIT
+    return f"{megabits / 1000:.3g} Gbit/s" if megabits >= 1000 else f"{megabits:.3g} Mbit/s"
+
+
+def _crossover_words(option: Option) -> str:
+    if option.crossover_bytes_per_s is None:
+        return f"from which {option.name}'s crossover rate cannot be told"
+    if option.crossover_bytes_per_s == math.inf:
+        return f"{option.name} pays here at any rate"
+    if option.crossover_bytes_per_s == 0:
+        return f"{option.name} pays here at no rate"
+    return f"below {_rate_words(option.crossover_bytes_per_s)} {option.name} pays here"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"

@@ -1,0 +1,329 @@
+"""What `compression="auto"` measures on a rank: steps (`Stopwatch`, `Periods`), and reductions one by one (`Probe`)."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.pending import Pending
+from paceline.comm.traffic import Traffic
+from paceline.observe import StepTiming
+from paceline.planning import BucketLoad, Line, ReductionCost, StepProfile
+from paceline.reductions.lossy import Lossy
+from paceline.reductions.reduction import Message, Reduction, real_numel
+
+NUM_TIMES = 3  # each reduction of each message is timed
+LARGE_SHARE = (
+    8  # a probe's large message is an eighth of all gradients, within these bounds; at least one gradient
+)
+LEAST_BYTES, MOST_BYTES = 2**18, 2**22
+
+_NUM_LINES = 4  # launch, wire, finish, processor time
+_NUM_NUMBERS = 2 * _NUM_LINES + 1
+
+Wait = Generator[Pending, None, None]
+
+
+class Stopwatch:
+    """Measures a step from the end of the one before to its own end, and when its buckets were ready in between.
+
+    Args:
+        now: The clock of `StepTiming`, in seconds.
+        cpu: The clock of this process's processor time, in seconds.
+        num_processors: The host's processors, divided by its ranks; by default from LOCAL_WORLD_SIZE.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        cpu: Callable[[], float] = time.process_time,
+        num_processors: float | None = None,
+    ) -> None:
+        self._now, self._cpu = now, cpu
+        self._num_processors = num_processors or _processors_a_rank()
+        self._ended_s: float | None = None
+        self._cpu_s = 0.0
+        self._launch_s: dict[int, float] = {}
+        self._sizes: dict[int, int] = {}
+
+    def begin_step(self) -> None:
+        self._launch_s, self._sizes = {}, {}
+
+    def launched(self, index: int, since_s: float, size_bytes: int) -> None:
+        """Bucket `index`, of `size_bytes`, has been launched; launching began at `since_s`."""
+        self._launch_s[index] = self._now() - since_s
+        self._sizes[index] = size_bytes
+
+    def abandon(self) -> None:
+        """A step failed: the duration of the next one is unknown."""
+        self._ended_s = None
+
+    def end_step(self, timing: StepTiming) -> tuple[float, StepProfile] | None:
+        """The step's duration in seconds and its profile; None for the first, and for local steps."""
+        before_s, self._ended_s = self._ended_s, self._now()
+        cpu_before_s, self._cpu_s = self._cpu_s, self._cpu()
+        if before_s is None or not timing.buckets:
+            return None
+        computed_s = timing.started_s + timing.backward_s
+        late_s, loads = 0.0, []
+        end_s = computed_s
+        for bucket in timing.buckets:
+            if bucket.index not in self._launch_s:
+                continue  # a sparse one, which no codec compresses
+            loads.append(BucketLoad(bucket.launched_s - late_s - before_s, self._sizes[bucket.index]))
+            late_s += self._launch_s[bucket.index]
+            if bucket.launched_s < computed_s:
+                end_s -= self._launch_s[bucket.index]
+        period_s = self._ended_s - before_s
+        busy_ratio = min((self._cpu_s - cpu_before_s) / period_s / self._num_processors, 1.0)
+        return period_s, StepProfile(end_s - before_s, tuple(loads), busy_ratio)
+
+
+def _processors_a_rank() -> float:
+    """The processors of this host, divided by the ranks that the launcher started on it."""
+    return len(os.sched_getaffinity(0)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def median_profile(profiles: Sequence[StepProfile]) -> list[float]:
+    """Medians over steps with equal buckets: [busy processors' ratio, end of backward, each bucket's ready time]."""
+    ready = zip(*[[bucket.ready_s for bucket in profile.buckets] for profile in profiles], strict=True)
+    return [
+        statistics.median(profile.busy_ratio for profile in profiles),
+        statistics.median(profile.backward_end_s for profile in profiles),
+        *map(statistics.median, ready),
+    ]
+
+
+def profile_of(numbers: Sequence[float], sizes_bytes: Sequence[int]) -> StepProfile:
+    """The profile of numbers as `median_profile` returns them, and the buckets' sizes."""
+    busy_ratio, backward_end_s, *ready_s = numbers
+    return StepProfile(backward_end_s, tuple(map(BucketLoad, ready_s, sizes_bytes)), busy_ratio)
+
+
+class Periods:
+    """The durations of recent steps, by codec; None stands for none."""
+
+    def __init__(self) -> None:
+        self._periods_s: dict[str | None, list[float]] = {}
+
+    def add(self, codec: str | None, period_s: float) -> None:
+        self._periods_s.setdefault(codec, []).append(period_s)
+
+    def medians(self, codecs: Sequence[str | None]) -> list[float]:
+        """The median duration of each codec's steps, in seconds; 0 for one that had none."""
+        return [statistics.median(self._periods_s.get(codec) or [0.0]) for codec in codecs]
+
+    def clear(self) -> None:
+        self._periods_s = {}
+
+
+def _prefix(message: Message, limit_bytes: float) -> Message:
+    """A copy of a message's first gradients, as many as fit `limit_bytes`, at least one; without control words."""
+    num_bytes, num_kept = 0, 0
+    for gradient in message.gradients:
+        num_bytes += gradient.numel() * gradient.element_size()
+        if num_kept and num_bytes > limit_bytes:
+            break
+        num_kept += 1
+    return _copy(message, num_kept)
+
+
+def _smallest(message: Message) -> Message:
+    """A copy of a message's smallest gradient that is not empty, as a message."""
+    sizes = [gradient.numel() or float("inf") for gradient in message.gradients]
+    place = sizes.index(min(sizes))
+    alone = replace(
+        message,
+        flat=_real(message.gradients[place]),
+        gradients=message.gradients[place : place + 1],
+        parameters=message.parameters[place : place + 1],
+    )
+    return _copy(alone, 1)
+
+
+def _real(gradient: Tensor) -> Tensor:
+    """The gradient's part of its flat buffer, shape (real elements,)."""
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return real.as_strided((real.numel(),), (1,), real.storage_offset())
+
+
+def _copy(message: Message, num_gradients: int) -> Message:
+    """A copy of a message's first gradients, with views like its own."""
+    gradients = message.gradients[:num_gradients]
+    start = message.flat.storage_offset()
+    num_elements = sum(map(real_numel, gradients))
+    flat = message.flat[:num_elements].clone()
+    storage, views = flat.untyped_storage(), []
+    for gradient in gradients:
+        offset = _real(gradient).storage_offset() - start
+        place = offset // 2 if gradient.is_complex() else offset
+        alias = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
+        views.append(alias.set_(storage, place, gradient.shape, gradient.stride()))
+    return replace(
+        message,
+        is_last=False,
+        flat=flat,
+        num_gradient_elements=num_elements,
+        gradients=views,
+        parameters=message.parameters[:num_gradients],
+    )
+
+
+@dataclass
+class _Times:
+    """Seconds of one reduction of one message: launch, wire, finish, processor time; one entry for each repetition."""
+
+    launch_s: list[float] = field(default_factory=list)
+    wire_s: list[float] = field(default_factory=list)
+    finish_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    def shortest(self) -> list[float]:
+        """The shortest of each: disturbances only add time."""
+        return [min(times) for times in (self.launch_s, self.wire_s, self.finish_s, self.cpu_s)]
+
+
+class Probe:
+    """Times reductions of a large and a small message, on all ranks at once, after a step's last bucket.
+
+    Args:
+        large: A copy of gradients of this step, not yet reduced.
+        small: A copy of fewer of them.
+        reductions: Those to be timed, by name; the first is the mean that the others are compared with. Not those that
+            reduce the steps: these change their residuals.
+        num_ranks: How many ranks' gradients are averaged.
+        scale: The factor by which the gradients were multiplied already.
+    """
+
+    def __init__(
+        self,
+        large: Message,
+        small: Message,
+        reductions: Mapping[str, Reduction],
+        num_ranks: int,
+        scale: float,
+    ) -> None:
+        self._messages = (large, small)
+        self._reductions = reductions
+        self._num_ranks, self._scale = num_ranks, scale
+        self._results: dict[str, Tensor] = {}
+        self._times = {name: (_Times(), _Times()) for name in reductions}
+
+    @classmethod
+    def of(
+        cls,
+        message: Message,
+        total_bytes: int,
+        reductions: Mapping[str, Reduction],
+        num_ranks: int,
+        scale: float,
+    ) -> Probe:
+        """A probe of copies of a part of `message`, not yet reduced, of a model whose gradients have `total_bytes`."""
+        large = _prefix(message, min(max(total_bytes / LARGE_SHARE, LEAST_BYTES), MOST_BYTES))
+        return cls(large, _smallest(large), reductions, num_ranks, scale)
+
+    def run(self) -> Wait:
+        """Reduce all messages by all reductions, one after another; yields what to wait for. Collective: every rank."""
+        for _ in range(NUM_TIMES):
+            for name, reduction in self._reductions.items():
+                for message, times in zip(self._messages, self._times[name], strict=True):
+                    reduction.begin_step()
+                    rescaled = _scaled_copy(message, reduction.input_scale(self._num_ranks) / self._scale)
+                    yield from self._time(name, reduction, rescaled, times)
+
+    def _time(self, name: str, reduction: Reduction, message: Message, times: _Times) -> Wait:
+        _synchronize(message.flat)
+        arrived: list[float] = []
+        cpu_s, start_s = time.process_time(), time.perf_counter()
+        pending = reduction.launch(message)
+        launched_s = time.perf_counter()
+        pending.on_done(_noting(arrived))
+        yield pending
+        _synchronize(message.flat)
+        end_s = time.perf_counter()
+        arrived_s = min(max(arrived[0], launched_s), end_s) if arrived and not message.flat.is_cuda else end_s
+        times.launch_s.append(launched_s - start_s)
+        times.wire_s.append(arrived_s - launched_s)
+        times.finish_s.append(end_s - arrived_s)
+        times.cpu_s.append(time.process_time() - cpu_s)
+        reduction.end_step(StepTiming(0, 0.0, start_s, 0.0, end_s - start_s, buckets=()))
+        if message.flat.numel() == self._messages[0].flat.numel():
+            self._results.setdefault(name, message.flat)
+
+    def numbers(self) -> list[float]:
+        """This rank's measurements: of each reduction the times, large then small, and the error."""
+        exact = next(iter(self._results.values())).double()
+        size = exact.norm().item()
+        numbers = []
+        for name, both in self._times.items():
+            error = (self._results[name].double() - exact).norm().item() / size if size else 0.0
+            numbers += [*both[0].shortest(), *both[1].shortest(), error]
+        return numbers
+
+    def costs(self, numbers: Sequence[float], busy_ratio: float) -> tuple[ReductionCost, list[ReductionCost]]:
+        """The cost of the first reduction, and the costs of the others.
+
+        Args:
+            numbers: The maximum over the ranks of what `numbers` returned.
+            busy_ratio: The fraction of the processors that computing keeps busy.
+        """
+        readings = [
+            (name, self._lines(numbers[_NUM_NUMBERS * place :]), self._payload_ratio(reduction))
+            for place, (name, reduction) in enumerate(self._reductions.items())
+        ]
+        name, lines, _ = readings[0]
+        plain = ReductionCost(name, *lines, link_s_per_byte=lines[1].s_per_byte)
+        codecs = []
+        for name, lines, payload_ratio in readings[1:]:
+            cost = ReductionCost.of_codec(name, plain, lines, payload_ratio, busy_ratio)
+            carries_words = self._reductions[name].carries_words
+            codecs.append(replace(cost, closing_s=0.0 if carries_words else plain.wire.fixed_s))
+        return plain, codecs
+
+    def _lines(self, numbers: Sequence[float]) -> tuple[Line, Line, Line, Line]:
+        large, small = (message.flat.numel() * message.flat.element_size() for message in self._messages)
+        launch, wire, finish, cpu = (
+            Line.through((small, numbers[_NUM_LINES + i]), (large, numbers[i])) for i in range(_NUM_LINES)
+        )
+        return launch, wire, finish, cpu
+
+    @staticmethod
+    def _payload_ratio(reduction: Reduction) -> float:
+        traffic = traffic_of(reduction)
+        return (
+            traffic.sent_bytes / traffic.plain_bytes if traffic is not None and traffic.plain_bytes else 1.0
+        )
+
+    def errors(self, numbers: Sequence[float]) -> dict[str, float]:
+        """The norm of each codec's error, relative to that of the exact mean."""
+        agreed = numbers[_NUM_NUMBERS - 1 :: _NUM_NUMBERS]
+        return dict(list(zip(self._reductions, agreed, strict=True))[1:])
+
+
+def traffic_of(reduction: Reduction) -> Traffic | None:
+    """The traffic of the reduction's last step; None if it does not compress."""
+    return reduction.last_step if isinstance(reduction, Lossy) else None
+
+
+def _scaled_copy(message: Message, scale: float) -> Message:
+    copied = _copy(message, len(message.gradients))
+    if scale != 1.0:
+        copied.flat.mul_(scale)
+    return copied
+
+
+def _noting(arrived: list[float]) -> Callable[[], None]:
+    return lambda: arrived.append(time.perf_counter())
+
+
+def _synchronize(tensor: Any) -> None:
+    """Wait for an accelerator, which computes asynchronously."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)

@@ -1,0 +1,80 @@
+"""A command that a fork runs (`warm.py`) is, from outside, the process that was asked for."""
+
+import os
+import select
+import signal
+import sys
+
+import pytest
+
+import warm
+from terminal import run, started
+
+PRINTS = "import os, sys; print(__name__, sys.argv, os.environ['X'], os.getcwd()); print('to stderr', file=sys.stderr)"
+
+
+def test_it_has_its_own_words_environment_folder_and_files(tmp_path):
+    done = run(["python", "-c", PRINTS, "a", "b c"], cwd=tmp_path, env={"X": "y"})
+    assert done.code == 0, done.err
+    assert done.out == f"__main__ ['-c', 'a', 'b c'] y {tmp_path}\n"
+    assert done.err == "to stderr\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("pass", 0),
+        ("raise SystemExit(7)", 7),
+        ("import sys; sys.exit('no')", 1),
+        ("1 / 0", 1),
+        ("import os; os.kill(os.getpid(), 9)", -9),
+        ("import os; os.abort()", -6),
+        ("import atexit, os; atexit.register(os._exit, 5)", 5),
+    ],
+)
+def test_it_ends_as_an_interpreter_does(code, expected, tmp_path):
+    for cold in (False, True):
+        done = run(["python", "-c", code], cwd=tmp_path, cold=cold)
+        assert done.code == expected
+        assert ("ZeroDivisionError: division by zero" in done.err) == (code == "1 / 0")
+
+
+def test_torch_is_there_at_once_and_processes_that_it_starts_are_warm_too(tmp_path):
+    code = "import sys; known = 'torch' in sys.modules; import subprocess as s; print(known, flush=True)\n"
+    again = f"s.run([sys.executable, '-c', {code!r}], check=True)"
+    assert run(["python", "-c", code + again], cwd=tmp_path).out == "True\nTrue\n"
+    assert run(["python", "-I", "-c", code], cwd=tmp_path).out == "False\n"
+    assert run(["python", "-c", code], cwd=tmp_path, cold=True).out == "False\n"
+
+
+WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_ends_it_and_the_fork(number, tmp_path):
+    with started(["python", "-c", WAITS], tmp_path) as process:
+        fork = int(process.stdout.readline())
+        assert fork != process.pid
+        with os.fdopen(os.pidfd_open(fork)) as ended:
+            process.send_signal(number)
+            assert process.wait(timeout=30) == -number
+            ready, _, _ = select.select([ended], [], [], 30)
+        assert ready
+
+
+def test_a_handler_of_its_own_runs(tmp_path):
+    code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); print('ready', flush=True); signal.pause()"
+    with started(["python", "-c", code], tmp_path) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.wait(timeout=30) == 3
+
+
+def test_without_the_server_it_is_a_real_one(tmp_path):
+    """Slower, and nothing else."""
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "python").write_text((warm.folder() / "python").read_text())
+    (alone / "python").chmod(0o700)
+    (alone / "real").symlink_to(sys.executable)
+    assert run([str(alone / "python"), "-c", "print(6 * 7)"], cwd=tmp_path).out == "42\n"

@@ -1,0 +1,188 @@
+"""What docs/architecture.md promises about packages, where import-linter cannot see it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "paceline"
+
+# Who may call a process group's methods. `lab` uses torch.distributed as a user would.
+CALLERS = {"comm", "process_group", "lab"}
+# Names that only process groups have; and those that other things have, too, with the receivers that are no group.
+METHODS = {
+    *(
+        "allreduce",
+        "allreduce_coalesced",
+        "allgather",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+    ),
+    *("_allgather_base", "all_gather_single", "all_gather_single_coalesced", "_reduce_scatter_base"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
+    *("send", "recv", "recv_anysource", "barrier", "monitored_barrier"),
+}
+SHARED_NAMES = {"broadcast", "reduce", "gather", "scatter"}
+NO_GROUPS = {
+    "svm": {"world", "_world", "self"}
+}  # paceline.svm.world.World, whose collectives go through comm
+FUNCTIONS = {
+    *("all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_object"),
+    *("all_gather_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast"),
+    *("broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv"),
+    *(
+        "recv_object_list",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+        "scatter_object_list",
+    ),
+    *("send", "send_object_list"),
+}
+OTHER_COLLECTIVES = ("torch.distributed.nn", "torch.distributed._functional_collectives")
+DISTRIBUTED = "torch.distributed"
+
+
+def dotted(node):
+    """The dotted name of an expression such as `dist.distributed_c10d`; "" if it is none."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return ""
+
+
+def imported(tree):
+    """What each name that the file imports stands for, in full."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                local = alias.asname or alias.name.split(".")[0]
+                found[local] = alias.name if alias.asname else local
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return found
+
+
+def collective_calls(source, package):
+    """Line and text of every use of a process group's method, or of a collective of torch.distributed."""
+    tree = ast.parse(source)
+    names = imported(tree)
+    found = []
+    for name, full in names.items():
+        parent, _, last = full.rpartition(".")
+        if (parent.startswith(DISTRIBUTED) and last in FUNCTIONS) or full.startswith(OTHER_COLLECTIVES):
+            found.append((0, f"import of {name}"))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        first, _, rest = dotted(node.value).partition(".")
+        receiver = ".".join(filter(None, (names.get(first, first), rest)))
+        tail = receiver.rpartition(".")[2]
+        if receiver.startswith(
+            "paceline.schedules."
+        ):  # a module that makes schedules, by the operation's name
+            continue
+        if receiver.startswith(DISTRIBUTED):
+            is_collective = node.attr in FUNCTIONS
+        elif node.attr in SHARED_NAMES:
+            is_collective = first not in {"torch", "np", "functools"} and tail not in NO_GROUPS.get(
+                package, ()
+            )
+        else:
+            is_collective = node.attr in METHODS
+        if is_collective:
+            found.append((node.lineno, f"{receiver}.{node.attr}"))
+    return found
+
+
+def files():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).parts
+        yield path, parts[0] if len(parts) > 1 else ""
+
+
+def test_only_comm_and_process_group_call_process_groups():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path, package in files()
+        if package not in CALLERS
+        for line, text in collective_calls(path.read_text(), package)
+    ]
+    assert not found, "call a function of paceline.comm.collectives instead"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "group.allreduce([tensor], options)",
+        "self._groups[0].broadcast([tensor], options)",
+        "work = self.process_group.gather(rows, row)",
+        "launch = backend.send",
+        "import torch.distributed as dist\ndist.all_reduce(tensor)",
+        "import torch\ntorch.distributed.broadcast(tensor, 0)",
+        "from torch import distributed\ndistributed.all_gather_object(found, mine)",
+        "from torch.distributed import barrier as meet\nmeet()",
+        "from torch.distributed._functional_collectives import all_reduce",
+        "import torch.distributed.nn as nn",
+    ],
+)
+def test_the_search_sees_every_form_of_a_call(source):
+    assert collective_calls(source, "ddp")
+
+
+@pytest.mark.parametrize(
+    ("source", "package"),
+    [
+        ("import torch.distributed as dist\ndist.get_rank(), dist.new_group([0])", "ddp"),
+        ("import torch\ntorch.gather(values, 0, order)", "compression"),
+        ("import functools\nfunctools.reduce(max, sizes)", "ddp"),
+        ("self._world.gather(mine, doing)", "svm"),
+        ("from paceline.comm.collectives import launch_sum\nlaunch_sum(tensor, group)", "ddp"),
+    ],
+)
+def test_the_search_leaves_the_rest_alone(source, package):
+    assert not collective_calls(source, package)
+
+
+def modules_of(path):
+    """Everything a file imports, and every dotted name in it, in full."""
+    tree = ast.parse(path.read_text())
+    names = imported(tree)
+    found = set(names.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            first, _, rest = dotted(node).partition(".")
+            found.add(".".join(filter(None, (names.get(first, first), rest))))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("package", "module"), [("compression", "torch.distributed"), ("reductions", "torch.autograd")]
+)
+def test_a_part_of_torch_stays_unknown(package, module):
+    """import-linter knows torch as a whole only."""
+    for path, where in files():
+        if where == package:
+            known = [name for name in modules_of(path) if name == module or name.startswith(f"{module}.")]
+            assert not known, path
+
+
+def test_every_package_has_a_row_and_every_row_its_contracts():
+    """The table of docs/architecture.md: each package once, each with contracts that pyproject.toml has."""
+    contracts = set(re.findall(r'^name = "([^"]+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("| kept by |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", table, re.MULTILINE)
+    packages = {package for _, package in files()} - {""}
+    assert sorted(name for name, _ in rows) == sorted(packages | {"errors"})
+    named = {contract.strip() for _, cell in rows for contract in cell.split(",")}
+    assert named <= contracts | {"test_architecture"}
+    assert contracts - {"paceline"} <= named | {"The laboratory"}, "a contract that no row names"

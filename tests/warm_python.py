@@ -1,0 +1,75 @@
+"""A Python that starts at once: it asks a server that has torch loaded (`warm.py`) to fork and run its command line.
+
+Started as `python`, `paceline` or `torchrun` from the server's folder. To whoever started it, it is the process that
+was asked for: same output, exit code or signal, and signals reach it. With open files of its starter's, with options or
+variables that change the interpreter, or refused by the server, it becomes a real Python. It has to start in
+milliseconds, so it imports little.
+"""
+
+import array
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+
+FOLDER = os.path.dirname(os.path.abspath(sys.argv[0]))
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+MODULES = {"paceline": "paceline", "torchrun": "torch.distributed.run"}
+HARMLESS = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}  # variables
+
+
+def needs_a_real_one(name: str, words: list[str]) -> bool:
+    """Whether a fork would not be what is asked for."""
+    if name == "python" and (not words or (words[0].startswith("-") and words[0] not in ("-u", "-c", "-m"))):
+        return True
+    return inherits_files() or any(x.startswith("PYTHON") and x not in HARMLESS for x in os.environ)
+
+
+def inherits_files() -> bool:
+    """Whether whoever started this left files open for it, besides the three."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if fd > 2 and not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+                return True
+        except OSError:  # the listing's own
+            pass
+    return False
+
+
+def become_a_real_one(name: str, words: list[str]) -> None:
+    """Go on as the interpreter that runs the tests."""
+    real = os.readlink(os.path.join(FOLDER, "real"))
+    os.execv(real, [real, *(["-m", MODULES[name]] if name in MODULES else []), *words])
+
+
+def main() -> None:
+    """Send the command line and the three open files, pass signals on, end as the fork does."""
+    name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        if needs_a_real_one(name, words):
+            become_a_real_one(name, words)
+        server.connect(os.path.join(FOLDER, "socket"))
+    except OSError:  # it is gone: then slowly
+        become_a_real_one(name, words)
+    request = json.dumps({"name": name, "words": words, "cwd": os.getcwd(), "env": dict(os.environ)}).encode()
+    for passed in PASSED_ON:
+        if signal.getsignal(passed) is not signal.SIG_IGN:
+            signal.signal(passed, lambda received, _: server.sendall(bytes([received])))
+    files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]).tobytes())]
+    server.sendmsg([len(request).to_bytes(4, "big")], files)
+    server.sendall(request)
+    answer = server.recv(2)
+    if answer[:1] == b"r":  # refused
+        become_a_real_one(name, words)
+    kind, number = answer or bytes([ord("s"), signal.SIGKILL])
+    if kind == ord("s"):
+        if number in PASSED_ON:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(number)
+
+
+main()
