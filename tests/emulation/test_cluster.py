@@ -209,6 +209,7 @@ def test_several_links_carry_different_flows(cluster):
     fewest, num_links = map(int, python(made.hosts[0], code).split())
     assert num_links == 2
     assert fewest >= 1
+    assert made.counters()[0].sent_packets >= 40  # of both links
     assert len(send(made.hosts[0], made.hosts[1], (0, 20, 0))) == 20
 
 

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import paceline as package
+from paceline.cli import main
 from terminal import paceline
 
 
@@ -87,3 +88,48 @@ def test_bad_usage_is_one_paragraph_and_exit_2(words, says, tmp_path):
     assert done.err.count("\n") == 1
     assert says in done.err
     assert "--help" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["svm", "fit"],
+            "Missing argument 'data': A .csv file, or one in LIBSVM's format. `paceline svm fit --help`",
+        ),
+        (
+            ["demo", "--ranks", "two"],
+            "for '--ranks': it has to be a whole number, such as 2. `paceline demo --help`",
+        ),
+        (["svm", "fit", "x", "--C", "a"], "for '--C': it has to be a number, such as 0.5. "),
+        (["svm", "fit", "x", "--ranks", "0"], "for '--ranks': it has to be at least 1. "),
+        (["dmo"], "Did you mean 'demo'? `paceline --help`"),
+        (["bench", "scaling", "--ranks", "1,a"], "paceline: --ranks '1,a' has to be like 1,2,4,8,16."),
+        (["bench", "scaling", "--rates", "10:b"], "paceline: --rates '10:b' has to be like 10:1."),
+    ],
+)
+def test_bad_usage_says_what_is_wrong_and_where_help_is(words, says, capsys):
+    """The option that is wrong, in our words, and the command's own help."""
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert "Input should" not in err
+
+
+@pytest.mark.parametrize("words", [["emulate"], ["svm", "fit"], ["bench", "step"], []])
+def test_flags_have_no_type_in_help(words, capsys):
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    out = capsys.readouterr().out
+    assert "--help" in out
+    assert "bool" not in out.lower()
+
+
+def test_the_launchers_help_shows_our_options_first(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    out = capsys.readouterr().out
+    assert out.index("--share-devices") < out.index("--nnodes")
+    assert out.startswith("usage: paceline run [options] training_script")

@@ -9,12 +9,14 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from paceline.cli import main
 from paceline.launch import parse
+from paceline.launch.keeper import marked
 from terminal import REPOSITORY, alive, paceline, run, started
 
 HELLO = """\
@@ -84,6 +86,59 @@ def test_every_rank_runs_the_script_with_its_own_arguments(flags, scripts):
     says = "says --nproc-per-node 9 -- x on 1"
     assert sorted(done.out.splitlines()) == [f"rank 0 of 2 {says}", f"rank 1 of 2 {says}"]
     assert _temporary_files(scripts) == []
+
+
+LISTENS = """\
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+parent = Path(f"/proc/{os.getppid()}/fd")
+inodes = {os.readlink(fd)[8:-1] for fd in parent.iterdir() if os.readlink(fd).startswith("socket:")}
+rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+listening = {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+sys.stdout.write(f"listening on {sorted(listening)} master {os.environ['MASTER_ADDR']}\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--standalone"],
+        ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+        ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--nnodes=1:2", "--local-addr=127.0.0.1"],
+    ],
+    ids=" ".join,
+)
+def test_stores_listen_on_one_address(flags, scripts):
+    """With one machine nobody else can reach the job's stores. With several, loopback cannot be what is meant."""
+    (scripts / "listens.py").write_text(LISTENS)
+    limit = ["--rdzv-conf=last_call_timeout=1"] if "--nnodes=1:2" in flags else []
+    done = paceline("run", *flags, *limit, "--nproc-per-node=2", "listens.py", cwd=scripts)
+    assert done.code == 0, done.err
+    loopback = "0100007F"
+    if limit:
+        assert "listens on every interface" in done.err
+        assert loopback not in done.out
+    else:
+        assert done.out.splitlines() == [f"listening on ['{loopback}'] master 127.0.0.1"] * 2
+        assert done.err == ""
+
+
+def test_the_address_of_a_store(monkeypatch):
+    """Its own name's; not loopback with several machines; a name that is not this machine's: everywhere."""
+    from paceline.launch.stores import _Listening
+
+    notes = []
+    one, several = _Listening(1, notes.append), _Listening(2, notes.append)
+    assert one._place("localhost") == one._place("192.0.2.1") == "127.0.0.1"
+    assert one._place("127.0.1.1") == "127.0.1.1"
+    assert several._place("192.0.2.1") is None
+    assert several._place("localhost") is None
+    assert len(notes) == 1
+    monkeypatch.setattr("paceline.launch.stores._is_mine", lambda _address: True)
+    assert several._place("192.0.2.1") == "192.0.2.1"
 
 
 def test_torchruns_environment_variables_work(scripts):
@@ -245,3 +300,33 @@ def test_the_example_trains_the_same_under_torchrun_and_paceline_run(tmp_path):
     last = ours.out.splitlines()[-1]
     assert last.startswith("epoch 3: ")
     assert float(last.partition("accuracy ")[2].partition(" ")[0]) > 85
+
+
+def test_what_a_killed_launch_left_goes_with_the_next(scripts):
+    """Launcher and keeper killed together leave a folder; not taken for it: a launch that runs, another container's."""
+    environment = {"TMPDIR": str(scripts / "tmp")}
+    (scripts / "tmp").mkdir(exist_ok=True)
+    with started(
+        [sys.executable, "-m", "paceline", "run", "sleeps.py"], scripts, env=environment
+    ) as launcher:
+        assert launcher.stdout.readline() == "ready\n"
+        (left,) = _temporary_files(scripts)
+        namespace, pid, _, launch_id = left.removeprefix("paceline-run-").split(".")
+        assert int(pid) == launcher.pid
+        assert paceline("run", "hello.py", cwd=scripts).code == 0
+        assert _temporary_files(scripts) == [left]  # its owner lives
+        keepers = [int(p.name) for p in Path("/proc").glob("[0-9]*") if launch_id in _command(p)]
+        for number in [*keepers, launcher.pid, *marked(launch_id)]:
+            os.kill(number, signal.SIGKILL)
+        launcher.wait()
+    elsewhere = f"paceline-run-{int(namespace) + 1}.{pid}.1.{launch_id}"
+    (scripts / "tmp" / elsewhere).mkdir()
+    assert _temporary_files(scripts) == sorted([left, elsewhere])
+    assert paceline("run", "hello.py", cwd=scripts).code == 0
+    assert _temporary_files(scripts) == [elsewhere]
+
+
+def _command(folder):
+    with contextlib.suppress(OSError):
+        return (folder / "cmdline").read_text()
+    return ""

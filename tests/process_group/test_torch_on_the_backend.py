@@ -1,6 +1,7 @@
 """What runs on c10d runs on the backend `paceline`: torch's DDP, FSDP2, checkpoints, and our own DDP without a copy."""
 
 import tempfile
+from datetime import timedelta
 
 import pytest
 import torch
@@ -115,3 +116,16 @@ def test_the_backend_is_registered_whoever_is_imported_first(code):
     check = f"{code}; assert 'paceline' in d.Backend.backend_list; assert d.Backend('paceline') == 'paceline'"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def asked_for_its_backends(_rank, _num_ranks):
+    group = dist.new_group(backend="paceline")
+    dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
+    found = [group._get_backend(torch.device(device)) is group for device in ("cpu", "cuda")]
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_torch_finds_the_backend_of_a_device():
+    """A compiled model whose kernels come from inductor's cache makes torch ask every group of the process."""
+    assert all(found == [True, True] for found in pool(2).run(asked_for_its_backends))

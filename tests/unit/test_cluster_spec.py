@@ -14,7 +14,7 @@ from paceline.lab.emulation import quantities as q
     [
         ("1Gbit", 1e9),
         ("100 Mbit/s", 1e8),
-        ("2.5gbps", 2.5e9),
+        ("2.5gbit/s", 2.5e9),
         ("64kbit", 64e3),
         ("1e2Mbit", 1e8),
         ("10mbits", 1e7),
@@ -22,6 +22,14 @@ from paceline.lab.emulation import quantities as q
 )
 def test_rates(text, bits_per_s):
     assert q.rate(text, "--rate") == bits_per_s
+
+
+def test_a_rate_that_can_be_read_in_two_ways_is_refused():
+    """`bps` is bits a second to networkers, and bytes to `tc`: both are offered."""
+    with pytest.raises(ConfigurationError, match=r"--rate 2.5Gbit for bits, --rate 20Gbit for bytes"):
+        q.rate("2.5Gbps", "--rate")
+    with pytest.raises(ConfigurationError, match="two ways"):
+        ClusterSpec.parse(hosts=2, rate="100 mbps")
 
 
 @pytest.mark.parametrize(

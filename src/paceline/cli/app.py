@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -20,6 +20,14 @@ app = typer.Typer(
 )
 # What the parser raises for bad usage; typer has moved it between packages.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+_WORDS = {
+    "Input should be a valid integer, unable to parse string as an integer": "it has to be a whole number, such as 2",
+    "Input should be a valid number, unable to parse string as a number": "it has to be a number, such as 0.5",
+    "Input should be greater than or equal to": "it has to be at least",
+    "Input should be less than or equal to": "it has to be at most",
+    "Invalid value for": "This value is not possible for",
+}
 
 
 def _show_version(wanted: bool) -> None:
@@ -58,7 +66,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         arguments: The words after `paceline`; this process's own if None.
     """
     try:
-        code = app(arguments, standalone_mode=False)
+        code = _command()(arguments, prog_name="paceline", standalone_mode=False)
     except ConfigurationError as error:
         _leave(str(error), 2)
     except PacelineError as error:
@@ -66,14 +74,40 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         received = getattr(error, "signal", None)
         _leave(str(error), 1 if received is None else 128 + received)
     except _UsageError as error:
-        message: str = getattr(error, "format_message", error.__str__)()
-        _leave(
-            f"{message.rstrip('.')}. `paceline --help` lists the commands, `paceline COMMAND --help` its options.",
-            2,
-        )
+        _leave(_usage(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         _leave("stopped.", 130)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _command() -> Any:
+    """The command that typer makes of all this, whose flags show no type in their help: they take no value."""
+    root = typer.main.get_command(app)
+    left: list[Any] = [root]
+    while left:
+        command = left.pop()
+        left += getattr(command, "commands", {}).values()
+        options = [*command.params, command.get_help_option(command.context_class(command))]
+        for option in options:
+            if getattr(option, "is_flag", False):
+                option.metavar = ""
+    return root
+
+
+def _usage(error: Any) -> str:
+    """Our words for what the parser found wrong, and whose help says more."""
+    words: str = getattr(error, "format_message", error.__str__)()
+    for theirs, ours in _WORDS.items():
+        words = words.replace(theirs, ours)
+    words = words.rstrip(".")
+    # Named by the class: which package it is in, typer has changed.
+    if type(error).__name__ == "MissingParameter" and getattr(error.param, "help", None):
+        words += f": {error.param.help.rstrip('.')}"
+    words += "" if words.endswith("?") else "."
+    where = getattr(error.ctx, "command_path", "paceline") if getattr(error, "ctx", None) else "paceline"
+    if where == "paceline":
+        return f"{words} `paceline --help` lists the commands, `paceline COMMAND --help` its options."
+    return f"{words} `{where} --help` lists its options, `paceline --help` the commands."
 
 
 def _leave(paragraph: str, code: int) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -72,6 +73,10 @@ def _make_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     ours: Any = dist.new_group(ranks, timeout=gloo.options._timeout, backend=BACKEND_NAME)
     if len(ours.host.hosts) > 1:  # the same on every rank
+        if ours.host.remark and group.rank() == 0:
+            warnings.warn(
+                f"gradients go over Gloo, not through shared memory: {ours.host.remark}.", stacklevel=2
+            )
         dist.destroy_process_group(ours)
         return group
     beside: dist.ProcessGroup = ours

@@ -7,11 +7,12 @@ that it answers, and fails, too. A rank that has not answered is looked up by it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
-import socket
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,10 +20,12 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from paceline.comm.meeting import announce
 from paceline.comm.pending import Pending
+from paceline.comm.sealed_store import SealedStore
 from paceline.errors import PeerLostError
 from paceline.host.exit import end_before_exit
-from paceline.host.processes import GONE, UNKNOWN, is_stopped, state_of
+from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
 
 SLICE_S = 0.5  # between two polls for a roll call
 GRACE_S = 2.0  # for the others to answer
@@ -75,6 +78,10 @@ class Peers:
         self._consequence = consequence
         self._roll_call = _RollCall(process_group, name, first_act)
 
+    def note_step(self, number: int) -> None:
+        """Remember how far this rank has got, to tell those who wait when it leaves. Local."""
+        self._roll_call.progress.num_steps = number
+
     def wait(self, pending: Pending, doing: str) -> None:
         """Wait for a collective.
 
@@ -92,6 +99,7 @@ class Peers:
                 pending.wait()
         except RuntimeError as error:
             raise self.lost(error, doing) from error
+        self._roll_call.learn()
 
     def lost(self, error: Exception, doing: str) -> PeerLostError:
         """Start a roll call, or answer one, and return the error that names the missing ranks.
@@ -100,11 +108,19 @@ class Peers:
             error: Of the collective.
             doing: What this rank was doing.
         """
-        who = self._roll_call.who_is_gone(doing)
+        who = self._roll_call.who_is_gone(doing, error.peer if isinstance(error, PeerLostError) else None)
         return PeerLostError(
             f"rank {self._rank} was {doing} when communication failed: {who}. {self._consequence} "
             f"The backend said: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         )
+
+
+@dataclass
+class _Progress:
+    """How far this rank has got; outlives the object that waits."""
+
+    num_steps: int | None = None
+    is_store_busy: bool = False  # a query that hangs holds the store's lock
 
 
 class _RollCall:
@@ -116,13 +132,32 @@ class _RollCall:
         self._first_act = first_act
         self._has_store = True
         self._query: _StoreQuery | None = None
+        self._cards: dict[int, ProcessCard] = {}
+        self._has_asked = False
+        self.progress = _Progress()
         try:
             default_store = dist.distributed_c10d._get_default_store()
-            self._store: dist.Store = dist.PrefixStore(f"paceline/{name}", default_store)
+            self._store = SealedStore(dist.PrefixStore(f"paceline/{name}", default_store), name)
             if self._num_ranks > 1:
-                self._store.set(f"who/{self._rank}", f"{os.getpid()} {socket.gethostname()}")
+                self._store.set(f"who/{self._rank}", ProcessCard.of_this_process().words)
+                announce(dist.PrefixStore("paceline", default_store), dist.get_rank())
+                # When the group is destroyed or the program ends, whichever is first.
+                weakref.finalize(process_group, _say_left, self._store, self._rank, self.progress)
         except (RuntimeError, TypeError, ValueError):  # MPI, or no default group: there is no store
-            self._has_store, self._store = False, dist.HashStore()
+            self._has_store, self._store = False, SealedStore(dist.HashStore(), name)
+
+    def learn(self) -> None:
+        """Read who the others are, once, while the store still answers. Local."""
+        if self._has_asked or not self._has_store or self._num_ranks == 1:
+            return
+        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        try:
+            if self._store.check([f"who/{rank}" for rank in others]):
+                self._has_asked = True
+                for rank in others:
+                    self._card(rank)
+        except RuntimeError:
+            self._has_asked = True
 
     def raise_if_called(self) -> None:
         """Poll the store.
@@ -135,19 +170,38 @@ class _RollCall:
             if self._query.found(SLICE_S):
                 raise RuntimeError("another rank has called the roll")
 
-    def who_is_gone(self, doing: str) -> str:
-        """Start a roll call, or answer it; returns in words which ranks are missing."""
+    def who_is_gone(self, doing: str, named: int | None = None) -> str:
+        """Start a roll call, or answer it; returns in words which ranks are missing.
+
+        Args:
+            doing: What this rank was doing.
+            named: The rank that the failed collective named, if it did.
+        """
         if not self._has_store:
             return "this job has no store in which to ask who still answers"
-        # A query that hangs holds the store's lock, so nothing else can be asked.
-        hangs = self._query is not None and self._query.is_alive()
-        silent = None if hangs else self._call(doing)
+        if self._query is not None:
+            self._query.join(GRACE_S)  # on a busy machine it may be late without hanging
+        self.progress.is_store_busy = self._query is not None and self._query.is_alive()
+        silent = None if self.progress.is_store_busy else self._call(doing)
         if silent is None:
-            return "the job's store does not answer, so the rank that hosts it (usually 0) is gone or out of reach"
+            return self._without_store(named)
         states = {rank: self._state_of(rank) for rank in silent}
         gone = {rank: state for rank, state in states.items() if state.is_gone} or states
         who = "; ".join(f"rank {rank} {state.words}" for rank, state in gone.items())
         return who or "every rank still answers, so the network between them failed or they no longer agree"
+
+    def _without_store(self, named: int | None) -> str:
+        """What can be said when the store does not answer: from the collective, and from the kernel."""
+        states = {rank: _look_up(card) for rank, card in sorted(self._cards.items())}
+        if named in states:
+            return f"rank {named} {states[named].words}"
+        gone = {rank: state for rank, state in states.items() if state.is_gone}
+        if not gone:
+            host = "its host, usually rank 0," if self._rank else "the process that hosts it"
+            return f"the job's store does not answer, so {host} is gone or out of reach"
+        who = "; ".join(f"rank {rank} {state.words}" for rank, state in gone.items())
+        first = "" if len(gone) == 1 else "; their outputs say which was first"
+        return f"{who} (the job's store does not answer either){first}"
 
     def _call(self, doing: str) -> list[int] | None:
         """Ranks that do not answer; None when the store does not."""
@@ -165,29 +219,49 @@ class _RollCall:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return self._store.check([key])
-        try:
+        with contextlib.suppress(RuntimeError):  # the time is over, or `check` says that the store is gone
             self._store.wait([key], timedelta(seconds=left_s))
-        except RuntimeError:
-            return self._store.check([key])
-        return True
+        return self._store.check([key])
 
     def _state_of(self, rank: int) -> _State:
         try:
-            if not self._store.check([f"who/{rank}"]):
+            card = self._card(rank)
+            if card is None:
                 return _State(f"has not got as far as {self._first_act}", is_gone=False)
-            pid, host = self._store.get(f"who/{rank}").decode().split(" ", 1)
+            if self._store.check([f"left/{rank}"]):
+                return _State(f"{card} {self._store.get(f'left/{rank}').decode()}", is_gone=True)
         except RuntimeError:
             return _State("does not answer", is_gone=False)
-        where = f"(process {pid} on {host})"
-        if host != socket.gethostname():
-            return _State(f"{where} does not answer", is_gone=False)
-        return _look_up(int(pid), where)
+        return _look_up(card)
+
+    def _card(self, rank: int) -> ProcessCard | None:
+        """Who a rank is, if it has said so."""
+        if rank not in self._cards and self._store.check([f"who/{rank}"]):
+            self._cards[rank] = ProcessCard.from_words(self._store.get(f"who/{rank}"))
+        return self._cards.get(rank)
+
+
+def _say_left(store: SealedStore, rank: int, progress: _Progress) -> None:
+    """Tell who may still wait that this rank has left, and how."""
+    if progress.is_store_busy:
+        return
+    error: BaseException | None = getattr(sys, "last_value", None)
+    after = "" if progress.num_steps is None else f" after step {progress.num_steps}"
+    if error is not None:
+        words = f"left{after} with {type(error).__name__}, see its output"
+    else:
+        words = (
+            f"left{after}: its program ended, or destroyed the group, while others went on. Where ranks have different "
+            "numbers of batches use `with model.join():`"
+        )
+    with contextlib.suppress(RuntimeError):  # the store went first
+        store.set(f"left/{rank}", words)
 
 
 class _StoreQuery(threading.Thread):
     """Asks the store whether it has a key; on a thread, because a store behind a cut network never answers."""
 
-    def __init__(self, store: dist.Store, key: str) -> None:
+    def __init__(self, store: SealedStore, key: str) -> None:
         super().__init__(name="paceline-roll-call", daemon=True)
         self._store = store
         self._key = key
@@ -216,16 +290,16 @@ class _State:
     is_gone: bool
 
 
-def _look_up(pid: int, where: str) -> _State:
-    """What the kernel says about a process of this host."""
-    state = state_of(pid)
+def _look_up(card: ProcessCard) -> _State:
+    """What the kernel says about a process, if it is of this host."""
+    state = card.state()
     if state == GONE:
-        return _State(f"{where} has died", is_gone=True)
+        return _State(f"{card} has died", is_gone=True)
     if is_stopped(state):
-        return _State(f"{where} is stopped", is_gone=True)
+        return _State(f"{card} is stopped", is_gone=True)
     if state == UNKNOWN:
-        return _State(f"{where} does not answer", is_gone=False)
-    return _State(f"{where} is running but does not answer", is_gone=False)
+        return _State(f"{card} does not answer", is_gone=False)
+    return _State(f"{card} is running but does not answer", is_gone=False)
 
 
 def describe(indices: Sequence[int], names: Sequence[str], limit: int = 5) -> str:

@@ -136,9 +136,9 @@ class StepCoordinator:
         tensors: list[Tensor] = [p for name, p in named if name not in self._ignored]
         if with_buffers:
             tensors += self.buffers.named().values()
-        self.broadcast(tensors, source, f"receiving rank {source}'s model")
+        self.broadcast_tensors(tensors, source, f"receiving rank {source}'s model")
 
-    def broadcast(self, tensors: Iterable[Tensor], source: int, doing: str) -> None:
+    def broadcast_tensors(self, tensors: Iterable[Tensor], source: int, doing: str) -> None:
         """Give all ranks the tensors of rank `source`. Collective; blocks."""
         if self.process_group.size() > 1:
             Broadcast(tensors, self.process_group, source).finish(self.peers, doing)
@@ -163,8 +163,9 @@ class StepCoordinator:
         self.reducer.timings = timings
 
     def let_go(self) -> None:
-        """The wrapper is gone: leave the parameters alone."""
+        """The wrapper is gone: leave the parameters alone, and keep nothing of the module alive."""
         self.reducer.remove_hooks()
+        self.reducer.synchronizes = _always
 
     def reduce_by(self, reduction: Reduction) -> None:
         """Combine gradients so from now on. Local; before the first backward."""
@@ -276,3 +277,7 @@ class StepCoordinator:
         self.join.authoritative_rank = agree_on_source(self, is_candidate=is_last_joiner)
         self.reducer.num_averaged = None
         self.broadcast_model(self.join.authoritative_rank, with_buffers=self.wrapped.forward_sync_buffers)
+
+
+def _always() -> bool:
+    return True

@@ -272,6 +272,7 @@ class Reducer:
             self._note_unused(unused)
         self.arrivals.expected.learn(self.buckets)
         self.num_steps += 1
+        self._peers.note_step(self.num_steps)
         self._used_before.clear()
         buckets = self._flight.timings()
         timing = StepTiming(

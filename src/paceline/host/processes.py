@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
 _STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat, counted behind the name (proc(5))
@@ -33,6 +35,49 @@ def whereabouts(*namespaces: str) -> str:
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return "/".join([boot, *(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in namespaces)])
+
+
+@dataclass(frozen=True)
+class ProcessCard:
+    """Who a process is, so that others can tell whether it is still there. Written into stores as `words`.
+
+    Attributes:
+        pid: Its id.
+        start_time: As of `start_time_of`.
+        where: Kernel and process namespace; "" if unknown. Who has the same can look it up.
+        host: Its host's name, for people.
+    """
+
+    pid: int
+    start_time: str
+    where: str
+    host: str
+
+    @classmethod
+    def of_this_process(cls) -> ProcessCard:
+        try:
+            where = whereabouts("pid")
+        except OSError:
+            where = ""
+        return cls(os.getpid(), start_time_of(os.getpid()), where, os.uname().nodename)
+
+    @classmethod
+    def from_words(cls, words: bytes) -> ProcessCard:
+        pid, start_time, where, host = words.decode().split(" ", 3)
+        return cls(int(pid), start_time, where, host)
+
+    @property
+    def words(self) -> str:
+        return f"{self.pid} {self.start_time} {self.where} {self.host}"
+
+    def __str__(self) -> str:
+        return f"(process {self.pid} on {self.host})"
+
+    def state(self) -> str:
+        """The kernel's letter, as `state_of`; UNKNOWN for a process that cannot be seen from here."""
+        if not self.where or self.where != ProcessCard.of_this_process().where:
+            return UNKNOWN
+        return state_of(self.pid) if start_time_of(self.pid) == self.start_time else GONE
 
 
 def _field(pid: int, index: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shlex
 import signal
 import tempfile
@@ -24,9 +25,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from paceline.comm import TOKEN
 from paceline.errors import PacelineError
-from paceline.launch.command_line import LaunchArguments, num_cores, port_is_taken
+from paceline.launch.command_line import LOCAL_HOSTS, LaunchArguments, num_cores, port_is_taken
 from paceline.launch.keeper import MARK, Keeper
+from paceline.launch.stores import LOOPBACK, bound
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -75,8 +78,9 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
     _quieten_torch()
     os.environ.update(arguments.environment)
     launch_id = os.environ[MARK] = uuid.uuid4().hex
+    _stay_on_this_machine(arguments)
     started_s = time.monotonic()
-    with Keeper(launch_id) as keeper:
+    with Keeper(launch_id) as keeper, bound(arguments.num_machines, note):
         if arguments.torchrun.log_dir is None:
             # torch would leave a folder in /tmp behind for every run that does not name one.
             arguments.torchrun.log_dir = _kept_logs(arguments, note) or str(keeper.folder)
@@ -104,6 +108,16 @@ def _choose_threads(arguments: LaunchArguments, note: Callable[[str], None]) -> 
     threads = max(1, num_cores() // ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     note(f"OMP_NUM_THREADS is not set; each rank gets {threads} ({num_cores()} cores, {ranks} ranks)")
+
+
+def _stay_on_this_machine(arguments: LaunchArguments) -> None:
+    """With one machine, let the ranks meet at the loopback address, unless the user named another, with a token."""
+    args = arguments.torchrun
+    host = (args.rdzv_endpoint or "").rpartition(":")[0]
+    if arguments.num_machines == 1 and args.local_addr is None and (args.standalone or host in LOCAL_HOSTS):
+        args.local_addr = LOOPBACK
+    if arguments.num_machines == 1:  # with several, all must have the same, which only the user can give them
+        os.environ.setdefault(TOKEN, secrets.token_hex(16))
 
 
 def _quieten_torch() -> None:

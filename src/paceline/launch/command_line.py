@@ -27,7 +27,7 @@ from torch.distributed import run as torchrun
 from paceline.errors import ConfigurationError
 from paceline.integrations import at_start
 
-_LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1", "[::1]")
+LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class LaunchArguments:
         script: The script, module or program to start.
         num_local_ranks: How many ranks this machine runs.
         local_port: The port that this machine is asked to listen on, if one was named.
+        num_machines: How many may take part, at most.
         environment: Variables that the ranks get besides the launcher's own.
     """
 
@@ -46,6 +47,7 @@ class LaunchArguments:
     script: str
     num_local_ranks: int
     local_port: int | None
+    num_machines: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -67,15 +69,24 @@ def parse(arguments: list[str]) -> LaunchArguments:
     _check_devices(num_local_ranks, _num_devices(), share=args.share_devices)
     if args.max_restarts < 0:
         raise ConfigurationError(f"--max-restarts {args.max_restarts} is negative. Pass 0 for no restarts.")
-    port = _local_port(args, num_nodes)
-    return LaunchArguments(args, args.training_script, num_local_ranks, port, _rank_environment(args))
+    return LaunchArguments(
+        torchrun=args,
+        script=args.training_script,
+        num_local_ranks=num_local_ranks,
+        local_port=_local_port(args, num_nodes),
+        num_machines=num_nodes,
+        environment=_rank_environment(args),
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = torchrun.get_args_parser()
     parser.prog = "paceline run"
+    parser.usage = "paceline run [options] training_script [the script's own options]"
     parser.description = "Start a script once a rank, as torchrun does, with torchrun's flags."
-    parser.add_argument(
+    own = parser.add_argument_group("options of paceline", "all others below are torchrun's")
+    parser._action_groups.insert(0, parser._action_groups.pop())  # ours first
+    own.add_argument(
         "--share-devices",
         "--share_devices",
         action="store_true",
@@ -242,7 +253,7 @@ def _local_port(args: argparse.Namespace, num_nodes: int) -> int | None:
             return None  # torch's launcher then takes a free one
         return (args.master_port or 29500) if args.node_rank == 0 else None
     host, _, port = args.rdzv_endpoint.rpartition(":")
-    if num_nodes > 1 or host not in _LOCAL_HOSTS or not port.isdigit():
+    if num_nodes > 1 or host not in LOCAL_HOSTS or not port.isdigit():
         return None  # with several machines the port may rightly be another agent's
     return int(port) or None
 

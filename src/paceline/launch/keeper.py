@@ -6,7 +6,8 @@ Rules
 2. `done` before the end of the pipe means that every rank ended well: the keeper exits without searching for any.
 3. Otherwise it ends every process that carries the launch's mark in its environment, descendants of ranks
    (data loaders, say) included: SIGTERM, a grace, SIGKILL.
-4. Either way it then removes the launch's folder of temporary files.
+4. Either way it then removes the launch's folder of temporary files. If keeper and launcher are killed together, the
+   next launch does: the folder's name says who owned it.
 5. This file runs as a plain script and imports only the standard library: it costs milliseconds.
 
 Limits: Linux, where /proc shows a process's environment; elsewhere it does nothing.
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 MARK = "PACELINE_LAUNCH_ID"
 GRACE_S = 5.0
 _PAUSE_S = 0.02
+_PREFIX = "paceline-run-"
 
 
 class Keeper:
@@ -39,7 +41,7 @@ class Keeper:
 
     def __init__(self, launch_id: str) -> None:
         self._launch_id = launch_id
-        self._folder = Path(tempfile.gettempdir(), f"paceline-run-{launch_id}")
+        self._folder = Path(tempfile.gettempdir(), f"{_PREFIX}{_identity(os.getpid())}.{launch_id}")
 
     @property
     def folder(self) -> Path:
@@ -48,6 +50,7 @@ class Keeper:
         return self._folder
 
     def __enter__(self) -> Self:
+        remove_orphans()
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, self._launch_id, str(self._folder)],
@@ -65,6 +68,25 @@ class Keeper:
         # The keeper may be gone if someone killed it; then nobody reads the pipe.
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate(b"done" if kind is None else b"")
+
+
+def remove_orphans() -> None:
+    """Remove the folders of launches whose launcher, keeper and ranks are gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*.*.*.*"):
+        namespace, pid, _, launch_id = folder.name.removeprefix(_PREFIX).split(".", 3)
+        owner = folder.name.removeprefix(_PREFIX).rpartition(".")[0]
+        is_ours = namespace == _identity(os.getpid()).partition(".")[0] and pid.isdigit()
+        if is_ours and owner != _identity(int(pid)) and not marked(launch_id):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _identity(pid: int) -> str:
+    """The namespace, number and start time of a process, so that a reused number is not taken for it."""
+    with contextlib.suppress(OSError, IndexError):
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+        started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+        return f"{namespace}.{pid}.{started}"
+    return f"0.{pid}.0"
 
 
 def marked(launch_id: str) -> list[int]:

@@ -104,6 +104,7 @@ class LocalSteps(AcrossRanks):
         self._check_step()
         loss = self._step_here(closure)
         self._num_steps += 1
+        self._peers.note_step(self._num_steps)
         self._steps_since += 1
         if self._steps_since >= self.every:
             self.synchronize()

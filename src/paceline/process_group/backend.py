@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.comm import BACKEND_NAME
 from paceline.comm.lane import Lane, LaneWork
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError
+from paceline.host.exit import end_before_exit
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.blocking_collectives import BlockingCollectives, check_reducible
 from paceline.process_group.connections import INTERFACE, address_towards, make_gloo
@@ -46,7 +47,10 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # as a group in Python is made
         self._rank, self._size = rank, size
         self._timeout = timeout
-        self.host: Host = join_host(dist.PrefixStore("memory", store), rank, size)
+        known = None
+        if dist.is_initialized() and size == dist.get_world_size():  # then ranks have the numbers of the job
+            known = dist.PrefixStore("paceline", dist.distributed_c10d._get_default_store())
+        self.host: Host = join_host(dist.PrefixStore("memory", store), rank, size, timeout, known)
         self._barrier = HostBarrier(self.host, timeout.total_seconds())
         num_shares = min(len(ranks) for ranks in self.host.hosts)
         self._here = HostCollectives(self.host, self._barrier, num_shares, size)
@@ -56,6 +60,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._across = AcrossHosts(self._inner, self.host.hosts, self.host.index, timeout.total_seconds())
         self._collectives = BlockingCollectives(self.host, self._here, self._across, self._inner)
         self._lane = Lane(f"paceline lane of rank {rank}")
+        end_before_exit(self, ProcessGroup._leave)
         self._names = {"name": "", "description": ""}  # which c10d gives it
         self._error: BaseException | None = None
 
@@ -93,6 +98,12 @@ class ProcessGroup(dist.ProcessGroup):
             return []
         return [torch.device("cpu"), torch.device("cuda")]
 
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        """Return itself: torch asks a group for its backend by device, which C++ would look for in vain."""
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise RuntimeError(f"the backend {BACKEND_NAME} has nothing for {device}")
+        return self
+
     @property
     def copied_bytes(self) -> int:
         """Bytes copied into and out of staging so far; tensors of `allocate_tensor` add none."""
@@ -102,10 +113,16 @@ class ProcessGroup(dist.ProcessGroup):
         return torch.device(device).type == "cpu" and self.host.num_ranks > 1
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a zeroed 1-D tensor that collectives of this group work on where it is. Local."""
+        """Return a zeroed 1-D tensor that collectives of this group work on where it is. Local.
+
+        Where the shared memory is used up it is an ordinary one, which collectives copy in and out.
+        """
         if not self.supports_tensor_alloc(device):
             return torch.zeros(size, dtype=dtype, device=device)
-        return self.host.me.arena.allocate(size, dtype)
+        try:
+            return self.host.me.arena.allocate(size, dtype)
+        except MemoryError:
+            return torch.zeros(size, dtype=dtype, device=device)
 
     def explain(self, size_bytes: int) -> str:
         """Say how an all-reduce of this size is performed, and why, from links measured at first use. Collective."""
@@ -349,9 +366,13 @@ class ProcessGroup(dist.ProcessGroup):
         self._error = self._error or RuntimeError("it was aborted.")
         self._barrier.give_up(self._rank)
 
+    def _leave(self, _seconds: float) -> None:
+        self.host.me.status.leave()
+
     def shutdown(self) -> None:
         """Let go of threads and mapped memory, after what is under way; tensors of `allocate_tensor` stay valid."""
         self._lane.close(self._timeout.total_seconds())
+        self.host.me.status.leave()
 
 
 def _only(tensors: list[Tensor]) -> Tensor:

@@ -62,7 +62,7 @@ def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timede
     Contract:
         Collective over these ranks.  Blocks: until every rank has come.
     """
-    host = join_host(dist.PrefixStore("memory", store), rank, num_ranks)
+    host = join_host(dist.PrefixStore("memory", store), rank, num_ranks, timeout)
     if len(host.hosts) == 1:
         return SharedMemoryTransport(host)
     address = address_towards(len(host.hosts))

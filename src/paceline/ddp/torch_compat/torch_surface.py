@@ -142,7 +142,7 @@ class TorchSurface:
     ) -> None:
         """Give all ranks one rank's tensors, by default the buffers. Collective; blocks."""
         tensors = self.modules_buffers if bufs is None else list(bufs)
-        self._steps.broadcast(tensors, authoritative_rank, "broadcasting tensors")
+        self._steps.broadcast_tensors(tensors, authoritative_rank, "broadcasting tensors")
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0

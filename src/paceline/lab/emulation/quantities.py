@@ -22,10 +22,15 @@ _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def rate(text: str, option: str) -> float:
-    """Bits per second: `1Gbit`, `100 Mbit/s`, `2.5gbps`."""
+    """Bits per second: `1Gbit`, `100 Mbit/s`. Not `1Gbps`, by which networkers mean bits and `tc` means bytes."""
     number, unit = _split(text, option, "a rate such as 1Gbit or 100Mbit")
+    if unit.lower().endswith("bps"):
+        scale = unit[:-3]
+        raise ConfigurationError(
+            f"{option} {text} can be read in two ways: bps is bits a second to networkers, and bytes a second to tc. "
+            f"Write {option} {number:g}{scale}bit for bits, {option} {8 * number:g}{scale}bit for bytes."
+        )
     key = unit.lower().removesuffix("/s").removesuffix("ps").rstrip("s")
-    key = f"{key}it" if key.endswith("b") and unit.lower().endswith("bps") else key
     return number * _factor(key, _BITS_PER_S, text, option, "kbit, Mbit or Gbit (bits a second)")
 
 

@@ -69,11 +69,12 @@ class ScalingOptions(StudyOptions):
         """
         try:
             proportions = tuple(float(word) for word in rates.split(":"))
+        except ValueError as error:
+            raise ConfigurationError(f"--rates {rates!r} has to be like 10:1.") from error
+        try:
             counts = tuple(sorted({1, *(int(word) for word in ranks.split(","))}))
         except ValueError as error:
-            raise ConfigurationError(
-                f"--rates {rates!r} has to be like 10:1 and --ranks {ranks!r} like 1,2,4,8,16."
-            ) from error
+            raise ConfigurationError(f"--ranks {ranks!r} has to be like 1,2,4,8,16.") from error
         if not all(0 < rate < float("inf") for rate in proportions) or len(set(proportions)) != len(
             proportions
         ):

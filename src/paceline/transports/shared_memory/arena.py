@@ -3,7 +3,8 @@
 Rules
 1. An arena is a memfd: it has no name, belongs to no folder and goes with its last user, also after SIGKILL. The size
    of /dev/shm, 64 MB in many containers, does not limit it.
-2. Its size is address space, not memory: a page costs something once it is touched.
+2. Its size is address space, not memory: a page costs something once it is touched. Every rank maps the arenas of all
+   ranks of its host, so they agree on a size that the one with the least address space can afford.
 3. A tensor allocated here keeps the mapping alive; its place is free again when the tensor is gone.
 4. Only its owner allocates in an arena. Peers read and write where the owner has announced that its tensor lies.
 """
@@ -11,18 +12,25 @@ Rules
 from __future__ import annotations
 
 import bisect
+import collections
 import mmap
 import os
+import resource
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 ALIGNMENT = 4096
-ADDRESS_SPACE_BYTES = 64 * 2**30
+MOST_BYTES = 64 * 2**30
+_USER_ADDRESSES_BYTES = 2**46  # half of what a process has on the smallest 64-bit machines
+# One group takes at most this part of what is left, so that hundreds find something; of a limit, a larger one.
+_PART, _PART_OF_LIMIT = 64, 16
 
 
 @dataclass(frozen=True)
@@ -33,35 +41,86 @@ class Place:
     size_bytes: int
 
 
+@dataclass(frozen=True)
+class Budget:
+    """What a process can afford for the arenas of one group: for all it maps together, and for its own."""
+
+    together_bytes: int
+    own_bytes: int
+
+    @classmethod
+    def of_this_process(cls) -> Budget:
+        """By its limits (RLIMIT_AS, RLIMIT_FSIZE) and what it has used up."""
+        address_limit, file_limit = (
+            resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
+        )
+        most, part = _USER_ADDRESSES_BYTES, _PART
+        if address_limit < _USER_ADDRESSES_BYTES and address_limit != resource.RLIM_INFINITY:
+            most, part = address_limit, _PART_OF_LIMIT
+        own = MOST_BYTES if file_limit == resource.RLIM_INFINITY else min(MOST_BYTES, file_limit)
+        return cls(max(most - _used_addresses_bytes(), 0) // part, own)
+
+
+def size_within(budgets: Sequence[Budget]) -> int:
+    """Return how large the arenas of processes with these budgets are; 0 where they cannot share."""
+    num_arenas = len(budgets)
+    size = min(min(each.together_bytes // num_arenas, each.own_bytes) for each in budgets)
+    return size // ALIGNMENT * ALIGNMENT if size >= least_bytes(num_arenas) else 0
+
+
+def least_bytes(num_ranks: int) -> int:
+    """What collectives and messages between so many ranks need in each arena."""
+    return 8 * 2**20 + num_ranks * 2 * 2**20
+
+
+def _used_addresses_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 class Arena:
     """One rank's memory, mapped here.
 
     Args:
-        fd: The memfd; taken over, and closed.
+        fd: The memfd, as of `create`; taken over, and closed. None: memory of this process alone.
+        size_bytes: Its size; the first to map it gives it that.
         reserved_bytes: What lies at the front and is not for tensors.
+
+    Raises:
+        OSError: There is not so much address space, or it may not be used.
     """
 
-    def __init__(self, fd: int, reserved_bytes: int) -> None:
+    def __init__(self, fd: int | None, size_bytes: int, reserved_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        if fd is None:
+            self._map = mmap.mmap(-1, size_bytes)
+            self._lay_out(reserved_bytes)
+            return
         try:
-            self.size_bytes = os.fstat(fd).st_size
+            if os.fstat(fd).st_size < size_bytes:
+                os.ftruncate(fd, size_bytes)
             self._map = mmap.mmap(
                 fd, self.size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0)
             )
         finally:
             os.close(fd)
+        self._lay_out(reserved_bytes)
+
+    def _lay_out(self, reserved_bytes: int) -> None:
         self.bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address: int = self.bytes.ctypes.data
         self._all = torch.from_numpy(self.bytes)
         self._lock = threading.Lock()
         self._starts = [_round_up(reserved_bytes)]  # of the free places, ascending
         self._sizes = [self.size_bytes - self._starts[0]]
+        self._returned: collections.deque[Place] = collections.deque()  # not yet among the free ones
 
     @staticmethod
-    def create(size_bytes: int = ADDRESS_SPACE_BYTES) -> int:
-        """Return a new memfd of this much address space."""
-        fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size_bytes)
-        return fd
+    def create() -> int:
+        """Return a new, empty memfd."""
+        return os.memfd_create("paceline", os.MFD_CLOEXEC)
 
     def tensor(self, place: Place, dtype: torch.dtype) -> Tensor:
         """Alias a place as a 1-D tensor. It keeps the mapping alive, not the place taken."""
@@ -92,6 +151,8 @@ class Arena:
 
     def _take(self, size_bytes: int) -> int:
         with self._lock:
+            while self._returned:
+                self._free(self._returned.popleft())
             for index, free in enumerate(self._sizes):
                 if free >= size_bytes:
                     start = self._starts[index]
@@ -104,13 +165,16 @@ class Arena:
         )
 
     def _give_back(self, start: int, size_bytes: int) -> None:
-        with self._lock:
-            index = bisect.bisect(self._starts, start)
-            self._starts.insert(index, start)
-            self._sizes.insert(index, size_bytes)
-            self._join(index)
-            if index:
-                self._join(index - 1)
+        """Called by a finalizer: wherever garbage is collected, also within `_take`. So it takes no lock."""
+        self._returned.append(Place(start, size_bytes))
+
+    def _free(self, place: Place) -> None:
+        index = bisect.bisect(self._starts, place.start)
+        self._starts.insert(index, place.start)
+        self._sizes.insert(index, place.size_bytes)
+        self._join(index)
+        if index:
+            self._join(index - 1)
 
     def _join(self, index: int) -> None:
         """Make one of a free place and the next, if they touch."""

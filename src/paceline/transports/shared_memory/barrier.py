@@ -81,22 +81,26 @@ class HostBarrier:
             lost = self._lost(other, now_s - start_s)
             if lost is not None and not other.status.has_arrived(self._number):
                 self.give_up(lost[0])
-                raise PeerLostError(f"rank {self._me.rank} was {doing()} when rank {lost[0]} {lost[1]}.")
+                raise PeerLostError(
+                    f"rank {self._me.rank} was {doing()} when rank {lost[0]} {lost[1]}.", lost[0]
+                )
 
     def _lost(self, other: Neighbour, waited_s: float) -> tuple[int, str] | None:
         """Which rank is missing, and why; None as long as it may still arrive."""
         if self.is_broken:
             return self._me.rank, "(this one) was told to give up"
-        state = state_of(other.pid)
-        if state == GONE or start_time_of(other.pid) != self._starts[other.rank]:
-            return other.rank, f"(process {other.pid}) died"
         because_of = other.status.given_up_because_of
-        if because_of is not None:
+        if because_of is not None:  # before looking at its process, which may have ended for that reason
             if because_of == self._me.rank:
                 return other.rank, f"(process {other.pid}) had already given up waiting for this one"
             if because_of == other.rank:
                 return other.rank, f"(process {other.pid}) gave up after an error of its own; see its output"
             return because_of, f"was lost, as rank {other.rank} found"
+        if other.status.has_left:
+            return other.rank, f"(process {other.pid}) had left: its program ended, or destroyed the group"
+        state = state_of(other.pid)
+        if state == GONE or start_time_of(other.pid) != self._starts[other.rank]:
+            return other.rank, f"(process {other.pid}) died"
         if waited_s >= self.timeout_s:
             word = "is stopped" if is_stopped(state) else "is running but did not come"
             return other.rank, f"(process {other.pid}) {word} for {self.timeout_s:g} s, the time limit"

@@ -161,12 +161,12 @@ class SharedMemoryTransport(Transport):
             neighbour = self._host.neighbours[peer]
             if self._incoming[peer].num_waiting():
                 continue  # what it sent before is still to be received
+            if neighbour.status.given_up_because_of is not None:  # its process may have ended for that reason
+                raise PeerLostError(f"rank {self.rank} lost rank {peer}, which gave up", peer)
             if self._is_gone(neighbour):
                 raise PeerLostError(
                     f"rank {self.rank} lost rank {peer} (process {neighbour.pid}), which died", peer
                 )
-            if neighbour.status.given_up_because_of is not None:
-                raise PeerLostError(f"rank {self.rank} lost rank {peer}, which gave up", peer)
         if timeout_s is not None and awaited:
             raise PeerLostError(
                 f"rank {self.rank} heard nothing from rank {awaited[0]} for {timeout_s:g} s: it is stuck or stopped",

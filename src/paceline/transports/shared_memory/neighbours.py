@@ -11,14 +11,16 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from paceline.comm.meeting import Meeting
 from paceline.host.processes import whereabouts
 from paceline.transports.shared_memory import futex
-from paceline.transports.shared_memory.arena import Arena
+from paceline.transports.shared_memory.arena import Arena, Budget, least_bytes, size_within
 from paceline.transports.shared_memory.status import NONCE_BYTES, SIZE_BYTES, Status
 
 SWITCH = "PACELINE_SHARED_MEMORY"
@@ -60,36 +62,66 @@ class Host:
         return len(self.neighbours)
 
 
-def join_host(store: dist.Store, rank: int, num_ranks: int) -> Host:
+def join_host(
+    store: dist.Store,
+    rank: int,
+    num_ranks: int,
+    timeout: timedelta | None = None,
+    known: dist.Store | None = None,
+) -> Host:
     """Map the arenas of this host's ranks.
 
     Args:
-        store: Of this group alone; its timeout bounds the wait for the others.
+        store: Of this group alone.
         rank: In this group.
         num_ranks: Of this group.
+        timeout: How long to wait for the others; None: as long as the store does.
+        known: A store in which the ranks may have announced themselves before, under the same numbers.
 
     Contract:
         Collective over the group. Blocks: until every rank has come here.
         Nothing is left on disk: there never was anything.
+
+    Raises:
+        PeerLostError: A rank died meanwhile, or did not come.
     """
-    fd = Arena.create()
-    lent = os.dup(fd)  # for the neighbours to open; closed once all have
+    doing = f"joining a process group of {num_ranks} ranks"
+    patience: Any = store
+    meeting = Meeting(store, rank, num_ranks, timeout or patience.timeout, doing, known)
+    card, fd = _card()
     try:
-        arena = Arena(fd, SIZE_BYTES)
-        me = Neighbour(rank, os.getpid(), arena, Status(arena))
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        me.status.set_nonce(nonce)
-        _publish(store, "card", rank, {"where": _where(), "pid": me.pid, "fd": lent, "nonce": nonce.hex()})
-        cards = _collect(store, "card", num_ranks)
-        mapped = _map_neighbours(me, cards)
-        _publish(store, "mapped", rank, {"ranks": sorted(mapped)})
-        views = [set(answer["ranks"]) for answer in _collect(store, "mapped", num_ranks)]
+        meeting.publish("card", json.dumps(card))
+        cards = [json.loads(words) for words in meeting.collect("card")]
+        mapped, why = _map_arenas(rank, cards)
+        meeting.publish("mapped", json.dumps({"ranks": sorted(mapped), "why": why}))
+        answers = [json.loads(words) for words in meeting.collect("mapped")]
     finally:
-        os.close(lent)
+        if fd is not None:
+            os.close(fd)  # all have opened it
+    views = [(set(answer["ranks"]), answer["why"]) for answer in answers]
     hosts, remark = _agree([card["where"] for card in cards], views)
     mine = next(ranks for ranks in hosts if rank in ranks)
+    if mine == (rank,):
+        mapped = {rank: _neighbour(rank, os.getpid(), Arena(None, least_bytes(1), SIZE_BYTES))}
     neighbours = tuple(mapped[other] for other in mine)
     return Host(neighbours, mine.index(rank), hosts, remark)
+
+
+def _neighbour(rank: int, pid: int, arena: Arena) -> Neighbour:
+    return Neighbour(rank, pid, arena, Status(arena))
+
+
+def _card() -> tuple[dict[str, Any], int | None]:
+    """What the others need to know to map a new memfd of this process, into which the nonce is written, and its fd."""
+    nonce, where, budget, fd = secrets.token_bytes(NONCE_BYTES), _where(), Budget.of_this_process(), None
+    if where:
+        try:
+            fd = Arena.create()
+            os.pwrite(fd, nonce, 0)
+        except OSError:  # too many open files, or files must have no size at all
+            budget = Budget(0, 0)
+    card = {"where": where, "pid": os.getpid(), "fd": fd, "nonce": nonce.hex(), "budget": asdict(budget)}
+    return card, fd
 
 
 def _where() -> str:
@@ -103,24 +135,43 @@ def _where() -> str:
         return ""
 
 
-def _map_neighbours(me: Neighbour, cards: Sequence[dict[str, Any]]) -> dict[int, Neighbour]:
-    """Every rank whose memory this one can map, by rank; itself always."""
-    mapped = {me.rank: me}
-    where = cards[me.rank]["where"]
-    for rank, card in enumerate(cards):
-        if rank == me.rank or not where or card["where"] != where:
+def _map_arenas(rank: int, cards: Sequence[dict[str, Any]]) -> tuple[dict[int, Neighbour], str]:
+    """Map this rank's arena and those of the ranks it may share with; also says why it could not, if it could not."""
+    where = cards[rank]["where"]
+    here = {other: card for other, card in enumerate(cards) if where and card["where"] == where}
+    if len(here) <= 1:
+        return {}, ""
+    budgets = {other: Budget(**card["budget"]) for other, card in here.items()}
+    size_bytes = size_within(list(budgets.values()))
+    if not size_bytes:
+        poorest = min(budgets, key=lambda other: min(astuple(budgets[other])))
+        return (
+            {},
+            f"rank {poorest} has too little address space or file size left, or too few open files (ulimit -v, -f, -n)",
+        )
+    mapped: dict[int, Neighbour] = {}
+    why = ""
+    for other, card in here.items():
+        refused = f"rank {rank} may not map memory of rank {other} (another user, or ptrace is restricted)"
+        try:
+            fd = os.open(f"/proc/{int(card['pid'])}/fd/{int(card['fd'])}", os.O_RDWR)
+        except OSError:
+            why = why or refused
+            continue
+        if os.pread(fd, NONCE_BYTES, 0) != bytes.fromhex(card["nonce"]):
+            os.close(fd)
+            why = why or refused
             continue
         try:
-            arena = Arena(os.open(f"/proc/{int(card['pid'])}/fd/{int(card['fd'])}", os.O_RDWR), SIZE_BYTES)
-        except (OSError, ValueError):
-            continue
-        status = Status(arena)
-        if status.nonce == bytes.fromhex(card["nonce"]):
-            mapped[rank] = Neighbour(rank, int(card["pid"]), arena, status)
-    return mapped
+            mapped[other] = _neighbour(other, int(card["pid"]), Arena(fd, size_bytes, SIZE_BYTES))
+        except OSError as error:
+            return {}, f"rank {rank} could not map {size_bytes:,} bytes ({error.strerror})"
+    return mapped, why
 
 
-def _agree(wheres: Sequence[str], views: Sequence[set[int]]) -> tuple[tuple[tuple[int, ...], ...], str]:
+def _agree(
+    wheres: Sequence[str], views: Sequence[tuple[set[int], str]]
+) -> tuple[tuple[tuple[int, ...], ...], str]:
     """Group the ranks by host; where one could not map another, each rank there is a host of its own."""
     places: dict[str, list[int]] = {}
     for rank, where in enumerate(wheres):
@@ -128,22 +179,10 @@ def _agree(wheres: Sequence[str], views: Sequence[set[int]]) -> tuple[tuple[tupl
     hosts: list[tuple[int, ...]] = []
     remark = ""
     for ranks in places.values():
-        missing = [(a, b) for a in ranks for b in ranks if b not in views[a]]
-        if missing:
-            a, b = missing[0]
-            remark = (
-                f"ranks {ranks} run under one kernel, but rank {a} may not map memory of rank {b} (another user, "
-                "or ptrace is restricted), so they talk over the network"
-            )
+        missing = [rank for rank in ranks if not views[rank][0] >= set(ranks)]
+        if len(ranks) > 1 and missing:
+            remark = f"ranks {ranks} run under one kernel, but {views[missing[0]][1]}, so they talk over the network"
             hosts.extend((rank,) for rank in ranks)
         else:
             hosts.append(tuple(ranks))
     return tuple(sorted(hosts)), remark
-
-
-def _publish(store: dist.Store, topic: str, rank: int, facts: dict[str, Any]) -> None:
-    store.set(f"{topic}/{rank}", json.dumps(facts))
-
-
-def _collect(store: dist.Store, topic: str, num_ranks: int) -> list[dict[str, Any]]:
-    return [json.loads(store.get(f"{topic}/{rank}")) for rank in range(num_ranks)]

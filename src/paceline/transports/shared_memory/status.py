@@ -3,7 +3,7 @@
     offset     words            written by their owner only
     0          nonce            16 random bytes, by which a peer checks that it has mapped this very memory
     64         arrivals         at how many barriers its owner has arrived, modulo 2^32; peers wait for it to grow
-    128        given_up         0, or 1 + the rank that its owner considers lost
+    128        given_up         0, or 1 + the rank that its owner considers lost, or that its owner has left
     192, 448   announcements    integers for the ranks that meet at a barrier: for even and for odd numbers, 32 each
 
 A rank is never more than one barrier ahead of the slowest, so two announcements suffice.
@@ -21,6 +21,7 @@ from paceline.transports.shared_memory.arena import Arena
 SIZE_BYTES = 4096
 NONCE_BYTES = 16
 NUM_ANNOUNCED = 32
+_HAS_LEFT = 2**32 - 1
 _ARRIVALS, _GIVEN_UP, _ANNOUNCEMENTS = 64, 128, 192
 
 
@@ -28,20 +29,11 @@ class Status:
     """One rank's status, read and written from any rank of the host."""
 
     def __init__(self, arena: Arena) -> None:
-        self._nonce = arena.bytes[:NONCE_BYTES]
         self._arrivals = arena.bytes[_ARRIVALS : _ARRIVALS + 4].view(np.uint32)
         self._given_up = arena.bytes[_GIVEN_UP : _GIVEN_UP + 4].view(np.uint32)
         last = _ANNOUNCEMENTS + 2 * NUM_ANNOUNCED * 8
         self._announcements = arena.bytes[_ANNOUNCEMENTS:last].view(np.int64).reshape(2, NUM_ANNOUNCED)
         self._address = arena.address + _ARRIVALS
-
-    @property
-    def nonce(self) -> bytes:
-        return self._nonce.tobytes()
-
-    def set_nonce(self, nonce: bytes) -> None:
-        """Owner only."""
-        self._nonce[:] = np.frombuffer(nonce, dtype=np.uint8)
 
     def announce(self, barrier: int, integers: Sequence[int]) -> None:
         """Write what the ranks may read after barrier number `barrier`. Owner only, before it arrives there."""
@@ -79,4 +71,15 @@ class Status:
     @property
     def given_up_because_of(self) -> int | None:
         value = int(self._given_up[0])
-        return value - 1 if value else None
+        return value - 1 if value not in {0, _HAS_LEFT} else None
+
+    def leave(self) -> None:
+        """Tell the others that this rank's program ended, or destroyed the group, of its own accord. Owner only."""
+        if not int(self._given_up[0]):
+            self._given_up[0] = _HAS_LEFT
+            futex.wake(self._address)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether its owner left, without an error of the group."""
+        return int(self._given_up[0]) == _HAS_LEFT

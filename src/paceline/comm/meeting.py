@@ -1,0 +1,135 @@
+"""Ranks that wait for each other's words in a store, before there is a group: the error names who died or did not come.
+
+Rules
+1. A rank writes who it is before anything else, so that whoever waits for it can look whether it is still there.
+2. A rank that gives up writes why; the others raise the same, instead of blaming it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from paceline.comm.sealed_store import SealedStore
+from paceline.errors import PeerLostError
+from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
+
+SLICE_S = 0.5  # between two looks at those who are missing
+_SCOPE = "meeting"
+_PROCESS, _FAILED = "process", "failed"
+_NEXT = "See docs/troubleshooting.md#did-not-come."
+
+
+def announce(store: dist.Store, rank: int) -> None:
+    """Write who this rank is; before anything that takes long."""
+    SealedStore(store, _SCOPE).set(f"{_PROCESS}/{rank}", ProcessCard.of_this_process().words)
+
+
+class Meeting:
+    """Ranks in front of one store.
+
+    Args:
+        store: Of this meeting alone.
+        rank: Of this process.
+        num_ranks: How many meet.
+        timeout: How long a rank waits for the others.
+        doing: What they meet for, for messages.
+        known: A store in which every rank may have announced itself before, as the same rank.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        num_ranks: int,
+        timeout: timedelta,
+        doing: str,
+        known: dist.Store | None = None,
+    ) -> None:
+        self._store = SealedStore(store, _SCOPE)
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._timeout = timeout
+        self._doing = doing
+        self._places = [self._store] if known is None else [self._store, SealedStore(known, _SCOPE)]
+        self._cards: dict[int, ProcessCard] = {}
+        announce(store, rank)
+
+    def publish(self, topic: str, words: str) -> None:
+        """Let all others read this. Local."""
+        self._store.set(f"{topic}/{self._rank}", words)
+
+    def collect(self, topic: str) -> list[bytes]:
+        """Return what every rank has published.
+
+        Contract:
+            Blocks: until all have, at most the timeout.
+
+        Raises:
+            PeerLostError: A rank died, or did not come in time.
+        """
+        try:
+            return self._collect(topic)
+        except PeerLostError:
+            raise
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {self._rank} was {self._doing} when the job's store did not answer any more: the process that "
+                f"hosts it, the launcher or rank 0, has ended. Look at its output. {_NEXT} The store said: {error}"
+            ) from error
+
+    def _collect(self, topic: str) -> list[bytes]:
+        until_s = time.monotonic() + self._timeout.total_seconds()
+        words: list[bytes] = []
+        for rank in range(self._num_ranks):
+            keys = [f"{topic}/{rank}"]
+            while not self._store.check(keys):
+                left_s = until_s - time.monotonic()
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # the slice has passed; or `check` says that the store is gone
+                    self._store.wait(keys, timedelta(seconds=max(min(SLICE_S, left_s), 0.01)))
+                rest = range(rank, self._num_ranks)
+                missing = [other for other in rest if not self._store.check([f"{topic}/{other}"])]
+                self._raise_if_lost(missing, is_late=time.monotonic() >= until_s)
+            words.append(self._store.get(*keys))
+        return words
+
+    def _raise_if_lost(self, missing: Sequence[int], *, is_late: bool) -> None:
+        if self._store.check([_FAILED]):
+            lost, words = self._store.get(_FAILED).decode().split(" ", 1)
+            self._fail(int(lost), words)
+        for rank in missing:
+            card = self._card(rank)
+            if card is not None and card.state() == GONE:
+                self._fail(rank, f"rank {rank} {card} has died. Look at its output first")
+        if is_late and missing:
+            stories = "; ".join(f"rank {rank} {self._story(rank)}" for rank in missing)
+            self._fail(
+                missing[0], f"{stories}, in {self._timeout.total_seconds():g} s. Look at the output of each"
+            )
+
+    def _fail(self, lost: int, words: str) -> None:
+        self._store.set(_FAILED, f"{lost} {words}")
+        raise PeerLostError(
+            f"rank {self._rank} was {self._doing} when it lost others: {words}. {_NEXT}", lost
+        )
+
+    def _story(self, rank: int) -> str:
+        card = self._card(rank)
+        if card is None:
+            return "did not come: nothing was heard of it, so it has ended before or never started"
+        state = card.state()
+        if state == UNKNOWN:
+            return f"{card} did not come"
+        return f"{card} did not come: it is {'stopped' if is_stopped(state) else 'in another part of the program'}"
+
+    def _card(self, rank: int) -> ProcessCard | None:
+        for place in self._places:
+            if rank not in self._cards and place.check([f"{_PROCESS}/{rank}"]):
+                self._cards[rank] = ProcessCard.from_words(place.get(f"{_PROCESS}/{rank}"))
+        return self._cards.get(rank)
