@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick check format bench docs clean
+.PHONY: help demo test test-quick test-newest check format bench docs clean
 
 help:
 	@echo "make demo    train on real images over 2 processes, and compare with 1 (about a minute)"
 	@echo "make test    run the tests (about 5 minutes on two cores)"
 	@echo "make test-quick  run the quick ones (about a minute): no commands, clusters or compilers"
+	@echo "make test-newest  run the tests of frameworks with their newest releases, in an environment of its own"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make bench   run the benchmarks (minutes; results land in benchmarks/results)"
@@ -35,6 +36,13 @@ test: $(STAMP)
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m quick $(ARGS)
 
+# Not what we pin but what a user gets today; red here means that a release of theirs has changed something.
+test-newest:
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  $$(grep ^torch== constraints.txt) -e '.[all]' pytest pytest-timeout pytest-xdist hypothesis pyyaml accelerate pytorch-lightning transformers
+	$(VENV)-newest/bin/python -m pytest tests/integrations $(ARGS)
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,4 +62,4 @@ docs: $(STAMP)
 	@echo "build/site/index.html"
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-newest build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -7,7 +7,16 @@ import itertools
 import pytest
 
 # Commands, clusters, timeouts, compilers; and what takes more than a few seconds of a processor.
-NOT_QUICK = {"journeys", "emulation", "faults", "bench", "svm", "process_group", "recipes"} | {
+NOT_QUICK = {
+    "journeys",
+    "emulation",
+    "faults",
+    "bench",
+    "svm",
+    "process_group",
+    "recipes",
+    "integrations",
+} | {
     "test_adasum_optimizer.py",
     "test_adasum_over_ranks.py",
     "test_auto.py",

@@ -1,6 +1,7 @@
 """Accelerate's released package over our wrapper, compared bitwise with what it does over torch's."""
 
 import contextlib
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from ranks import pool
 
-pytest.importorskip("accelerate")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed"
+)
 
 
 def as_launched(rank, num_ranks):
@@ -119,6 +122,37 @@ def test_training_accumulation_and_handlers():
         assert seen["ours", "kwargs"] == seen["torch", "kwargs"] == (True, 1 << 20)
         assert seen["codec"] == "PowerSGD"
         assert seen["compressed"] != seen["ours", 1][: len(seen["compressed"])]
+
+
+def train_by_our_recipe(rank, num_ranks):
+    """Windows counted by samples, and a rate that follows the global batch; both beside what Accelerate prepared."""
+    from paceline.optim import Curve
+    from paceline.recipes import LargeMinibatch
+
+    as_launched(rank, num_ranks)
+    with side("ours"):
+        training = Training()
+    model, optimizer = training.model, training.optimizer
+    recipe = LargeMinibatch(
+        optimizer.optimizer, reference_batch=8, batch=8, accumulation=3, curve=Curve(total=8, warmup=2)
+    )
+    rates = []
+    for batches in paceline.windows(training.loader, steps=3):
+        with model.accumulate(batches, weight=lambda batch: len(batch[0])) as micro_batches:
+            for x, y in micro_batches:
+                training.accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad()
+        recipe.step()
+    return rates, optimizer.param_groups[0]["lr"], micro_batches.total_weight
+
+
+def test_our_recipe_and_windows():
+    for rates, last, weight in pool(2).run(train_by_our_recipe, deadline_s=110):
+        assert weight == 2 * 3 * 8
+        assert rates == pytest.approx([0.02, 0.07])
+        assert last == pytest.approx(6 * 0.02)  # 48 samples a step instead of 8
 
 
 def resume(rank, num_ranks, folder):

@@ -1,6 +1,9 @@
 """Lightning's released package with `strategy="paceline"`, compared bitwise with its own `strategy="ddp"`."""
 
+import importlib.util
 import os
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -9,9 +12,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.optim import Curve
+from paceline.recipes import LargeMinibatch
 from ranks import pool
 
-pytest.importorskip("pytorch_lightning")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed"
+)
 
 
 def as_launched(rank, num_ranks):
@@ -27,7 +34,7 @@ def data():
     )
 
 
-def a_module(manual=False):
+def a_module(manual=False, recipe=False):
     import pytorch_lightning as lightning
 
     class Classifier(lightning.LightningModule):
@@ -56,7 +63,11 @@ def a_module(manual=False):
             self.log("accuracy", (self.net(x).argmax(1) == y).float().mean(), sync_dist=True)
 
         def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=0.02)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+            if not recipe:
+                return optimizer
+            scheduler = LargeMinibatch(optimizer, reference_batch=8, batch=8, curve=Curve(total=8, warmup=2))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
         def on_train_start(self):
             self.wrappers = [self.trainer.strategy.model]  # in a list, because it is not a part of ours
@@ -67,11 +78,11 @@ def a_module(manual=False):
     return Classifier()
 
 
-def fit(folder, strategy, epochs=1, manual=False, resume=None, **options):
+def fit(folder, strategy, epochs=1, manual=False, recipe=False, resume=None, **options):
     """Train as Lightning's guide does it; returns the module and the trainer."""
     import pytorch_lightning as lightning
 
-    module = a_module(manual)
+    module = a_module(manual, recipe)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
@@ -113,6 +124,7 @@ def train(rank, num_ranks, folder):
     module, _ = fit(folder, PacelineStrategy(compression="powersgd", bucket_cap_mb=3))
     seen["kwargs"] = (type(module.wrappers[0].reduction).__name__, module.wrappers[0].bucket_bytes_cap)
     module, _ = fit(folder, PacelineStrategy(ddp_comm_hook=fp16_compress_hook))
+    seen["rate"] = fit(folder, "paceline", recipe=True)[1].optimizers[0].param_groups[0]["lr"]
     seen["hook"] = module.wrappers[0]._get_ddp_logging_data()["comm_hook"]
     return seen
 
@@ -130,6 +142,7 @@ def test_training_accumulation_and_manual_optimization():
             assert seen["patched", True] == seen["ddp", "manual"]
             assert seen["kwargs"] == ("PowerSGD", 3 << 20)
             assert "fp16_compress_hook" in seen["hook"]
+            assert seen["rate"] == pytest.approx(2 * 0.02)  # 16 samples a step instead of 8
 
 
 def resume(rank, num_ranks, folder):
@@ -156,7 +169,17 @@ def test_a_checkpoint_goes_on_under_either_strategy():
                     assert seen[saved, loaded] == straight, (saved, loaded)
 
 
-def test_the_strategy_is_known_by_name_also_if_lightning_comes_first():
-    from pytorch_lightning.strategies import StrategyRegistry
-
-    assert "paceline" in StrategyRegistry.available_strategies()
+def test_the_strategy_is_known_by_name_if_lightning_was_imported_first():
+    """The other order is that of the tests above. A stand-in for Lightning: its own import takes seconds."""
+    code = """if True:
+        import sys, types
+        strategies = types.ModuleType("lightning.pytorch.strategies")
+        strategies.StrategyRegistry = types.SimpleNamespace(register=lambda name, *_, **__: print(name))
+        sys.modules[strategies.__name__] = strategies
+        import paceline
+        assert "torch" not in sys.modules
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout == "paceline\n"

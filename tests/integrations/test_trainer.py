@@ -1,6 +1,7 @@
 """Hugging Face's Trainer over our wrapper: the same curves, accumulation and resuming as over torch's."""
 
 import contextlib
+import importlib.util
 import os
 import tempfile
 
@@ -10,8 +11,9 @@ import torch
 import paceline
 from ranks import pool
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 
 def side(name, **options):

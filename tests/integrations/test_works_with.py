@@ -4,7 +4,6 @@ import re
 
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from models import Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
@@ -13,6 +12,8 @@ from terminal import REPOSITORY
 
 
 def train(rank, group, shards):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch's own deprecations
+
     torch.manual_seed(4)
     model = DistributedDataParallel(Mlp(16), process_group=group)
     options = {"lr": 0.01, "weight_decay": 0.1}
