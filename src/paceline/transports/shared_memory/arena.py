@@ -17,6 +17,7 @@ import os
 import resource
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,7 @@ class Arena:
         self.address: int = self.bytes.ctypes.data
         self._all = torch.from_numpy(self.bytes)
         self._lock = threading.Lock()
+        self._returned: deque[tuple[int, int]] = deque()
         self._starts = [_round_up(reserved_bytes)]  # of the free places, ascending
         self._sizes = [self.size_bytes - self._starts[0]]
 
@@ -149,6 +151,7 @@ class Arena:
 
     def _take(self, size_bytes: int) -> int:
         with self._lock:
+            self._take_back()
             for index, free in enumerate(self._sizes):
                 if free >= size_bytes:
                     start = self._starts[index]
@@ -161,7 +164,13 @@ class Arena:
         )
 
     def _give_back(self, start: int, size_bytes: int) -> None:
-        with self._lock:
+        """Called wherever garbage is collected, also within `_take`: so it takes no lock."""
+        self._returned.append((start, size_bytes))
+
+    def _take_back(self) -> None:
+        """Make free what was given back."""
+        while self._returned:
+            start, size_bytes = self._returned.popleft()
             index = bisect.bisect(self._starts, start)
             self._starts.insert(index, start)
             self._sizes.insert(index, size_bytes)
