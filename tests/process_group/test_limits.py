@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import threading
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from models import Mlp, generator, squares
 from paceline import DistributedDataParallel
-from paceline.transports.shared_memory.arena import MOST_BYTES, Budget, least_bytes, size_within
+from paceline.transports.shared_memory.arena import MOST_BYTES, Arena, Budget, least_bytes, size_within
 from paceline.transports.shared_memory.neighbours import SWITCH
 from ranks import pool
 
@@ -128,3 +129,21 @@ def test_sizes():
         size = size_within([Budget(left // 64, MOST_BYTES)] * num_ranks)
         left -= size * num_ranks
         assert size >= least_bytes(num_ranks)
+
+
+def test_a_place_comes_back_while_another_is_taken():
+    """The garbage collector may run within `allocate`, and free a tensor there: a lock taken twice would hang."""
+    arena = Arena(None, least_bytes(1), 4096)
+    tensors = [arena.allocate(2**20, torch.uint8) for _ in range(9)]
+    places = [arena.place_of(tensor) for tensor in tensors]
+
+    def free():
+        with arena._lock:
+            tensors.clear()
+
+    thread = threading.Thread(target=free, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    whole = arena.allocate(9 * 2**20, torch.uint8)  # their places are one again
+    assert arena.place_of(whole).start == places[0].start

@@ -25,7 +25,7 @@ from paceline.errors import EmulationError
 from paceline.lab.emulation import quantities as q
 from paceline.lab.emulation.cluster import EmulatedCluster
 from paceline.lab.emulation.cluster_spec import ETHERNET_HEADER, ClusterSpec
-from paceline.lab.emulation.link_probe import PAYLOAD_BYTES
+from paceline.lab.emulation.link_meter import PAYLOAD_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,7 +40,7 @@ _MAX_LOSS_PACKETS = 200_000
 _WANTED_LOSSES = 400
 _PATIENCE_S = 60.0
 _HIGH, _LOW = 7 << 5, 0
-_SCRIPT = str(Path(__file__).with_name("link_probe.py"))
+_SCRIPT = str(Path(__file__).with_name("link_meter.py"))
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def path_rate(spec: ClusterSpec, source: int, target: int) -> float | None:
 
 
 class _Probe:
-    """`link_probe.py` running on a host; a context manager that ends it."""
+    """`link_meter.py` running on a host; a context manager that ends it."""
 
     def __init__(self, cluster: EmulatedCluster, host: int, role: str, **arguments: object) -> None:
         self._what = f"{role} on host{host}"

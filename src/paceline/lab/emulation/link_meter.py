@@ -1,4 +1,4 @@
-"""Measures a link from inside a host: `python -I -S link_probe.py ROLE JSON`; standard library only.
+"""Measures a link from inside a host: `python -I -S link_meter.py ROLE JSON`; standard library only.
 
 Prints one JSON object a line: what it listens on, then what it saw. Receivers end when the sender closes its
 connection or sends an empty datagram, or after a second of silence.
