@@ -7,10 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.gradient_group import on_one_host
-from paceline.ddp.plan import BucketCaps, plan_buckets
+from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
 
 MEBIBYTE = 1024 * 1024
 FIRST_BUCKET_BYTES = MEBIBYTE
+
+
+def plan_buckets(sizes_bytes, caps_bytes):
+    """Buckets of gradients of one key, taken in the given order."""
+    specs = [GradientSpec(size, key=None) for size in sizes_bytes]
+    return assign_buckets(specs, range(len(specs)), BucketCaps(tuple(caps_bytes)))
 
 
 def resnet50_num_elements():

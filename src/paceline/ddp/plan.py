@@ -72,20 +72,6 @@ class BucketCaps:
         return self.caps_bytes[min(bucket_number, len(self.caps_bytes) - 1)]
 
 
-def plan_buckets(sizes_bytes: Sequence[int], caps_bytes: Sequence[int]) -> list[list[int]]:
-    """Cut gradients of one key, taken in the given order, into buckets.
-
-    Args:
-        sizes_bytes: Size of each gradient, in the order in which they are expected to become ready.
-        caps_bytes: Caps of the first, second, ... bucket; the last one repeats.
-
-    Returns:
-        Positions in `sizes_bytes`, bucket by bucket.
-    """
-    specs = [GradientSpec(size, key=None) for size in sizes_bytes]
-    return assign_buckets(specs, range(len(specs)), BucketCaps(tuple(caps_bytes)))
-
-
 @dataclass
 class _OpenBucket:
     members: list[int] = field(default_factory=list)
