@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 from datetime import timedelta
@@ -14,6 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+import warm
 from models import Mlp
 from paceline import DistributedDataParallel
 from paceline.comm import meeting, peers
@@ -124,6 +124,7 @@ def run_alone(num_ranks, condition, act, shared, end=""):
         port = probe.getsockname()[1]
     environment = {
         **os.environ,
+        "PATH": f"{warm.folder()}{os.pathsep}{os.environ['PATH']}",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(num_ranks),
@@ -134,7 +135,7 @@ def run_alone(num_ranks, condition, act, shared, end=""):
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", script],
+            ["python", "-c", script],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -147,12 +148,15 @@ def run_alone(num_ranks, condition, act, shared, end=""):
     finally:
         for process in processes:
             process.kill()
-    return {
+    told = {
         rank: line
         for rank, output in enumerate(outputs)
         for line in output.splitlines()
         if line.startswith("TOLD")
     }
+    if not told:
+        raise AssertionError("\n".join(outputs))
+    return told
 
 
 @pytest.mark.parametrize("shared", [True, False])
