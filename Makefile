@@ -32,6 +32,7 @@ demo: $(STAMP)
 
 # One more worker than cores: tests of lost peers, launches and emulated links mostly wait.
 WORKERS := $(shell expr $$(nproc) + 1)
+unexport PYTHONDONTWRITEBYTECODE  # or each of some 500 interpreters compiles the package and its tests again
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
