@@ -191,7 +191,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         if steps.has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
         if init_sync:
-            steps.verify(managed)
+            steps.verify(managed, ("broadcast_buffers", init_sync_buffers))
         steps.reduce_groups = gradient_groups(self._process_groups, self.device, init_sync)
         if init_sync:
             steps.broadcast_model(source=0, with_buffers=init_sync_buffers)
