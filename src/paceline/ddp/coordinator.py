@@ -167,11 +167,11 @@ class StepCoordinator:
 
     def rebuild_reducer(self, managed: ManagedParameters) -> None:
         """Put another reducer in the place of the one that there is. Local."""
-        setting, timings = self.setting, self.reducer.timings
+        setting, timings, num_steps = self.setting, self.reducer.timings, self.reducer.num_steps
         setting.reduction.prepare(managed.named(), self.process_group)
         self.reducer.remove_hooks()
         self.build_reducer(managed)
-        self.reducer.timings = timings
+        self.reducer.timings, self.reducer.num_steps = timings, num_steps
 
     def let_go(self) -> None:
         """The wrapper is gone: leave the parameters alone, and keep nothing of the module alive."""

@@ -102,8 +102,8 @@ class AcrossRanks(Optimizer, ABC):
         if len(set(digests)) > 1:
             other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise ReplicaMismatchError(
-                f"rank {other} gave its {type(self).__name__} other parameters, or another reduction, setting or version, "
-                f"than rank 0. This is rank {self._group.rank()} with {len(parameters)} parameters of "
+                f"rank {other} gave its {type(self).__name__} other parameters, or another reduction, setting or "
+                f"version, than rank 0. This is rank {self._group.rank()} with {len(parameters)} parameters of "
                 f"{sum(p.numel() for p in parameters):,} elements and {settings}. Every rank gives the same "
                 "parameters in the same order."
             )
