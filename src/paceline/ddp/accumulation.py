@@ -61,8 +61,9 @@ def _equally(_: object) -> float:
 def _weight(given: object, place: int, num_batches: int) -> float:
     weight = number(given)
     if not 0 <= weight < math.inf:
+        words = repr(given) if math.isnan(weight) else weight
         raise ConfigurationError(
-            f"micro-batch {place} of {num_batches} has weight {given!r}. A weight is a number of samples or tokens: "
+            f"micro-batch {place} of {num_batches} has weight {words}. A weight is a number of samples or tokens: "
             "finite and not negative."
         )
     return weight
@@ -142,7 +143,7 @@ class Window(Generic[Batch]):
                 f"accumulate(weight={self._weight_of!r}): give a function that returns what a micro-batch counts, "
                 "such as weight=lambda batch: len(batch)."
             )
-        if not isinstance(self._batches, Sequence) or isinstance(self._batches, str):
+        if not hasattr(self._batches, "__len__") or isinstance(self._batches, str):
             raise ConfigurationError(
                 f"accumulate({self._batches!r:.60}): give a list of the micro-batches of one step. "
                 "paceline.windows(loader, steps) cuts a loader into such lists."

@@ -71,9 +71,7 @@ class GradientNoiseScale(Reduction):
                 f"memory_steps={memory_steps!r} averages over less than a step. Give 1 or more; 50 is usual."
             )
         if not (number(every) >= 1 and number(every) % 1 == 0):
-            raise ConfigurationError(
-                f"every={every!r} is no number of steps. Give 1 for each, 10 for one in ten."
-            )
+            raise ConfigurationError(f"every={every!r} measures no step. Give 1 for each, 10 for one in ten.")
         if shares is not None and not _are_fractions(shares):
             raise ConfigurationError(
                 f"shares={shares!r} are not fractions of a batch: each must be positive, and their sum 1. "
