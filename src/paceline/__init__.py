@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.integrations.lightning_strategy import register as _register_strategy
 from paceline.process_group.registration import register as _register_backend
+from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm, windows
     from paceline.integrations.torch_patch import patch_torch
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DistributedDataParallel",

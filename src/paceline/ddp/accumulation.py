@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
+from paceline.numbers_given import number
 
 if TYPE_CHECKING:
     from paceline.ddp.coordinator import StepCoordinator
@@ -51,6 +52,21 @@ def windows(batches: Iterable[Batch], steps: int) -> Iterator[list[Batch]]:
 def _windows(batches: Iterator[Batch], steps: int) -> Iterator[list[Batch]]:
     while window := list(itertools.islice(batches, steps)):
         yield window
+
+
+def _equally(_: object) -> float:
+    return 1.0
+
+
+def _weight(given: object, place: int, num_batches: int) -> float:
+    weight = number(given)
+    if not 0 <= weight < math.inf:
+        words = repr(given) if math.isnan(weight) else weight
+        raise ConfigurationError(
+            f"micro-batch {place} of {num_batches} has weight {words}. A weight is a number of samples or tokens: "
+            "finite and not negative."
+        )
+    return weight
 
 
 class Window(Generic[Batch]):
@@ -112,18 +128,26 @@ class Window(Generic[Batch]):
     def _weigh(self) -> Exception | None:
         """Find what counts; returns what is wrong, to be raised when the other ranks have been told."""
         try:
+            self._check_arguments()
             self._check_no_gradients()
-            weights = [1.0 if self._weight_of is None else float(self._weight_of(b)) for b in self._batches]
-            for place, weight in enumerate(weights):
-                if not (math.isfinite(weight) and weight >= 0):
-                    raise ConfigurationError(  # noqa: TRY301  as one of those that the user's function raises
-                        f"micro-batch {place} of {len(weights)} has weight {weight}. A weight is a number of samples "
-                        "or tokens: finite and not negative."
-                    )
+            weigh = self._weight_of or _equally
+            weights = [_weight(weigh(b), place, len(self._batches)) for place, b in enumerate(self._batches)]
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must not wait
             return error
         self._counted = [pair for pair in zip(self._batches, weights, strict=True) if pair[1] > 0]
         return None
+
+    def _check_arguments(self) -> None:
+        if self._weight_of is not None and not callable(self._weight_of):
+            raise ConfigurationError(
+                f"accumulate(weight={self._weight_of!r}): give a function that returns what a micro-batch counts, "
+                "such as weight=lambda batch: len(batch)."
+            )
+        if not hasattr(self._batches, "__len__") or isinstance(self._batches, str):
+            raise ConfigurationError(
+                f"accumulate({self._batches!r:.60}): give a list of the micro-batches of one step. "
+                "paceline.windows(loader, steps) cuts a loader into such lists."
+            )
 
     def _check_no_gradients(self) -> None:
         for name, parameter in self._steps.reducer.managed.named().items():

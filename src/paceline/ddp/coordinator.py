@@ -43,6 +43,7 @@ class Wrapped(Protocol):
     forward_sync_buffers: bool
     find_unused_parameters: bool
     static_graph: bool
+    mixed_precision: Any
 
 
 @dataclass
@@ -111,8 +112,12 @@ class StepCoordinator:
 
     # ---- the model, on all ranks
 
-    def verify(self, managed: ManagedParameters) -> None:
-        """Make sure that all ranks wrap the same module. Collective; blocks.
+    def verify(self, managed: ManagedParameters, *more: tuple[str, object]) -> None:
+        """Make sure that all ranks wrap the same module, with the same arguments. Collective; blocks.
+
+        Args:
+            managed: The parameters to synchronize.
+            more: Names and values of further arguments.
 
         Raises:
             ReplicaMismatchError: They do not; on every rank.
@@ -122,10 +127,16 @@ class StepCoordinator:
             for name, p in self._module.named_parameters()
             if name not in self._ignored and not p.requires_grad
         ]
-        options = [
-            ("bucket caps", self.setting.chosen_caps),
-            ("number of process groups", len(self.setting.process_groups)),
-            ("reduction", repr(self.setting.reduction)),
+        wrapped, setting = self.wrapped, self.setting
+        options: list[tuple[str, object]] = [
+            ("bucket caps", setting.chosen_caps),
+            ("number of process groups", len(setting.process_groups)),
+            ("reduction", repr(setting.reduction)),
+            ("find_unused_parameters", wrapped.find_unused_parameters),
+            ("static_graph", wrapped.static_graph),
+            ("forward_sync_buffers", wrapped.forward_sync_buffers),
+            ("mixed_precision", wrapped.mixed_precision),
+            *more,
         ]
         description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
         verify(description, self.process_group, self.peers, device_for_words(self.process_group, self.device))
@@ -156,11 +167,11 @@ class StepCoordinator:
 
     def rebuild_reducer(self, managed: ManagedParameters) -> None:
         """Put another reducer in the place of the one that there is. Local."""
-        setting, timings = self.setting, self.reducer.timings
+        setting, timings, num_steps = self.setting, self.reducer.timings, self.reducer.num_steps
         setting.reduction.prepare(managed.named(), self.process_group)
         self.reducer.remove_hooks()
         self.build_reducer(managed)
-        self.reducer.timings = timings
+        self.reducer.timings, self.reducer.num_steps = timings, num_steps
 
     def let_go(self) -> None:
         """The wrapper is gone: leave the parameters alone, and keep nothing of the module alive."""

@@ -242,7 +242,7 @@ class Reducer:
 
     def _end_unsynchronized(self) -> None:
         for bucket in self.buckets:
-            self._used_before.update(bucket.members[slot] for slot in bucket.touched_slots())
+            self._used_before.update(bucket.members[slot] for slot in bucket.slots_with_gradients())
             bucket.drop_installed()
 
     def _finish(self, backward: Backward) -> None:

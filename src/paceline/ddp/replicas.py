@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline import version
 from paceline.comm.collectives import device_for_words, launch_gather
 from paceline.comm.peers import Peers, next_name
 from paceline.ddp.layout import ManagedParameters
@@ -20,7 +21,7 @@ from paceline.errors import ReplicaMismatchError
 
 @dataclass(frozen=True)
 class Description:
-    """What has to be equal on all ranks, as lines of text: a title, and what this rank has."""
+    """What has to be equal on all ranks, as lines of text: a title, and what this rank has. The version comes first."""
 
     lines: tuple[tuple[str, str], ...]
 
@@ -34,10 +35,11 @@ class Description:
         options: Sequence[tuple[str, object]],
     ) -> Description:
         """Describe a module: parameters in order, buffers, what is left out, and the options that shape buckets."""
-        lines = [("number of trainable parameters", str(len(managed)))]
+        lines = [(VERSION, version.__version__), ("number of trainable parameters", str(len(managed)))]
         for index, (name, parameter) in enumerate(zip(managed.names, managed.parameters, strict=True)):
-            sparse = ", sparse gradient" if managed.sparse[index] else ""
-            lines.append((f"params[{index}]", f"{name}: {_facts(parameter)}, requires_grad=True{sparse}"))
+            kind = ", sparse gradient" if managed.sparse[index] else ""
+            kind += ", delayed" if index in managed.delayed else ""
+            lines.append((f"params[{index}]", f"{name}: {_facts(parameter)}, requires_grad=True{kind}"))
         for name, tensor in frozen:
             lines.append((f"parameter {name}", f"{name}: {_facts(tensor)}, requires_grad=False"))
         lines += [(f"buffer {name}", f"{name}: {_facts(buffer)}") for name, buffer in buffers]
@@ -48,7 +50,7 @@ class Description:
     @classmethod
     def of_refusal(cls, error: Exception) -> Description:
         """What a rank says that cannot wrap its module at all."""
-        return cls(((REFUSAL, str(error)),))
+        return cls(((VERSION, version.__version__), (REFUSAL, str(error))))
 
     def encode(self) -> bytes:
         return json.dumps(self.lines).encode()
@@ -109,12 +111,15 @@ def _gather(row: Tensor, process_group: ProcessGroup, peers: Peers) -> list[list
 
 def _difference(described: Sequence[Description]) -> str:
     """The first difference from rank 0, in words."""
-    for rank, description in enumerate(described):
-        if description.lines[0][0] == REFUSAL:
-            return f"rank {rank} could not wrap its model: {description.lines[0][1]} {REMEDY}"
-    ours = dict(described[0].lines)
-    for rank, description in enumerate(described[1:], start=1):
-        theirs = dict(description.lines)
+    facts = [dict(description.lines) for description in described]
+    versions = [lines.get(VERSION, "of a version that does not say") for lines in facts]
+    if (other_version := version.difference(versions)) is not None:
+        return other_version
+    for rank, lines in enumerate(facts):
+        if REFUSAL in lines:
+            return f"rank {rank} could not wrap its model: {lines[REFUSAL]} {REMEDY}"
+    ours = facts[0]
+    for rank, theirs in enumerate(facts[1:], start=1):
         count = "number of trainable parameters"
         if ours[count] != theirs[count]:
             lacking = _first_missing(ours, theirs, rank) or _first_missing(theirs, ours, 0)
@@ -131,6 +136,7 @@ def _difference(described: Sequence[Description]) -> str:
     return f"the ranks describe their models in different orders. {REMEDY}"
 
 
+VERSION = "version of Paceline"
 REFUSAL = "refusal"
 REMEDY = (
     "Build the same model, with the same arguments, on every rank before wrapping it; no value was changed."

@@ -50,6 +50,9 @@ class SparseBucket:
     def touched_slots(self) -> list[int]:
         return [0] * len(self.touched)
 
+    def slots_with_gradients(self) -> set[int]:
+        return {0} if self.touched and self.parameters[0].grad is not None else set()
+
     def is_complete(self) -> bool:
         return len(self.touched) == 1
 
@@ -62,7 +65,7 @@ class SparseBucket:
     def collect(self, scales: Scales, used_before: set[int], has_ended: bool) -> None:
         parameter = self.parameters[0]
         self._num_touched_at_collect = len(self.touched)
-        self._used = bool(self.touched) or self.members[0] in used_before
+        self._used = bool(self.slots_with_gradients()) or self.members[0] in used_before
         self._kept = None if self._used else parameter.grad
         self.message = _as_sparse(parameter) * scales.mean
         self.size_bytes = self.message._values().numel() * self.message._values().element_size()

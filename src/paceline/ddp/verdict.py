@@ -44,7 +44,7 @@ class ControlWords:
 
     def place(self, words: Tensor) -> None:
         """Use `words`, shape (num_words,), from now on: the end of the last bucket's buffer, or a tensor of its own."""
-        self.words = words
+        self.words = words.copy_(self.words)  # so that the last step's can still be read
 
     def write(self, unused: Sequence[int], status: Status, num_open_forwards: int) -> None:
         """Say which parameters this rank did not use, how its backward ended, and what it has left undone.

@@ -50,7 +50,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         * A parameter that is not used counts as zero, with a warning; `find_unused_parameters` lets its bucket leave
           earlier.
         * Buffers are not synchronized in evaluation forwards, so one rank may evaluate alone.
-        * `state_dict()` has no `module.` prefix; `load_state_dict()` takes both forms.
+        * `load_state_dict()` takes names with and without torch's prefix `module.`, which `state_dict()` has.
 
     Args:
         module: The module; its parameters and buffers are overwritten by rank 0's.
@@ -73,6 +73,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         bucket_cap_mb_list: Caps of the first, second, ... bucket; the last one repeats.
         batched_grad_copy: Always so; the argument is accepted.
         forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
+        lazy_bucket_allocation: Of torch 2.15; warned about and ignored: gradients are the buckets, never a second copy.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
         compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", "onebit", "topk", "randomk", "powersgd", a
             `paceline.compression.Compressor`, or a reduction that compresses; "auto": only where that shortens a step.
@@ -113,6 +114,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        lazy_bucket_allocation: bool = False,
         reduction: Reduction | str | None = None,
         compression: Compressor | Reduction | str | None = None,
     ) -> None:
@@ -120,6 +122,18 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         Joinable.__init__(self)
         self._logged_error: dict[str, Any] = {}
         try:
+            arguments.check_is_module(module)
+            arguments.check_flags(
+                broadcast_buffers=broadcast_buffers,
+                init_sync=init_sync,
+                find_unused_parameters=find_unused_parameters,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                static_graph=static_graph,
+                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+                batched_grad_copy=batched_grad_copy,
+                forward_sync_buffers=forward_sync_buffers,
+            )
+            arguments.check_mixed_precision(mixed_precision)
             arguments.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
             self._process_groups = arguments.choose_process_groups(process_group, device_mesh)
             arguments.local_module_of_mesh(module, device_mesh)
@@ -139,7 +153,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             arguments.check_linear(managed, self._reduction)
             self._reduction.prepare(managed.named(), self._process_groups[0])
         except (RuntimeError, ValueError) as error:
-            self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
             if init_sync and hasattr(self, "_process_groups"):
                 known = getattr(self, "_module_parameters", None) or [torch.empty(0)]
                 tell_of_refusal(error, self._process_groups[0], known[0].device)
@@ -157,6 +170,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._caps = given_caps or BucketCaps.default(size_bytes, self.device_type == "cpu", is_on_one_host)
         self._chosen_caps = given_caps or f"default on {'one host' if is_on_one_host else 'several hosts'}"
         self.bucket_bytes_cap_default = given_caps is None
+        self.bucket_bytes_cap_list = [] if bucket_cap_mb_list is None else list(self._caps.caps_bytes)
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
         self.forward_sync_buffers, init_sync_buffers = arguments.choose_buffer_policy(
             broadcast_buffers, forward_sync_buffers
@@ -164,13 +178,18 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         arguments.warn_of_ignored(
-            check_reduction, skip_all_reduce_unused_params, static_graph, find_unused_parameters
+            check_reduction,
+            skip_all_reduce_unused_params,
+            static_graph,
+            find_unused_parameters,
+            lazy_bucket_allocation,
         )
         self._set_up(managed, init_sync, init_sync_buffers)
 
@@ -191,7 +210,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         if steps.has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
         if init_sync:
-            steps.verify(managed)
+            steps.verify(managed, ("broadcast_buffers", init_sync_buffers))
         steps.reduce_groups = gradient_groups(self._process_groups, self.device, init_sync)
         if init_sync:
             steps.broadcast_model(source=0, with_buffers=init_sync_buffers)
@@ -202,7 +221,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         steps.build_reducer(managed)
         weakref.finalize(self, steps.let_go)
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
-        self._register_state_dict_hook(state_names.strip)  # type: ignore[no-untyped-call]
         self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(state_names.take_back)  # type: ignore[no-untyped-call]
 
@@ -240,6 +258,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._check_not_within(TorchDDP._active_ddp_module)
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
             if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
@@ -363,7 +382,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._check_default_group()
         left_out = {"process_group", "_process_groups", "_steps", "logger", "device_mesh"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        state["_state_dict_hooks"] = type(self._state_dict_hooks)()
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         state["_load_state_dict_post_hooks"] = type(self._load_state_dict_post_hooks)()
         state["_comm_hook"] = None

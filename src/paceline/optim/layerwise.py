@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 
 LARGE_ELEMENTS = 2**14
 SMALL_ELEMENTS = 2048  # up to here a call for each tensor costs more than copying it
@@ -213,9 +214,9 @@ def check_numbers(owner: str, group: dict[str, Any], names: tuple[str, ...]) -> 
         ConfigurationError: Naming the first.
     """
     for name in names:
-        if not (group[name] >= 0 and math.isfinite(group[name])):
+        if not 0 <= number(group[name]) < math.inf:
             raise ConfigurationError(
-                f"{owner}: {name}={group[name]} has to be a finite number of at least 0."
+                f"{owner}: {name}={group[name]!r} has to be a finite number of at least 0."
             )
 
 
@@ -226,9 +227,9 @@ def check_max_trust_ratio(owner: str, group: dict[str, Any]) -> None:
         ConfigurationError: It is not.
     """
     bound = group["max_trust_ratio"]
-    if bound is not None and not bound > 0:
+    if bound is not None and not number(bound) > 0:
         raise ConfigurationError(
-            f"{owner}: max_trust_ratio={bound} has to be positive, or None for no bound."
+            f"{owner}: max_trust_ratio={bound!r} has to be positive, or None for no bound."
         )
 
 

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from paceline.comm.collectives import launch_sum
 from paceline.comm.pending import Chain, Pending
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 from paceline.observe import StepTiming
 from paceline.reductions.by_name import choose_reduction
 from paceline.reductions.reduction import Message, Reduction
@@ -65,15 +66,15 @@ class GradientNoiseScale(Reduction):
         every: int = 1,
     ) -> None:
         self._inner = choose_reduction(inner)
-        if not memory_steps >= 1:
+        if not number(memory_steps) >= 1:
             raise ConfigurationError(
-                f"memory_steps={memory_steps} averages over less than a step. Give 1 or more; 50 is usual."
+                f"memory_steps={memory_steps!r} averages over less than a step. Give 1 or more; 50 is usual."
             )
-        if every < 1:
-            raise ConfigurationError(f"every={every} measures no step. Give 1 for each, 10 for one in ten.")
-        if shares is not None and (min(shares, default=0) <= 0 or abs(sum(shares) - 1) > 1e-6):
+        if not (number(every) >= 1 and number(every) % 1 == 0):
+            raise ConfigurationError(f"every={every!r} measures no step. Give 1 for each, 10 for one in ten.")
+        if shares is not None and not _are_fractions(shares):
             raise ConfigurationError(
-                f"shares={shares} are not fractions of a batch: each must be positive, and their sum 1. "
+                f"shares={shares!r} are not fractions of a batch: each must be positive, and their sum 1. "
                 "GlobalBatch((32, 16)).shares makes them."
             )
         if not self._inner.is_linear:
@@ -269,3 +270,9 @@ def _squared_norm(flat: Tensor) -> Tensor:
     lengths: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=wide).double()
     rest: Tensor = torch.linalg.vector_norm(flat[whole:], dtype=wide).double()
     return lengths.dot(lengths) + rest.square()
+
+
+def _are_fractions(shares: object) -> bool:
+    """Whether these are positive numbers whose sum is 1."""
+    numbers = [number(share) for share in shares] if isinstance(shares, Sequence) else []
+    return all(share > 0 for share in numbers) and abs(sum(numbers) - 1) <= 1e-6
