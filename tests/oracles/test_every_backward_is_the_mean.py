@@ -235,11 +235,6 @@ def unused_in_forward_but_used_outside(model, rank, seed):
 
 
 @scenario
-def forward_through_the_bare_module(model, rank, seed):
-    loss_of(bare(model)(data(seed, rank))).backward()
-
-
-@scenario
 def eval_and_no_grad_forwards_between(model, rank, seed):
     loss = loss_of(model(data(seed, rank, 0)))
     model.eval()

@@ -1,5 +1,6 @@
 """Ranks that lose step, and things one rank does by itself: the right mean, or an error on every rank."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -348,3 +349,192 @@ def freeze_and_unfreeze(rank, _num_ranks):
 def test_unfreezing_leaves_no_old_buckets():
     """The reducer of the fewer parameters goes, with its memory."""
     assert pool(2).run(freeze_and_unfreeze) == [True, True]
+
+
+class _Opaque:
+    """Keeps its tensor where no search finds it."""
+
+    def __init__(self, loss):
+        self._tell = lambda: loss
+
+    @property
+    def loss(self):
+        return self._tell()
+
+
+class _ReturnsOpaque(nn.Module):
+    """Returns an object in which no tensor is found; the checkpointed block is what backward reaches first."""
+
+    def __init__(self, style):
+        super().__init__()
+        self.first = nn.Linear(8, 8, dtype=torch.float64)
+        self.block = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Tanh())
+        self.style = style
+
+    def forward(self, x, skips_block=False):
+        x = self.first(x)
+        if not skips_block and self.style == "nested":
+            x = checkpoint(lambda y: checkpoint(self.block, y, use_reentrant=True), x, use_reentrant=True)
+        elif not skips_block:
+            x = checkpoint(self.block, x, use_reentrant=self.style == "reentrant")
+        return _Opaque(squares(x))
+
+
+def opaque_losses(rank, num_ranks, style, skips):
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(_ReturnsOpaque(style), bucket_cap_mb=FINE)
+    distances = []
+    for step in range(4):
+        model.zero_grad()
+        model(batch(rank, step), skips and rank == 1).loss.backward()
+        losses = [lambda m, r=r: m(batch(r, step), skips and r == 1).loss for r in range(num_ranks)]  # noqa: B023
+        distances.append(distance(model, mean_of(model.module, losses)))
+    return distances, model.reducer.num_steps
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["all", "one skips"])
+@pytest.mark.parametrize("style", ["reentrant", "nested", "nonreentrant"])
+def test_one_synchronization_per_outer_backward(style, skips):
+    """Backward first reaches the module in a checkpoint's nested backward: it ends where the outer one does."""
+    for distances, num_steps in pool(2).run(opaque_losses, style, skips):
+        assert max(distances) < 1e-12
+        assert num_steps == 4
+
+
+def raise_after_nested(rank, num_ranks):
+    """Rank 1 raises between the checkpoint and the rest of step 0's outer backward, whose graph lives on."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    module = _ReturnsOpaque("reentrant")
+    kept, fails = [], [rank == 1]
+
+    def maybe_fail(gradient):
+        if fails.pop() if fails else False:
+            raise ValueError("out of memory, say")
+
+    module.first.register_forward_hook(lambda _m, _x, y: y.register_hook(maybe_fail) and None)
+    model = DistributedDataParallel(module, bucket_cap_mb=FINE)
+    told, sums = [], []
+    for step in range(3):
+        model.zero_grad()
+        kept.append(model(batch(rank, step)).loss)
+        try:
+            kept[-1].backward(retain_graph=True)
+        except (ValueError, PeerAbortedError) as error:
+            told.append(type(error).__name__)
+            continue
+        sums.append(digest(p.grad for p in model.parameters()))
+    return told, sums
+
+
+def test_an_exception_between_a_nested_backward_and_the_outer_ones_end():
+    """The other ranks are told, and the next step is clean."""
+    (told, sums), (raised, others) = pool(2).run(raise_after_nested)
+    assert (told, raised) == (["PeerAbortedError"], ["ValueError"])
+    assert len(sums) == 2
+    assert sums == others
+
+
+def raise_before_opaque(rank, num_ranks, in_no_sync):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(_ReturnsOpaque("nonreentrant"))
+    messages, distances = [], []
+    for step in range(3 + rank):
+        model.zero_grad()
+        try:
+            fails = step == 0 and rank == 1
+            with model.no_sync() if in_no_sync and fails else contextlib.nullcontext():
+                _Fails.apply(model(batch(rank, step)).loss, fails).backward()
+        except (ValueError, PeerAbortedError) as error:
+            messages.append(f"{type(error).__name__} {error}")
+            continue
+        x = [batch(r, step - rank + r) for r in range(num_ranks)]
+        losses = [lambda m, r=r, x=x: m(x[r]).loss for r in range(num_ranks)]
+        distances.append(distance(model, mean_of(model.module, losses)))
+    return messages, distances
+
+
+@pytest.mark.parametrize("in_no_sync", [False, True])
+def test_an_exception_before_an_unseen_backward_reaches_the_module(in_no_sync):
+    """The outputs are not seen, and still nobody averages different steps."""
+    (told, distances), (raised, others) = pool(2).run(raise_before_opaque, in_no_sync)
+    assert len(told) == 1
+    assert "the ranks are not in the same step: rank 1 has run 1 forward(s)" in told[0]
+    assert "rank 1 has run 1 forward(s)" in raised[1]
+    assert len(distances) == len(others) == 2
+    assert max(distances + others) < 1e-12
+
+
+def different_numbers_of_opaque_forwards(rank, num_ranks):
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    worst = 0.0
+    for style in ("nonreentrant", "reentrant"):
+        model = DistributedDataParallel(_ReturnsOpaque(style))
+        for _ in range(3):
+            model.zero_grad()
+            sum(model(batch(rank, i)).loss for i in range(rank + 1)).backward()
+            losses = [lambda m, r=r: sum(m(batch(r, i)).loss for i in range(r + 1)) for r in range(num_ranks)]
+            worst = max(worst, distance(model, mean_of(model.module, losses)))
+    return worst
+
+
+def test_several_unseen_forwards_before_one_backward():
+    """One on rank 0, two on rank 1: the backward passes all of them, so no rank is ahead."""
+    assert max(pool(2).run(different_numbers_of_opaque_forwards)) < 1e-12
+
+
+def zeros_in_place_of_a_loss(rank, num_ranks):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Mlp(dtype=torch.float64))
+    worst = 0.0
+    for step in range(4):
+        model.zero_grad()
+
+        def loss(m, r, step=step):
+            output = m(batch(r, step))
+            return sum(0.0 * p.sum() for p in m.parameters()) if (r, step) == (1, 1) else squares(output)
+
+        loss(model, rank).backward()
+        expected = mean_of(model.module, [lambda m, r=r, loss=loss: loss(m, r) for r in range(num_ranks)])
+        worst = max(worst, distance(model, expected))
+    return worst
+
+
+def test_zeros_in_place_of_a_loss_on_one_rank():
+    """A rank whose batch has no targets uses its parameters without the forward's outputs: no loss of step."""
+    assert max(pool(2).run(zeros_in_place_of_a_loss)) < 1e-12
+
+
+def probe_alone(rank, _num_ranks):
+    """Rank 0 alone differentiates the bare module between the steps, before the first one too."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Mlp(dtype=torch.float64))
+    errors, warned = [], []
+    for step in range(3):
+        if rank == 0:
+            model.zero_grad()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                squares(model.module(batch(rank, step))).backward()
+            warned += [str(w.message) for w in caught]
+            alone = mean_of(model.module, [lambda m: squares(m(batch(rank, step)))])  # noqa: B023
+            errors.append(distance(model, alone))
+        model.zero_grad()
+        loss = squares(model(batch(rank, step)))
+        loss.backward(retain_graph=True)
+        losses = [lambda m, r=r: squares(m(batch(r, step))) for r in range(2)]  # noqa: B023
+        errors.append(distance(model, mean_of(model.module, losses)))
+        model.zero_grad()
+        loss.backward()
+        errors.append(distance(model, mean_of(model.module, losses)))
+    return max(errors), warned
+
+
+def test_a_backward_around_the_wrapper_is_local():
+    """As in torch: nothing waits for the other ranks, `.grad` is the rank's own, and one warning says so."""
+    (error, warned), (other, _) = pool(2).run(probe_alone)
+    assert max(error, other) < 1e-12
+    assert len(warned) == 1
+    assert "without a forward of the wrapped model" in warned[0]

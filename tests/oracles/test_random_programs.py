@@ -1,8 +1,9 @@
 """Random training programs: whatever a script does between backwards, the synchronized gradients are the mean.
 
-A program is drawn from a seed, the same on all ranks; which branches a forward uses is drawn per rank. It runs on the
-wrapped model and on a bare copy for each rank. After every synchronized backward the wrapped model's gradients must be
-the mean of the copies', and after that the copies are given the mean, as the ranks' models were.
+A program is drawn from a seed, the same on all ranks, and with it where forwards leave their outputs; which branches a
+forward uses is drawn per rank. It runs on the wrapped model and on a bare copy for each rank. After every synchronized
+backward the wrapped model's gradients must be the mean of the copies', and after that the copies are given the mean, as
+the ranks' models were.
 """
 
 import copy
@@ -11,6 +12,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from models import Branches, generator
 from paceline import DistributedDataParallel
@@ -31,7 +33,60 @@ OPERATIONS = {
     "freeze": 1,
     "unfreeze": 1,
     "sync_gradients": 1,
+    "around the wrapper": 3,
 }
+HIDING_PLACES = ["nowhere", "object", "attribute", "global", "global"]
+CHECKPOINTS = [None, "reentrant", "not reentrant"]
+HIDDEN = []
+
+
+class Outputs:
+    """What no library looks into."""
+
+    def __init__(self, values):
+        self.values = values
+
+
+class Hiding(Branches):
+    """Leaves its outputs where they may not be found; its trunk may be checkpointed."""
+
+    def __init__(self, width, place, kind):
+        super().__init__(width)
+        self.place = place
+        self.trunk = Checkpointed(self.trunk, kind)
+
+    def forward(self, x, **used):
+        outputs = super().forward(x, **used)
+        if self.place == "global":
+            HIDDEN.append(outputs)
+        elif self.place == "attribute":
+            self.kept = outputs
+        else:
+            return Outputs(outputs) if self.place == "object" else outputs
+        return None
+
+    def find(self, returned):
+        """The outputs of the last forward."""
+        if self.place == "global":
+            return HIDDEN.pop()
+        kept, self.kept = getattr(self, "kept", None), None
+        return kept if self.place == "attribute" else getattr(returned, "values", returned)
+
+
+class Checkpointed(torch.nn.Module):
+    """A layer that is computed again in backward."""
+
+    def __init__(self, layer, kind):
+        super().__init__()
+        self.layer = layer
+        self.weight = layer.weight
+        self.kind = kind
+
+    def forward(self, x):
+        if self.kind is None or not torch.is_grad_enabled():
+            return self.layer(x)
+        reentrant = self.kind == "reentrant"
+        return checkpoint(self.layer, x.requires_grad_(reentrant), use_reentrant=reentrant)
 
 
 class Replica:
@@ -53,7 +108,7 @@ class Replica:
         if operation == "forward":
             x = torch.randn(3, 4, generator=generator(seed, step, self.rank), dtype=torch.float64)
             used = {name: draw.random() < 0.8 for name in ("left", "right", "spare")}
-            outputs = self.model(x, **used)
+            outputs = bare.find(self.model(x, **used))
             loss = sum((o**2).mean() for o in outputs if o is not None) + 0.0 * bare.trunk.weight.sum()
             self.pending.append(loss)
         elif operation == "backward, keep the graph":
@@ -77,7 +132,11 @@ class Replica:
                 p.grad = p.grad.clone()
         elif operation == "evaluate":
             with torch.no_grad():
-                self.model(torch.ones(1, 4, dtype=torch.float64))
+                bare.find(self.model(torch.ones(1, 4, dtype=torch.float64)))
+        elif operation == "around the wrapper":
+            if draw.random() < 0.5:
+                x = torch.randn(3, 4, generator=generator(seed, step), dtype=torch.float64)
+                sum((o**2).mean() for o in bare.find(bare(x))).backward()
         elif operation == "set":
             bare.left.weight.grad = torch.full_like(bare.left.weight, 0.25)
         elif operation in ("freeze", "unfreeze"):
@@ -115,7 +174,7 @@ def run_programs(rank, num_ranks, first_seed, num_programs, width, options):
     for seed in range(first_seed, first_seed + num_programs):
         draw = random.Random(seed)
         torch.manual_seed(seed)
-        origin = Branches(width).double()
+        origin = Hiding(width, draw.choice(HIDING_PLACES), draw.choice(CHECKPOINTS)).double()
         replicas = [Replica(copy.deepcopy(origin), r) for r in range(num_ranks)]
         mine = Replica(DistributedDataParallel(copy.deepcopy(origin), **options), rank)
         program, local_zeroed = [], False
@@ -123,6 +182,8 @@ def run_programs(rank, num_ranks, first_seed, num_programs, width, options):
             operation = draw.choices(list(OPERATIONS), list(OPERATIONS.values()))[0]
             if "backward" in operation and not mine.pending:
                 operation = "forward"
+            if operation == "around the wrapper" and mine.pending:
+                operation = "backward"  # it would be taken for the one that a forward waits for, as by torch
             if operation in ("freeze", "unfreeze") and mine.pending:
                 continue  # would change graphs that are under way
             program.append(operation)

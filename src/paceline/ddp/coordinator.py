@@ -204,8 +204,9 @@ class StepCoordinator:
         Contract:
             Collective if its backward will synchronize: buffers; parameters that were unfrozen; joined ranks.
         """
-        self.reducer.prepare(opens_step=self.wrapped.training)
+        self.reducer.prepare()
         self._follow_changes()
+        self.reducer.open_forwards.begin(counts=self.wrapped.training)
         if self.window is not None:
             self.window.note_forward()
             return
@@ -263,9 +264,9 @@ class StepCoordinator:
 
     # ---- a step
 
-    def watch(self, outputs: Iterable[Tensor]) -> None:
-        """A forward has returned these: begin as soon as a backward reaches one of them."""
-        self.reducer.watch([t.grad_fn for t in outputs if t.grad_fn is not None])
+    def watch(self, output_nodes: Sequence[Any]) -> None:
+        """A forward has returned what these nodes made: begin as soon as a backward reaches one of them."""
+        self.reducer.watch(output_nodes)
         hook = self.buffers.hook
         if hook is not None and not hook.runs_before_forward and self.has_synchronized_buffers():
             self.run_buffer_hook()

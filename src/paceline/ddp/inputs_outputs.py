@@ -8,7 +8,8 @@ in full precision and nothing has to be swapped back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -66,6 +67,52 @@ def find_tensors(output: Any) -> Iterator[Tensor]:
             yield from find_tensors(getattr(output, field.name, None))
     elif rpc_is_available():
         yield from _remote_tensors(output)
+
+
+_DEEPEST = 4  # so far objects are followed, and what they hold
+
+
+def find_nodes(output: Any, module: Module, begin: int) -> list[Any]:
+    """The nodes of autograd's graph that a backward of this output passes first.
+
+    Where no tensor is in it, they are looked for in the attributes of objects in it and of the modules, which may keep
+    their loss there.
+
+    Args:
+        output: Of a forward.
+        module: That ran it.
+        begin: The sequence number of the forward's first node: older ones belong to other forwards.
+    """
+    nodes = [tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None]
+    if not nodes:
+        attributes = [vars(part) for part in module.modules()]
+        hidden = [tensor.grad_fn for tensor in _search([output, *attributes]) if tensor.grad_fn is not None]
+        nodes = [node for node in hidden if node._sequence_nr() >= begin]
+    return nodes
+
+
+def _search(places: list[Any]) -> Iterator[Tensor]:
+    """Tensors in these places, in containers there, and in the attributes of objects; modules are not entered."""
+    seen: set[int] = set()
+    for _ in range(_DEEPEST):
+        inner: list[Any] = []
+        for place in places:
+            if isinstance(place, Tensor):
+                yield place
+            elif id(place) not in seen and not isinstance(place, (Module, type, ModuleType)):
+                seen.add(id(place))
+                inner += _held_by(place)
+        places = inner
+
+
+def _held_by(place: Any) -> Iterable[Any]:
+    if isinstance(place, Mapping):
+        return list(place.values())
+    if isinstance(place, (list, tuple, set, frozenset)):
+        return place
+    slots = [name for kind in type(place).__mro__ for name in vars(kind).get("__slots__", ())]
+    named = [getattr(place, name, None) for name in slots if isinstance(name, str)]
+    return [*getattr(place, "__dict__", {}).values(), *named]
 
 
 def _remote_tensors(output: Any) -> Iterator[Tensor]:

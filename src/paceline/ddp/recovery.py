@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch.nn import Parameter
 
-from paceline.ddp.verdict import OpenForwards
+from paceline.ddp.open_forwards import OpenForwards
 from paceline.errors import ProtocolError
 
 
@@ -29,12 +30,16 @@ class Backward:
         synchronizes: Whether it reduces gradients.
         on_end: Called with this object when autograd has nothing left to do.
         by_autograd: False: nothing is differentiated; gradients that are there are reduced.
+        ends_with_inner: Of nested backwards, it is one of the inner ones, not the outermost.
+        waits_for_outer: A nested backward has ended, and the engine cannot yet be told to call at the outer one's end.
         started_s: When it reached the module.
     """
 
     synchronizes: bool
     on_end: Callable[[Backward], None]
     by_autograd: bool = True
+    ends_with_inner: bool = False
+    waits_for_outer: bool = False
     started_s: float = field(default_factory=time.perf_counter)
 
     def end(self) -> None:
@@ -124,8 +129,15 @@ class Recovery:
             raise ProtocolError(
                 f"communication of this module failed earlier: {self._failure}"
             ) from self._failure
-        if self.is_interrupted and self.current() is None:
+        if self.is_interrupted and not self._is_under_way():
             self.recover()
+
+    def _is_under_way(self) -> bool:
+        backward = self.current()
+        if backward is None:
+            return False
+        # While it waits, nodes of the graph own it; they may outlive an exception, and then no backward runs.
+        return not backward.waits_for_outer or torch._C._current_graph_task_id() >= 0
 
     def check_finished(self) -> None:
         """Raise if a backward began and was not completed."""

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.collectives import allocate_zeros, launch_sum
 from paceline.comm.peers import Peers
@@ -37,6 +38,7 @@ from paceline.ddp.bucket import Bucket, Scales
 from paceline.ddp.buffers import Buffers
 from paceline.ddp.flight import Flight
 from paceline.ddp.layout import GradientMemory, ManagedParameters
+from paceline.ddp.open_forwards import Owner
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.recovery import Backward, Recovery
 from paceline.ddp.verdict import Status, Verdict
@@ -70,6 +72,7 @@ class Reducer:
 
     Attributes:
         recovery: Which backward is under way, and what happens if it raises.
+        open_forwards: Which forwards wait for a backward, and to which one a backward belongs.
         arrivals: Which bucket is full.
         timings: The last steps.
         num_steps: Synchronized backwards that ended well.
@@ -110,7 +113,8 @@ class Reducer:
         self._unused_last: set[int] = set()  # by the last synchronized backward, on this rank
         self._futures: list[torch.futures.Future[Any]] = []  # of buffer hooks; awaited when backward ends
         self._verdict = Verdict(group.rank(), self._num_ranks, managed.names)
-        self.recovery = Recovery(self, managed.parameters, self._used_before, self._verdict.open_forwards)
+        self.open_forwards = self._verdict.open_forwards
+        self.recovery = Recovery(self, managed.parameters, self._used_before, self.open_forwards)
         self.arrivals = Arrivals(
             managed, options.find_unused_parameters, options.static_graph, self._take, self._on_full
         )
@@ -126,36 +130,42 @@ class Reducer:
 
     # ---- before a backward
 
-    def prepare(self, opens_step: bool = False) -> None:
-        """Before a forward that will be differentiated; raises and communicates as `Recovery.check`.
-
-        Args:
-            opens_step: Whether a backward should follow, on every rank.
-        """
+    def prepare(self) -> None:
+        """Before a forward that will be differentiated; raises and communicates as `Recovery.check`."""
         self.recovery.check()
-        if opens_step:
-            self._verdict.open_forwards.open()
 
     def watch(self, output_nodes: Sequence[Any]) -> None:
         """Begin as soon as a backward reaches one of these, the `grad_fn`s of the outputs of the last forward."""
-        open_forwards = self._verdict.open_forwards
-        forward = open_forwards.take_last(has_outputs=bool(output_nodes))
+        open_forwards = self.open_forwards
+        forward = open_forwards.end(has_outputs=bool(output_nodes))
+        owner = Owner(is_recomputed=forward.is_recomputed)
 
         def on_output(_: tuple[Tensor, ...]) -> None:
             open_forwards.close(forward)
             if self.recovery.current() is None and self.arrivals.expected.is_backward():
-                self.begin()
+                self.begin(owner)
 
         for node in output_nodes:
             node.register_prehook(on_output)
 
     # ---- a backward begins
 
-    def begin(self) -> Backward:
-        """Backward has reached the module: decide whether it synchronizes, and be told when it ends."""
+    def begin(self, owner: Owner | None = None) -> Backward:
+        """Backward has reached the module: decide whether it synchronizes, and be told when it ends.
+
+        Args:
+            owner: The forward of the wrapper to which it belongs; without one it stays local.
+        """
         if self.recovery.is_interrupted:
             self.recovery.recover()
-        backward = Backward(self.synchronizes(), self._end)
+        synchronizes = self.synchronizes()
+        if owner is not None:
+            self.open_forwards.note_backward()
+        elif synchronizes:
+            synchronizes = False
+            self._verdict.warn_of_local_backward()
+        ends_with_inner = owner is not None and owner.is_recomputed
+        backward = Backward(synchronizes, self._end, ends_with_inner=ends_with_inner)
         torch.autograd.Variable._execution_engine.queue_callback(backward.end)
         self.arm(backward)
         return backward
@@ -180,11 +190,15 @@ class Reducer:
         is_active = other is not self and other.recovery.current() is not None
         return is_active and any(a is b for a in self.process_groups for b in other.process_groups)
 
+    def _begin_unseen(self) -> Backward:
+        """A gradient is there, and the backward has passed no output that is watched."""
+        return self.begin(self.open_forwards.owner_of_running_backward())
+
     # ---- a gradient is there
 
     def _take(self, bucket: Bucket, slot: int, parameter: Parameter) -> None:
         """Autograd has finished a large gradient; the small ones it has added into the buffer itself."""
-        backward = self.recovery.current() or self.begin()
+        backward = self.recovery.current() or self._begin_unseen()
         if not self.arrivals.has_foreign_hooks(parameter):
             if backward.synchronizes:
                 bucket.enter(slot, self._scales.input)
@@ -194,7 +208,7 @@ class Reducer:
     def _on_full(self, bucket: Bucket) -> None:
         backward = self.recovery.current()
         if backward is None:
-            backward = self.begin()
+            backward = self._begin_unseen()
             if len(bucket.touched) != bucket.expected:
                 return
         if bucket.launched or not backward.synchronizes:
@@ -225,7 +239,7 @@ class Reducer:
 
     def _end(self, backward: Backward) -> None:
         """Called by autograd when it has nothing left to do."""
-        if self.recovery.current() is not backward:
+        if self.recovery.current() is not backward or self._waits_for_outer(backward):
             return
         try:
             if backward.synchronizes:
@@ -239,6 +253,31 @@ class Reducer:
             raise
         finally:
             self.rest()
+
+    def _waits_for_outer(self, backward: Backward) -> bool:
+        """Whether a nested backward has ended, of a reentrant checkpoint say; then the outer one's end is awaited.
+
+        The engine takes callbacks for the backward whose node it is running, so this waits until it has left the node
+        that started the nested one.
+        """
+        outer = torch._C._current_autograd_node() if backward.by_autograd else None
+        if outer is None or backward.ends_with_inner:
+            return False
+        inner_task = torch._C._current_graph_task_id()
+        hooks: list[RemovableHandle] = []
+
+        def on_next_node(_: object) -> None:
+            for hook in hooks:
+                hook.remove()
+            if (
+                torch._C._current_graph_task_id() < inner_task
+            ):  # else another backward, after an exception in that one
+                backward.waits_for_outer = False
+                torch.autograd.Variable._execution_engine.queue_callback(backward.end)
+
+        hooks += [node.register_prehook(on_next_node) for node, _ in outer.next_functions if node is not None]
+        backward.waits_for_outer = bool(hooks)
+        return backward.waits_for_outer
 
     def _end_unsynchronized(self) -> None:
         for bucket in self.buckets:
@@ -302,7 +341,7 @@ class Reducer:
                     bucket.ready_s = time.perf_counter()
             bucket.collect(self._scales, self._used_before, has_ended=True)
         unused = [index for bucket in self.buckets for index in bucket.untouched_members()]
-        self._verdict.control.write(unused, status, self._verdict.open_forwards.word(self._by_autograd))
+        self._verdict.control.write(unused, status, self.open_forwards.word(self._by_autograd))
         for bucket in remaining:
             self._launch(bucket)
         if self.synchronizes_buffers and self.reduction.carries_words:

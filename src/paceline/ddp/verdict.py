@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.peers import describe
+from paceline.ddp.open_forwards import NOT_COUNTED, OpenForwards, differences
 from paceline.errors import PeerAbortedError
 from paceline.reductions import Reduction
 
@@ -28,8 +29,6 @@ class Status(IntEnum):
 
 
 _OPEN_FORWARD = 4  # a status word is a status plus this many times the number of open forwards
-_MANY = 14
-NOT_COUNTED = 15  # small enough to be exact in every float type
 
 
 class ControlWords:
@@ -52,12 +51,10 @@ class ControlWords:
         Args:
             unused: Parameter indices.
             status: Of this rank's backward.
-            num_open_forwards: Forwards in training mode without a backward so far; or NOT_COUNTED.
+            num_open_forwards: As `OpenForwards.word` says it.
         """
         self.words.fill_(1.0)
         self.words[self._num_parameters :] = 0.0
-        if num_open_forwards != NOT_COUNTED:
-            num_open_forwards = min(num_open_forwards, _MANY)
         if status is not Status.GOOD or num_open_forwards:
             self.words[self._num_parameters + self._rank] = float(status + _OPEN_FORWARD * num_open_forwards)
         for index in unused:
@@ -78,7 +75,7 @@ class ControlWords:
         return [rank for rank, word in enumerate(self._status_words) if word % _OPEN_FORWARD == status]
 
     def open_forwards(self) -> dict[int, int]:
-        """How many forwards each rank has left without a backward, of those that count; after `read`."""
+        """The ranks' words on forwards without a backward, of those that count them; after `read`."""
         counts = {rank: word // _OPEN_FORWARD for rank, word in enumerate(self._status_words)}
         return {rank: count for rank, count in counts.items() if count != NOT_COUNTED}
 
@@ -90,46 +87,6 @@ class ControlWords:
         """Whether every rank used every parameter."""
         num_ranks = self.num_words - self._num_parameters
         return all(round(count) == num_ranks for count in self.words[: self._num_parameters].tolist())
-
-
-class _Forward:
-    """A forward whose backward is still to come."""
-
-    def __init__(self) -> None:
-        self.is_open = True
-
-
-class OpenForwards:
-    """Counts forwards in training mode whose backward has not come: ranks that differ are not in the same step."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._last: _Forward | None = None  # until its outputs are known
-        self._is_reliable = True
-
-    def open(self) -> None:
-        self._last = _Forward()
-        self.count += 1
-
-    def take_last(self, has_outputs: bool) -> _Forward | None:
-        """The last forward, to be closed when a backward reaches its outputs; None if it was not counted."""
-        forward, self._last = self._last, None
-        if forward is not None and not has_outputs:
-            self._is_reliable = False  # its backward will come unseen
-        return forward
-
-    def close(self, forward: _Forward | None) -> None:
-        if forward is not None and forward.is_open:
-            forward.is_open = False
-            self.count -= 1
-
-    def forget(self) -> None:
-        """All ranks begin the next step together."""
-        self.count = 0
-
-    def word(self, by_autograd: bool) -> int:
-        """What the other ranks are told of it."""
-        return self.count if self._is_reliable and by_autograd else NOT_COUNTED
 
 
 class Verdict:
@@ -185,14 +142,15 @@ class Verdict:
         if len(set(counts.values())) <= 1:
             return
         self.open_forwards.forget()
-        most = max(counts, key=counts.__getitem__)
-        least = min(counts, key=counts.__getitem__)
+        ahead = differences(counts)
+        most = max(ahead, key=ahead.__getitem__)
+        least = min(ahead, key=ahead.__getitem__)
         raise PeerAbortedError(
-            f"rank {self._rank}: the ranks are not in the same step: rank {most} has run {counts[most]} forward(s) in "
-            f"training mode without a backward, rank {least} {counts[least]}. Either rank {most} skipped a backward or "
-            "caught an exception before its backward reached the module, so that its batches are one ahead of the "
-            "others'; or it ran a forward by itself, which belongs under torch.no_grad() or in evaluation mode. The "
-            f"gradients of step {step} were dropped on every rank; parameters are untouched."
+            f"rank {self._rank}: the ranks are not in the same step: rank {most} has run {ahead[most] - ahead[least]} "
+            f"forward(s) in training mode without a backward more than rank {least}. Either rank {most} skipped a "
+            "backward or caught an exception before its backward reached the module, so that its batches are ahead of "
+            "the others'; or it ran a forward by itself, which belongs under torch.no_grad() or in evaluation mode. "
+            f"The gradients of step {step} were dropped on every rank; parameters are untouched."
         )
 
     def _raise_if_not_linear(self, late: int, reduction: Reduction) -> None:
@@ -219,6 +177,13 @@ class Verdict:
             "unused",
             f"this backward did not use {describe(indices, self._names)}. They count as zero on this "
             "rank, so the mean is right; pass find_unused_parameters=True if that is intended.",
+        )
+
+    def warn_of_local_backward(self) -> None:
+        self._warn(
+            "local",
+            "a backward reached the parameters without a forward of the wrapped model, as after `model.module(...)`. "
+            "Its gradients stay on this rank, as with torch; call the wrapped model to have them averaged.",
         )
 
     def warn_of_none_unused(self) -> None:

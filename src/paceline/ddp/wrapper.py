@@ -274,7 +274,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _post_forward(self, output: Any) -> Any:
         if self._trains():
-            self._steps.watch(inputs_outputs.find_tensors(output))
+            begin = self.reducer.open_forwards.begin_of_last
+            self._steps.watch(inputs_outputs.find_nodes(output, self.module, begin))
         return output
 
     # ---- when to synchronize

@@ -311,6 +311,7 @@ class TorchsReducer(Reducer):
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Watch these outputs of a forward that has not returned yet; without any, the first gradient tells."""
+        self.open_forwards.backward_is_announced = True
         if outputs:
             self.watch([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
 

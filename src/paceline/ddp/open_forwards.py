@@ -1,0 +1,229 @@
+"""Which forwards of the wrapped module wait for their backward, and to which one a backward belongs.
+
+Rules
+1. A backward belongs to the forwards whose nodes it passes. Mostly it passes an output, whose hook says so.
+2. Where it passes none that was found (a loss in a global, say), its graph is searched from the tensors it began with.
+   A thread numbers the nodes it makes, so a forward's are those between its beginning and its end.
+3. A graph without such nodes (zero times all parameters, in place of a loss) stands for the newest forward before it,
+   if that still waits. Otherwise it has been made around the wrapper, as by `model.module(...)`: it stays local.
+4. Ranks that have left different numbers of forwards in training mode without a backward are not in the same step.
+   A rank may pass one forward in a backward, and another rank several.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+NOT_COUNTED = 15  # small enough for a status word to be exact in every float type
+_NUM_REMEMBERED = 256
+_LEAF = 2**63  # nodes that accumulate into a leaf are numbered from here on
+_BACKWARD = torch.autograd.backward.__code__
+
+
+def sequence_number() -> int:
+    """The number of the next node that this thread makes."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A forward to which a backward belongs.
+
+    Attributes:
+        is_recomputed: It ran within a backward (the whole module is checkpointed), so its own is a nested one.
+    """
+
+    is_recomputed: bool = False
+
+
+@dataclass(eq=False)
+class Forward:
+    """One forward of the wrapped module.
+
+    Attributes:
+        counts: Whether a backward should follow, on every rank; until all forwards are forgotten.
+        epoch: How often everything had been forgotten before it.
+        begin: The sequence number of its first node.
+        end: That after its last node.
+        thread: Which ran it.
+        is_recomputed: It ran within a backward.
+        has_outputs: Tensors were found that its backward will pass.
+        is_passed: A backward has passed it, or stood for it.
+        is_followed: A backward of any forward has come since, and no forward has.
+        stood_by: The first nodes of graphs that stood for it (rule 3).
+    """
+
+    counts: bool
+    epoch: int
+    begin: int = field(default_factory=sequence_number)
+    end: int = _LEAF
+    thread: int = field(default_factory=threading.get_ident)
+    is_recomputed: bool = field(default_factory=lambda: torch._C._current_graph_task_id() >= 0)
+    has_outputs: bool = False
+    is_passed: bool = False
+    is_followed: bool = False
+    stood_by: set[int] = field(default_factory=set)
+
+    def is_open(self, epoch: int) -> bool:
+        """Whether it counts, and has had no backward."""
+        return self.counts and not self.is_passed and self.epoch == epoch
+
+    def may_be_stood_for(self, first_node: int) -> bool:
+        is_over = self.is_passed or (self.has_outputs and self.is_followed)
+        return not is_over or first_node in self.stood_by
+
+
+class OpenForwards:
+    """The forwards of one module on one rank.
+
+    Attributes:
+        count: Forwards that should have a backward, and have had none.
+        backward_is_announced: A framework has said that the next backward belongs to the module.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.backward_is_announced = False
+        self._epoch = 0
+        self._forwards: deque[Forward] = deque(maxlen=_NUM_REMEMBERED)
+
+    # ---- forwards
+
+    def begin(self, counts: bool) -> None:
+        """A forward begins."""
+        self.backward_is_announced = False
+        forward = Forward(counts, self._epoch)
+        if self._forwards:
+            self._forwards[-1].end = min(self._forwards[-1].end, forward.begin)  # it has raised, if not ended
+        self._forwards.append(forward)
+        self.count += counts
+
+    def end(self, has_outputs: bool) -> Forward:
+        """The last forward has returned: what to close when a backward reaches its outputs."""
+        forward = self._forwards[-1] if self._forwards else Forward(counts=False, epoch=self._epoch)
+        forward.end, forward.has_outputs = sequence_number(), has_outputs
+        return forward
+
+    @property
+    def begin_of_last(self) -> int:
+        """The sequence number with which the last forward began."""
+        return self._forwards[-1].begin
+
+    # ---- backwards
+
+    def close(self, forward: Forward) -> None:
+        """A backward passes this forward."""
+        self.count -= forward.is_open(self._epoch)
+        forward.is_passed = True
+
+    def note_backward(self) -> None:
+        """A backward that belongs to a forward begins."""
+        if self._forwards:
+            self._forwards[-1].is_followed = True
+
+    def owner_of_running_backward(self) -> Owner | None:
+        """Close the forwards to which the running backward belongs, though it has passed no output that was found.
+
+        Returns:
+            None: it has been made around the wrapper.
+        """
+        threads = {forward.thread for forward in self._forwards}
+        numbers = _nodes_of_running_backward() if len(threads) <= 1 else None
+        # Not begun by `torch.autograd.backward`, or nodes are numbered by several threads: nobody can tell.
+        is_known = numbers is not None
+        passed = self._passed_by(numbers) if numbers is not None else self._newest_open()
+        for forward in passed:
+            self.close(forward)
+        is_announced, self.backward_is_announced = self.backward_is_announced, False
+        if passed or is_announced or (self._forwards and not is_known):
+            return Owner(is_recomputed=any(forward.is_recomputed for forward in passed))
+        return None
+
+    def _passed_by(self, numbers: list[int]) -> list[Forward]:
+        """Forwards whose nodes are among these; without any, the one for which their graph stands (rule 3)."""
+        passed = [f for f in self._forwards if any(f.begin <= number < f.end for number in numbers)]
+        if passed or not numbers:
+            return passed
+        first = min(numbers)
+        before = [forward for forward in self._forwards if forward.begin <= first][-1:]
+        stood_for = [forward for forward in before if forward.may_be_stood_for(first)]
+        for forward in stood_for:
+            forward.stood_by.add(first)
+        return stood_for
+
+    def _newest_open(self) -> list[Forward]:
+        return [forward for forward in self._forwards if not forward.is_passed][-1:]
+
+    # ---- all ranks
+
+    def forget(self) -> None:
+        """All ranks begin the next step together."""
+        self.count = 0
+        self._epoch += 1
+
+    def word(self, by_autograd: bool) -> int:
+        """What the other ranks are told: the number of open forwards, modulo NOT_COUNTED; or that."""
+        return self.count % NOT_COUNTED if by_autograd else NOT_COUNTED
+
+
+def differences(words: Mapping[int, int]) -> dict[int, int]:
+    """By how much each rank's number of open forwards differs from that of the first, from the ranks' words."""
+    first = next(iter(words.values()))
+    half = NOT_COUNTED // 2
+    return {rank: (word - first + half) % NOT_COUNTED - half for rank, word in words.items()}
+
+
+def _nodes_of_running_backward() -> list[int] | None:
+    """Sequence numbers of the nodes, without leaves, of the outermost running backward's graph; None: not found."""
+    call = _outermost_call()
+    if call is None:
+        return None
+    roots = call.f_locals[_BACKWARD.co_varnames[0]]
+    roots = (roots,) if isinstance(roots, (torch.Tensor, GradientEdge)) else tuple(roots)
+    todo = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    todo = [node for node in todo if node is not None]
+    seen = set(todo)
+    numbers = []
+    while todo:
+        node = todo.pop()
+        number = node._sequence_nr()
+        if number < _LEAF:
+            numbers.append(number)
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                todo.append(child)
+    return numbers
+
+
+def _outermost_call() -> FrameType | None:
+    """The outermost call of `torch.autograd.backward` for which this thread works.
+
+    On a CPU it runs in this thread. The engine's own threads, one a device, work for a call in another one.
+    """
+    frames = sys._current_frames()
+    mine = frames.pop(threading.get_ident())
+    if isinstance(threading.current_thread(), threading._DummyThread):
+        calls = [call for frame in frames.values() for call in _calls_in(frame)[-1:]]
+        if calls:
+            return calls[0] if len(calls) == 1 else None
+    return next(reversed(_calls_in(mine)), None)
+
+
+def _calls_in(frame: FrameType | None) -> list[FrameType]:
+    """Calls of `torch.autograd.backward` in a thread's stack, innermost first."""
+    calls = []
+    while frame is not None:
+        if frame.f_code is _BACKWARD:
+            calls.append(frame)
+        frame = frame.f_back
+    return calls
