@@ -58,6 +58,9 @@ class Reduction(ABC):
     is_linear: bool = True
     """Whether reducing two parts of a gradient one after the other gives what reducing their sum gives."""
 
+    divides_by_all: bool = True
+    """Whether a rank that has nothing in a step counts as one with a zero gradient; else as if it were not there."""
+
     def __repr__(self) -> str:
         """Class and settings, equal on all ranks: `ddp` compares them, so that ranks with different ones raise."""
         return type(self).__name__
