@@ -5,12 +5,12 @@ gives another gradient.
 """
 
 import torch
-from models import Mlp, digest
-from ranks import pool
 from torch.utils.data import DataLoader, TensorDataset
 
+from models import Mlp, digest
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch, GlobalShuffle
+from ranks import pool
 
 NUM_SAMPLES = 90  # 6 steps of 15
 

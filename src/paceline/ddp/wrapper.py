@@ -328,7 +328,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         return self._reduction
 
     def balance_report(self) -> dict[str, Any]:
-        """What `balance` has learnt and done, as plain numbers for JSON; empty without it. Local; the same on every rank."""
+        """What `balance` has learnt and done, for JSON; empty without it. Local; the same on every rank."""
         shares = self._shares
         if shares is None or shares.balance is None:
             return {}
