@@ -307,7 +307,8 @@ class Window(Generic[Batch]):
         weights = self._weights()
         raise_if_refused(self._steps, weights)
         self._has_synchronized = True
-        self._steps.set_weight(weights, self._counted[self._place][1])
+        own = math.fsum(weight for _, weight in self._counted)
+        self._steps.set_weight(weights, self._counted[self._place][1], own)
         return True
 
 
@@ -333,6 +334,7 @@ def match_window(steps: StepCoordinator, weights: StepWeights) -> None:
     """
     raise_if_refused(steps, weights)
     if weights.total > 0:
+        steps.reducer.share = 0.0
         steps.reducer.run_without_autograd()  # by any weight: there are no gradients
 
 

@@ -275,7 +275,7 @@ class StepCoordinator:
         """What follows is a step of its own again. Local."""
         self.window = None
         self.wrapped.require_backward_grad_sync = True
-        self.reducer.weight = 1.0
+        self.reducer.weight, self.reducer.share = 1.0, None
 
     def exchange_weights(
         self, weight: float = 0.0, num_micro_steps: int = 0, begins_step: bool = False
@@ -306,9 +306,16 @@ class StepCoordinator:
         finally:
             self._note_wait(since_s)
 
-    def set_weight(self, weights: StepWeights, weight: float) -> None:
-        """The backward that synchronizes begins: its gradients are to count `weight` each. Local."""
+    def set_weight(self, weights: StepWeights, weight: float, total: float) -> None:
+        """The backward that synchronizes begins. Local.
+
+        Args:
+            weights: Of the step.
+            weight: What the micro-batch counts in whose units gradients are.
+            total: What all of this rank's micro-batches count.
+        """
         self.reducer.weight = weights.factor(weight, self.reducer.reduction.divides_by_all)
+        self.reducer.share = total / weights.total if weights.total > 0 else None
         if self.setting.shares is not None:
             self.setting.shares.backward_begins()
 
@@ -359,7 +366,7 @@ class StepCoordinator:
             (exchange, weight), self._plain_step = self._plain_step, None
             weights = self.finish_exchange(exchange)
             raise_if_refused(self, weights)
-            self.set_weight(weights, weight)
+            self.set_weight(weights, weight, weight)
         return synchronizes
 
     def _says_the_wrapper(self) -> bool:

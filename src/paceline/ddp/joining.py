@@ -57,6 +57,7 @@ class Shadow(JoinHook):
         reducer.prepare()
         reducer.synchronizes_buffers = False
         reducer.recovery.drop_gradients()
+        reducer.share = None if exchange is None else 0.0
         if exchange is not None and not others.synchronizes:
             match_window(steps, exchange.finish())
         else:
@@ -67,6 +68,7 @@ class Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody takes the model of a rank that trained to the end."""
+        self._steps.reducer.share = None
         self._steps.take_final_model(is_last_joiner)
         self._joinable._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it enabled
 

@@ -75,6 +75,7 @@ class Reducer:
         num_steps: Synchronized backwards that ended well.
         num_averaged: What to divide by, if not all ranks (`join` leaves some out).
         weight: Of this rank's gradients in the mean; over the ranks, weights average to 1.
+        share: This rank's fraction of all that counts in the step; None: it is not weighed.
         unweighed_size: Samples of this rank's batch, to be compared with rank 0's in the first step; 0: not known, or
             their number is accounted for by weights.
         out_of_memory: In the last backward that this rank gave up: who ran out of memory, if nothing else went wrong.
@@ -100,6 +101,7 @@ class Reducer:
         self.num_steps = 0
         self.num_averaged: int | None = None
         self.weight = 1.0
+        self.share: float | None = None
         self.unweighed_size = 0
         self.out_of_memory: tuple[int, ...] = ()
         self.synchronizes: Callable[[], bool] = lambda: True
@@ -176,6 +178,8 @@ class Reducer:
             if backward.synchronizes:
                 _under_way.append(self)
                 self.reduction.begin_step()
+                if self.share is not None:
+                    self.reduction.weigh(self.share)
             self._scales = Scales(
                 input=self.weight * self.reduction.input_scale(num_averaged), mean=self.weight / num_averaged
             )

@@ -91,6 +91,9 @@ class Reduction(ABC):
     def begin_step(self) -> None:  # noqa: B027  most have nothing to do
         """A synchronized backward begins. Local."""
 
+    def weigh(self, share: float) -> None:  # noqa: B027  most have nothing to do
+        """The step that has begun is weighed: this rank's part is the fraction `share` of it. Local."""
+
     def input_scale(self, num_ranks: int) -> float:
         """The factor that `ddp` multiplies gradients by as it copies them into the bucket; called after `begin_step`.
 
