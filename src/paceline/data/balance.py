@@ -219,6 +219,8 @@ class Balance:
         times = [speed.step_s(typical) for speed in speeds]
         slowest = max(range(len(times)), key=times.__getitem__)
         others = statistics.median(times[:slowest] + times[slowest + 1 :]) if len(times) > 1 else times[0]
+        ratio = times[slowest] / others
+        who = f"rank {slowest} is {ratio:.2g} times slower: " if ratio > 1.05 else ""
         shares = self._words([f"{100 * n / total:.0f} %" for n in proposal.samples])
         self._history.append(
             {
@@ -230,7 +232,7 @@ class Balance:
             }
         )
         self._tell(
-            f"rank {slowest} is {times[slowest] / others:.2g} times slower: shares {shares}; step "
+            f"{who}shares {shares}; step "
             f"{proposal.now_s * 1e3:,.4g} → {proposal.then_s * 1e3:,.4g} ms, ideal {proposal.ideal_s * 1e3:,.4g}"
         )
 

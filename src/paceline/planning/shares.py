@@ -19,8 +19,9 @@ from paceline.errors import ConfigurationError
 
 _MEMORY_STEPS = 24  # measured steps that an estimate rests on, at most
 _DRIFT_RATIO = 0.2  # two steps in a row this far off, to the same side: the rank's speed is another one now
+_DOUBT_RATIO = 0.2  # by how much of a step n measured steps may all mislead, times n
 _LEAST_SPREAD = (
-    1.15  # the largest number of samples over the smallest, for fixed and per-sample time to be told apart
+    1.15  # largest over smallest number of samples from which fixed and per-sample time are told apart
 )
 
 
@@ -109,13 +110,15 @@ class SpeedEstimate:
         return self._shape
 
     @property
-    def noise_ratio(self) -> float:
-        """The standard error of the median step at the present size, relative to it."""
-        if len(self._residuals) < 2:
-            return 0.0
-        deviation = 1.4826 * statistics.median(map(abs, self._residuals))
+    def error_ratio(self) -> float:
+        """By how much the median step at the present size may be wrong, relative to it.
+
+        Twice its standard error, and more while few steps were seen, of which all may have been disturbed.
+        """
         now = self._seen[-1][0]
-        return 1.25 * deviation / math.sqrt(sum(n == now for n, _ in self._seen))
+        num_steps = sum(n == now for n, _ in self._seen)
+        deviation = 1.4826 * statistics.median(map(abs, self._residuals)) if self._residuals else 0.0
+        return 2 * 1.25 * deviation / math.sqrt(num_steps) + _DOUBT_RATIO / num_steps
 
 
 def finish_s(speeds: Sequence[Speed], samples: Sequence[int]) -> float:
@@ -218,18 +221,18 @@ class Proposal:
         now_s: Predicted seconds until the last rank has its gradients, with the present shares.
         then_s: The same with these.
         ideal_s: The same if samples could be divided.
-        noise_ratio: How far `now_s` may be wrong.
+        error_ratio: How far `now_s` may be wrong.
     """
 
     samples: tuple[int, ...]
     now_s: float
     then_s: float
     ideal_s: float
-    noise_ratio: float
+    error_ratio: float
 
     def pays(self, gain_ratio: float) -> bool:
-        """Whether they save that fraction of the step, beyond what may be noise."""
-        return 1 - self.then_s / self.now_s > gain_ratio + 2 * self.noise_ratio
+        """Whether they save that fraction of the step, beyond what may be error."""
+        return 1 - self.then_s / self.now_s > gain_ratio + self.error_ratio
 
 
 def propose(
@@ -247,5 +250,5 @@ def propose(
         finish_s(speeds, samples),
         finish_s(speeds, shares),
         ideal_s(speeds, sum(samples)),
-        max(estimate.noise_ratio for estimate in estimates),
+        max(estimate.error_ratio for estimate in estimates),
     )
