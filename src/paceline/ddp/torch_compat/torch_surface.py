@@ -6,6 +6,7 @@ reducer (`scatter`, `gather`, `to_kwargs`, `train`).
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import warnings
@@ -91,8 +92,9 @@ class TorchSurface:
         self._lazy_init_ran = True
         self._ddp_sink_clone = True
         if self.mixed_precision is not None:
-            from torch.distributed import _functional_collectives  # noqa: F401, PLC0415 (heavy; torch relies on it)
-
+            importlib.import_module(
+                "torch.distributed._functional_collectives"
+            )  # heavy, and torch relies on it
             # Sets `_mp_param` and `_fp_param` of the parameters that are not ignored, for those who look at them.
             _setup_mixed_precision_params(self.mixed_precision, self.module)
 
