@@ -111,8 +111,11 @@ class StepCoordinator:
 
     # ---- the model, on all ranks
 
-    def verify(self, managed: ManagedParameters) -> None:
-        """Make sure that all ranks wrap the same module. Collective; blocks.
+    def verify(self, managed: ManagedParameters) -> list[bool]:
+        """Make sure that all ranks wrap the same module; return for each rank whether it has it on a CPU.
+
+        Contract:
+            Collective; blocks.
 
         Raises:
             ReplicaMismatchError: They do not; on every rank.
@@ -128,7 +131,8 @@ class StepCoordinator:
             ("reduction", repr(self.setting.reduction)),
         ]
         description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
-        verify(description, self.process_group, self.peers, device_for_words(self.process_group, self.device))
+        words_on = device_for_words(self.process_group, self.device)
+        return verify(description, self.process_group, self.peers, words_on, self.device.type == "cpu")
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
         """Give all ranks the parameters, and buffers if asked for, of rank `source`. Collective; blocks."""

@@ -59,8 +59,6 @@ class TorchSurface:
         self.buffer_hook: _BufferCommHook | None = None
         self.broadcast_bucket_size = BROADCAST_BYTES
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        self.bucket_bytes_cap = max(self._caps.caps_bytes)
-        self.bucket_bytes_cap_list = list(self._caps.caps_bytes)
         self._comm_hook: tuple[Any, Any] | None = None
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._comm_hook_name = ""
@@ -68,6 +66,14 @@ class TorchSurface:
         self._use_python_reducer = False
         self._lazy_init_ran = True
         self._ddp_sink_clone = True
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        return max(self._caps.caps_bytes)
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        return list(self._caps.caps_bytes)
 
     # ---- communication hooks
 
