@@ -15,7 +15,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from paceline import reductions
 from paceline.compression import Compressor
+from paceline.data import Balance, GlobalShuffle
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.step_shares import StepShares
 from paceline.errors import ConfigurationError
 from paceline.reductions import NarrowMean, Reduction
 
@@ -173,6 +175,32 @@ def choose_reduction(
             f"are combined. Leave out {name}, or give mixed_precision reduce_dtype=None and param_dtype=None."
         )
     return NarrowMean(narrow) if narrow else reductions.choose_reduction(reduction, compression)
+
+
+def choose_shares(
+    batch_sampler: GlobalShuffle | None,
+    balance: Balance | str | None,
+    process_group: ProcessGroup,
+    device: torch.device,
+) -> StepShares | None:
+    """What connects the module with the sampler of its batches; None without one."""
+    if balance is not None and not isinstance(balance, Balance) and balance != "auto":
+        raise ConfigurationError(f'balance={balance!r}: give "auto", or a paceline.data.Balance.')
+    if batch_sampler is None:
+        if balance is not None:
+            raise ConfigurationError(
+                f"balance={balance!r} moves samples between ranks, so it needs the loader's GlobalShuffle as "
+                "batch_sampler=."
+            )
+        return None
+    if not isinstance(batch_sampler, GlobalShuffle):
+        raise ConfigurationError(
+            f"batch_sampler={type(batch_sampler).__name__}: a paceline.data.GlobalShuffle knows every rank's samples. "
+            "With another sampler leave it out, and give weight=."
+        )
+    chosen = Balance() if balance == "auto" else balance
+    assert not isinstance(chosen, str)
+    return StepShares(batch_sampler, chosen, process_group.rank(), process_group.size(), device)
 
 
 def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:

@@ -7,8 +7,10 @@ a module again would find both.
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,14 +21,17 @@ from torch.nn import Module, Parameter
 
 from paceline.comm.collectives import device_for_words
 from paceline.comm.peers import Peers
-from paceline.ddp import arguments
+from paceline.ddp import arguments, inputs_outputs
+from paceline.ddp.accumulation import raise_if_refused
 from paceline.ddp.buffers import Broadcast, Buffers
 from paceline.ddp.joining import JoinState, NextStep, agree_on_source, notify
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer, ReducerOptions
 from paceline.ddp.replicas import Description, verify
-from paceline.ddp.weights import WeightExchange
+from paceline.ddp.step_shares import NO_REPORT, StepShares
+from paceline.ddp.weights import StepWeights, WeightExchange
+from paceline.errors import ConfigurationError, PeerLostError
 from paceline.reductions import Reduction
 
 if TYPE_CHECKING:
@@ -55,6 +60,8 @@ class Setting:
         caps: When a bucket is full.
         chosen_caps: What was asked for, equal on all ranks also where defaults depend on the rank.
         delayed: Parameters that are reduced after all others.
+        weight: What this rank's batch counts, by the forward's inputs, in steps outside of windows.
+        shares: Connects the module with its batches' sampler.
         make_reducer: The reducer's class.
         take_over_optimizers: Finds optimizers that step within backward, before each forward; returns what to call for
             a parameter whose gradient is reduced, if there are any.
@@ -65,6 +72,8 @@ class Setting:
     caps: BucketCaps
     chosen_caps: object
     delayed: list[Parameter]
+    weight: Callable[..., float] | None
+    shares: StepShares | None
     make_reducer: type[Reducer]
     take_over_optimizers: Callable[[Iterable[Parameter]], Callable[[Parameter], None] | None]
 
@@ -100,6 +109,9 @@ class StepCoordinator:
         self.window: Window[Any] | None = None
         self.join = JoinState()
         self._frozen: list[Parameter] = []
+        self._plain_step: tuple[WeightExchange, float] | None = (
+            None  # a weighed forward outside of windows was run
+        )
         self.reducer: Reducer
 
     @property
@@ -129,6 +141,8 @@ class StepCoordinator:
             ("bucket caps", self.setting.chosen_caps),
             ("number of process groups", len(self.setting.process_groups)),
             ("reduction", repr(self.setting.reduction)),
+            ("weight", self.setting.weight is not None),
+            ("balance", None if self.setting.shares is None else repr(self.setting.shares.balance)),
         ]
         description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
         words_on = device_for_words(self.process_group, self.device)
@@ -191,39 +205,123 @@ class StepCoordinator:
 
     # ---- before a step
 
-    def prepare_forward(self) -> None:
-        """Before a forward that may be differentiated.
+    def prepare_forward(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a forward of these arguments that may be differentiated.
 
         Contract:
             Collective if its backward will synchronize: buffers; parameters that were unfrozen; joined ranks.
         """
         self.reducer.prepare(opens_step=self.wrapped.training)
         self._follow_changes()
+        if not self.reducer.has_rebuilt_buckets:
+            self.reducer.unweighed_size = 0 if self._weighs() else inputs_outputs.batch_size(inputs, kwargs)
         if self.window is not None:
             self.window.note_forward()
             return
         will_synchronize = self.wrapped.require_backward_grad_sync
-        notify(self, NextStep(will_synchronize, opens_window=False))
+        weight = self._weigh_plain(inputs, kwargs)
+        since_s = time.perf_counter()
+        notify(self, NextStep(will_synchronize, opens_window=weight is not None))
+        if weight is not None:
+            self._plain_step = self.exchange_weights(weight, 1, begins_step=True), weight
         self._synchronize_buffers(will_synchronize)
+        self._note_wait(since_s)
+
+    def _weighs(self) -> bool:
+        """Whether the step under way counts its batches by weights."""
+        if self.window is not None:
+            return self.window.has_weights
+        return self.setting.weight is not None or self.setting.shares is not None
+
+    def _weigh_plain(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+        """What the batch of a forward outside of windows counts; None: nothing is to be exchanged."""
+        setting = self.setting
+        if not (self._weighs() and self.wrapped.training) or self._plain_step is not None:
+            return None
+        if not self.wrapped.require_backward_grad_sync:
+            raise ConfigurationError(
+                "no_sync() in a model that weighs its batches (weight=, batch_sampler=): several micro-batches of a "
+                "step are weighed by `with model.accumulate(batches) as micro_batches:`, which needs no no_sync()."
+            )
+        if setting.weight is None and setting.shares is not None:
+            sizes = setting.shares.own_sizes()
+            if len(sizes) != 1:
+                raise ConfigurationError(
+                    f"this rank has {len(sizes)} micro-batches in this step. Train them within "
+                    "`with model.accumulate(batches) as micro_batches:`, which takes any number."
+                )
+            return float(sizes[0])
+        assert setting.weight is not None
+        weight = float(setting.weight(*inputs, **kwargs))
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigurationError(
+                f"weight= says that this batch counts {weight}. A weight is a number of samples or tokens: finite and "
+                "not negative."
+            )
+        return weight
+
+    def _note_wait(self, since_s: float) -> None:
+        if self.setting.shares is not None:
+            self.setting.shares.waited(time.perf_counter() - since_s)
 
     def open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
         """What a window of micro-batches communicates before its first forward. Collective."""
         self.reducer.prepare()
         self._follow_changes()
+        since_s = time.perf_counter()
         notify(self, NextStep(synchronizes=False, opens_window=True))
-        exchange = self.exchange_weights(weight, num_micro_steps)
+        exchange = self.exchange_weights(weight, num_micro_steps, begins_step=True)
         self._synchronize_buffers(will_synchronize=True)
+        self._note_wait(since_s)
         return exchange
 
     def close_window(self) -> None:
         """What follows is a step of its own again. Local."""
         self.window = None
         self.wrapped.require_backward_grad_sync = True
-        self.reducer.weight = 1.0
+        self.reducer.weight, self.reducer.share = 1.0, None
 
-    def exchange_weights(self, weight: float = 0.0, num_micro_steps: int = 0) -> WeightExchange:
+    def exchange_weights(
+        self, weight: float = 0.0, num_micro_steps: int = 0, begins_step: bool = False
+    ) -> WeightExchange:
         """Tell the other ranks what this rank's micro-batches of a step count; by default nothing. Collective."""
-        return WeightExchange(weight, num_micro_steps, self.process_group, self.peers, self.device)
+        shares = self.setting.shares
+        report: Sequence[float] = ()
+        if shares is not None:
+            report = shares.report(self.reducer.timings.last) if begins_step else NO_REPORT
+        take = None if shares is None else shares.take
+        return WeightExchange(
+            weight, num_micro_steps, self.process_group, self.peers, self.device, report, take
+        )
+
+    def finish_exchange(self, exchange: WeightExchange) -> StepWeights:
+        """Wait for what the ranks' micro-batches count.
+
+        Raises:
+            PeerLostError: A rank died or hangs.
+            ProtocolError: The ranks do not train the same step.
+        """
+        since_s = time.perf_counter()
+        try:
+            return exchange.finish()
+        except PeerLostError as error:
+            self.reducer.recovery.fail(error)
+            raise
+        finally:
+            self._note_wait(since_s)
+
+    def set_weight(self, weights: StepWeights, weight: float, total: float) -> None:
+        """The backward that synchronizes begins. Local.
+
+        Args:
+            weights: Of the step.
+            weight: What the micro-batch counts in whose units gradients are.
+            total: What all of this rank's micro-batches count.
+        """
+        self.reducer.weight = weights.factor(weight, self.reducer.reduction.divides_by_all)
+        self.reducer.share = total / weights.total if weights.total > 0 else None
+        if self.setting.shares is not None:
+            self.setting.shares.backward_begins()
 
     def _follow_changes(self) -> None:
         """Take in what was done to the parameters since the last forward. Collective if some were unfrozen."""
@@ -265,7 +363,15 @@ class StepCoordinator:
 
     def _synchronizes(self) -> bool:
         """Whether the backward that begins now does."""
-        return self._says_the_wrapper() if self.window is None else self.window.note_backward()
+        if self.window is not None:
+            return self.window.note_backward()
+        synchronizes = self._says_the_wrapper()
+        if synchronizes and self._plain_step is not None:
+            (exchange, weight), self._plain_step = self._plain_step, None
+            weights = self.finish_exchange(exchange)
+            raise_if_refused(self, weights)
+            self.set_weight(weights, weight, weight)
+        return synchronizes
 
     def _says_the_wrapper(self) -> bool:
         return (wrapped := self._wrapped()) is None or wrapped.require_backward_grad_sync

@@ -175,10 +175,10 @@ class DenseBucket:
         if gradient is None or gradient.is_sparse or gradient.requires_grad:
             return
         if slot in self._entered:
-            view.add_(gradient, alpha=scale)
+            if scale:
+                view.add_(gradient, alpha=scale)
         elif gradient is view:
-            if scale != 1.0:
-                view.mul_(scale)
+            _multiply(view, scale)
         else:
             _write(view, gradient, scale)
         self._entered.add(slot)
@@ -209,8 +209,7 @@ class DenseBucket:
         for slot in range(self.num_large):
             if slot not in self._entered:
                 self._gather(slot)
-                if scale != 1.0:
-                    self.views[slot].mul_(scale)
+                _multiply(self.views[slot], scale)
                 self.parameters[slot].grad = None
         gradients = map(_gradient_of, self._small_parameters)
         is_stray = list(map(operator.is_not, gradients, self._small_views))
@@ -220,8 +219,8 @@ class DenseBucket:
             self._gather_strays(strays)
         if not has_ended:
             _set_gradients(self._small_parameters, itertools.repeat(None))
-        if scale != 1.0 and self._small_parameters:
-            self._small.mul_(scale)
+        if self._small_parameters:
+            _multiply(self._small, scale)
         self.launched = True
 
     def _keep(self, slot: int) -> None:
@@ -328,8 +327,18 @@ class DenseBucket:
                 parameter.grad = view.copy_(gradient)
 
 
+def _multiply(flat: Tensor, scale: float) -> None:
+    """Scale in place; what counts nothing becomes 0, also where it is no number: a mean over no tokens."""
+    if scale == 0.0:
+        flat.zero_()
+    elif scale != 1.0:
+        flat.mul_(scale)
+
+
 def _write(view: Tensor, gradient: Tensor, scale: float) -> None:
-    if scale == 1.0:
+    if scale == 0.0:
+        view.zero_()
+    elif scale == 1.0:
         view.copy_(gradient)
     elif gradient.dtype == view.dtype:
         torch.mul(gradient, scale, out=view)

@@ -8,7 +8,7 @@ in full precision and nothing has to be swapped back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,14 @@ def forward_in(module: Module, dtype: torch.dtype, inputs: Any, kwargs: Any) -> 
     """Run `module` with parameters and inputs in `dtype`."""
     inputs, kwargs = cast_inputs(inputs, dtype), cast_inputs(kwargs, dtype)
     return functional_call(module, cast_parameters(module, dtype), inputs, kwargs)
+
+
+def batch_size(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The first dimension of the first tensor among a forward's arguments; 0 if there is none."""
+    for value in (*inputs, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value.size(0) if value.dim() else 0
+    return 0
 
 
 def find_tensors(output: Any) -> Iterator[Tensor]:

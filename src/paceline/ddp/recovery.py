@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch.nn import Parameter
 
-from paceline.ddp.verdict import OpenForwards
+from paceline.ddp.verdict import OpenForwards, Status
 from paceline.errors import ProtocolError
 
 
@@ -47,7 +47,7 @@ class Interruptible(Protocol):
     def arm(self, backward: Backward) -> None:
         """A backward begins."""
 
-    def complete_aborted(self) -> None:
+    def complete_aborted(self, status: Status) -> None:
         """Perform what is left of the collectives of the last backward, and tell the other ranks that it raised."""
 
     def rest(self) -> None:
@@ -137,8 +137,11 @@ class Recovery:
 
     # ---- giving up a step
 
-    def recover(self) -> None:
+    def recover(self, status: Status = Status.ABORTED) -> None:
         """Complete the collectives of a backward that raised, tell the others, drop this rank's gradients.
+
+        Args:
+            status: What the others are told.
 
         Contract:
             Collective if that backward synchronizes: matches the other ranks' backward.  Blocks: yes.
@@ -146,15 +149,18 @@ class Recovery:
         self._backward = None
         if self._synchronizes:
             try:
-                self._reducer.complete_aborted()
+                self._reducer.complete_aborted(status)
             except Exception as error:
                 self._failure = error
                 raise
             self.drop_gradients()
         self._reducer.rest()
 
-    def abort(self) -> None:
+    def abort(self, status: Status = Status.ABORTED) -> None:
         """Give up this step: complete its collectives, tell the other ranks, drop this rank's gradients.
+
+        Args:
+            status: What the others are told.
 
         Contract:
             Collective: matches the other ranks' synchronized backward, whether this rank's has begun or not.
@@ -162,7 +168,7 @@ class Recovery:
         if not (self.is_interrupted and self._synchronizes):
             self._reducer.rest()
             self._reducer.arm(Backward(True, _never_ended, by_autograd=False))
-        self.recover()
+        self.recover(status)
         self._open_forwards.forget()
 
     def drop_gradients(self) -> None:

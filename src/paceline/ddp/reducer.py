@@ -75,6 +75,10 @@ class Reducer:
         num_steps: Synchronized backwards that ended well.
         num_averaged: What to divide by, if not all ranks (`join` leaves some out).
         weight: Of this rank's gradients in the mean; over the ranks, weights average to 1.
+        share: This rank's fraction of all that counts in the step; None: it is not weighed.
+        unweighed_size: Samples of this rank's batch, to be compared with rank 0's in the first step; 0: not known, or
+            their number is accounted for by weights.
+        out_of_memory: In the last backward that this rank gave up: who ran out of memory, if nothing else went wrong.
         synchronizes: Asked when a backward begins: whether it reduces gradients.
         synchronizes_buffers: Whether the end of the next synchronized backward brings rank 0's buffers.
         on_reduced: Called for every parameter once its gradient is reduced (optimizers that step in backward).
@@ -97,6 +101,9 @@ class Reducer:
         self.num_steps = 0
         self.num_averaged: int | None = None
         self.weight = 1.0
+        self.share: float | None = None
+        self.unweighed_size = 0
+        self.out_of_memory: tuple[int, ...] = ()
         self.synchronizes: Callable[[], bool] = lambda: True
         self.synchronizes_buffers = False
         self.on_reduced: Callable[[Parameter], None] | None = None
@@ -171,6 +178,8 @@ class Reducer:
             if backward.synchronizes:
                 _under_way.append(self)
                 self.reduction.begin_step()
+                if self.share is not None:
+                    self.reduction.weigh(self.share)
             self._scales = Scales(
                 input=self.weight * self.reduction.input_scale(num_averaged), mean=self.weight / num_averaged
             )
@@ -356,7 +365,12 @@ class Reducer:
         if self.has_rebuilt_buckets:
             return
         device = self._verdict.control.words.device
-        order = self.arrivals.agree_on_order(self._order, device, self.process_groups[0], self._peers)
+        size = self.unweighed_size
+        order, first_size = self.arrivals.agree_on_order(
+            self._order, size, device, self.process_groups[0], self._peers
+        )
+        if size and first_size and size != first_size:
+            self._verdict.warn_of_unequal_batches(size, first_size)
         self.has_rebuilt_buckets = True
         if order != self._order:
             self._recut(order)
@@ -392,10 +406,11 @@ class Reducer:
         self.arm(backward)
         backward.end()
 
-    def complete_aborted(self) -> None:
+    def complete_aborted(self, status: Status) -> None:
         """Perform what is left of the last backward's collectives, and tell the other ranks that it raised."""
         self.arrivals.expect_nothing()
-        self._complete(Status.ABORTED)
+        self._complete(status)
+        self.out_of_memory = self._verdict.only_out_of_memory()
 
     def wait_at_end(self, futures: list[torch.futures.Future[Any]]) -> None:
         """Wait for these, too, when the next synchronized backward ends."""

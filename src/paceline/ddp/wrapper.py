@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.comm.gradient_group import gradient_groups, on_one_host
 from paceline.comm.peers import next_name
 from paceline.compression import Compressor
+from paceline.data import Balance, GlobalShuffle
 from paceline.ddp import arguments, inputs_outputs, sync_batch_norm
 from paceline.ddp.accumulation import Batch, Window
 from paceline.ddp.coordinator import Setting, StepCoordinator
@@ -77,6 +78,13 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", "onebit", "topk", "randomk", "powersgd", a
             `paceline.compression.Compressor`, or a reduction that compresses; "auto": only where that shortens a step.
             Not torch's.
+        weight: What this rank's batch counts in the mean over ranks, as a function of the forward's arguments: its
+            samples, tokens, unmasked targets. For steps of one forward in training mode, outside of `accumulate`; of
+            several forwards before a backward the first one's. None: every rank counts the same. Not torch's.
+        batch_sampler: The `paceline.data.GlobalShuffle` of the loader, whose `steps(loader)` are trained. Samples count
+            alike then without `weight`, and shares may change between steps. Not torch's.
+        balance: "auto": move samples of `batch_sampler` from slow ranks to fast ones; or a `paceline.data.Balance`.
+            Not torch's.
 
     Contract:
         Collective: the constructor (unless `init_sync=False`), a forward that will be synchronized (buffers), and the
@@ -115,6 +123,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         *,
         reduction: Reduction | str | None = None,
         compression: Compressor | Reduction | str | None = None,
+        weight: Callable[..., float] | None = None,
+        batch_sampler: GlobalShuffle | None = None,
+        balance: Balance | str | None = None,
     ) -> None:
         Module.__init__(self)
         Joinable.__init__(self)
@@ -138,6 +149,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
             arguments.check_linear(managed, self._reduction)
             self._reduction.prepare(managed.named(), self._process_groups[0])
+            device = self._module_parameters[0].device
+            self._shares = arguments.choose_shares(batch_sampler, balance, self._process_groups[0], device)
+            self._weight = weight
         except (RuntimeError, ValueError) as error:
             self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
             if init_sync and hasattr(self, "_process_groups"):
@@ -180,6 +194,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._caps,
             self._chosen_caps,
             self._delay_all_reduce_params,
+            self._weight,
+            self._shares,
             make_reducer=TorchsReducer,
             take_over_optimizers=take_over_optimizers,
         )
@@ -228,7 +244,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._trains():
-            self._steps.prepare_forward()
+            self._steps.prepare_forward(inputs, kwargs)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             moved_inputs, moved_kwargs = _to_kwargs(
@@ -284,9 +300,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
         Args:
             batches: This rank's micro-batches. Ranks may have different numbers of them, or none.
-            weight: What a micro-batch counts: its number of samples or tokens. None: each counts the same. One of
-                weight 0 is left out. A reduction other than the mean is given gradients that are multiplied by their
-                weight relative to the average rank's.
+            weight: What a micro-batch counts: its number of samples or tokens. None: each counts the same, or, in a
+                model that was given its `batch_sampler`, its samples. One of weight 0 is left out. A reduction other
+                than the mean is given gradients that are multiplied by their weight relative to the average rank's.
 
         Contract:
             Collective: entering, and the last backward (leaving, on a rank without micro-batches).
@@ -294,6 +310,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
         Raises:
             ConfigurationError: A weight that is negative or not finite; gradients from before; a window in a window.
+            PeerOutOfMemoryError: A rank ran out of memory. Not raised with `balance`: the window's `repeats` is True
+                then, there are no gradients, and `steps` hands out the same samples again, in other shares.
             ProtocolError: A micro-batch without, or with more than one, backward; a loop that was left early. Whatever
                 is raised within the window, the other ranks get a PeerAbortedError and no gradients.
         """
@@ -311,6 +329,13 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def reduction(self) -> Reduction:
         """What combines the ranks' gradients; its `state_dict()` is this rank's own, to be saved by every rank."""
         return self._reduction
+
+    def balance_report(self) -> dict[str, Any]:
+        """What `balance` has learnt and done, for JSON; empty without it. Local; the same on every rank."""
+        shares = self._shares
+        if shares is None or shares.balance is None:
+            return {}
+        return shares.balance.report(shares.sampler.batch)
 
     def gradients_are_finite(self) -> bool:
         """Whether no `.grad` holds an infinity or a NaN: if one does, skip the optimizer's step, on all ranks alike.
@@ -364,12 +389,13 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        left_out = {"process_group", "_process_groups", "_steps", "logger", "device_mesh"}
+        left_out = {"process_group", "_process_groups", "_steps", "logger", "device_mesh", "_shares"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["_state_dict_hooks"] = type(self._state_dict_hooks)()
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         state["_load_state_dict_post_hooks"] = type(self._load_state_dict_post_hooks)()
         state["_comm_hook"] = None
+        state["_shares"] = state["_weight"] = None  # a copy is trained by itself
         if not self._reduction.is_ours:
             state["_reduction"] = Mean()  # a hook's state need not survive a copy; torch leaves it out, too
         return state

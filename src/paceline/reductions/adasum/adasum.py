@@ -115,6 +115,8 @@ class Adasum(Reduction):
         with self._lock:
             self._norms = []
 
+    divides_by_all = False
+
     def input_scale(self, num_ranks: int) -> float:
         return 1.0
 
