@@ -174,7 +174,7 @@ def other_reductions(rank, num_ranks):
 
 
 def test_weights_under_other_reductions():
-    """They are given each rank's gradients times its weight relative to the average rank's (of those with data: Adasum)."""
+    """They are given each rank's gradients times its weight relative to the average (Adasum: of ranks with data)."""
     for bf16, adasum in pool(3).run(other_reductions):
         assert bf16 < 1e-2
         assert adasum < 1e-12

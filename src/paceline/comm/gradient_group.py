@@ -28,20 +28,17 @@ def on_one_host() -> bool | None:
     return True if os.environ.get("MASTER_ADDR") in _LOOPBACK else None
 
 
-def gradient_groups(
-    process_groups: list[dist.ProcessGroup], device: torch.device, init_sync: bool
-) -> list[dist.ProcessGroup]:
+def gradient_groups(process_groups: list[dist.ProcessGroup], all_on_cpu: bool) -> list[dist.ProcessGroup]:
     """Return the groups that carry a module's gradients: for each of `process_groups` the one beside it, or itself.
 
     Args:
         process_groups: What the script asked for.
-        device: Of the module; shared memory is for CPU tensors.
-        init_sync: Whether all ranks wrap the module now; otherwise nothing collective may happen.
+        all_on_cpu: Whether all ranks, which wrap the module now, have it on the CPU: shared memory is for CPU tensors.
 
     Contract:
-        As `group_beside`; local unless `init_sync`.
+        As `group_beside`; local unless `all_on_cpu`, which has to be the same on every rank.
     """
-    if not init_sync or device.type != "cpu":
+    if not all_on_cpu:
         return process_groups
     return [group_beside(group) for group in process_groups]
 

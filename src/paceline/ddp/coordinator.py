@@ -124,12 +124,15 @@ class StepCoordinator:
 
     # ---- the model, on all ranks
 
-    def verify(self, managed: ManagedParameters, *more: tuple[str, object]) -> None:
+    def verify(self, managed: ManagedParameters, *more: tuple[str, object]) -> list[bool]:
         """Make sure that all ranks wrap the same module, with the same arguments. Collective; blocks.
 
         Args:
             managed: The parameters to synchronize.
             more: Names and values of further arguments.
+
+        Returns:
+            For each rank whether it has the module on a CPU.
 
         Raises:
             ReplicaMismatchError: They do not; on every rank.
@@ -153,7 +156,8 @@ class StepCoordinator:
             *more,
         ]
         description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
-        verify(description, self.process_group, self.peers, device_for_words(self.process_group, self.device))
+        words_on = device_for_words(self.process_group, self.device)
+        return verify(description, self.process_group, self.peers, words_on, self.device.type == "cpu")
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
         """Give all ranks the parameters, and buffers if asked for, of rank `source`. Collective; blocks."""

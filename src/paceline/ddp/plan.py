@@ -58,7 +58,7 @@ class BucketCaps:
         return None
 
     @classmethod
-    def default(cls, size_bytes: int, on_cpu: bool, on_one_host: bool) -> BucketCaps:
+    def default(cls, size_bytes: int, any_on_cpu: bool, on_one_host: bool) -> BucketCaps:
         """1 MiB, then 25 MiB; for CPUs of several hosts a 48th of all gradients, 1 to 5 MiB.
 
         Nothing hides the last bucket, and the wire idles until the first two are full. With n equal buckets that
@@ -69,10 +69,11 @@ class BucketCaps:
 
         Args:
             size_bytes: Of all gradients.
-            on_cpu: Where they are.
+            any_on_cpu: Whether any rank's are on a CPU. Ranks have to agree on that (`replicas.verify`): by its own
+                device each would cut other buckets.
             on_one_host: Whether all ranks are.
         """
-        if on_one_host or not on_cpu:
+        if on_one_host or not any_on_cpu:
             return cls((DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE))
         share = min(max(size_bytes // MANY_HOSTS_BUCKETS, MEBIBYTE), MANY_HOSTS_CAP_MB * MEBIBYTE)
         return cls((DEFAULT_FIRST_BUCKET_BYTES, share))

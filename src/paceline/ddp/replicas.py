@@ -64,14 +64,27 @@ def _facts(tensor: Tensor) -> str:
     return f"sizes {list(tensor.shape)}, strides {list(tensor.stride())}, {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def verify(description: Description, process_group: ProcessGroup, peers: Peers, device: torch.device) -> None:
-    """Make sure that every rank described the same model.
+def verify(
+    description: Description, process_group: ProcessGroup, peers: Peers, device: torch.device, on_cpu: bool
+) -> list[bool]:
+    """Make sure that every rank described the same model, and say where each has it.
+
+    Args:
+        description: Of this rank's.
+        process_group: Whose ranks are compared.
+        peers: The same, for waiting.
+        device: Where the words that are exchanged lie.
+        on_cpu: Whether this rank's model is on the CPU. Ranks may differ in that.
+
+    Returns:
+        One `on_cpu` a rank: what defaults that depend on the device have to be made from, so that all ranks make
+        the same.
 
     Contract:
         Collective: every rank.  Blocks: yes.
 
     Cost:
-        One all-gather of 5 words a rank; a second one, of the whole description, only where ranks differ.
+        One all-gather of 6 words a rank; a second one, of the whole description, only where ranks differ.
 
     Raises:
         ReplicaMismatchError: On every rank, with the same message, naming rank and parameter.
@@ -79,9 +92,10 @@ def verify(description: Description, process_group: ProcessGroup, peers: Peers, 
     encoded = description.encode()
     digest = hashlib.sha256(encoded).digest()
     words = [len(encoded)] + [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
-    gathered = _gather(torch.tensor(words, device=device), process_group, peers)
+    gathered = _gather(torch.tensor([*words, on_cpu], device=device), process_group, peers)
+    all_on_cpu = [bool(row.pop()) for row in gathered]
     if all(row == gathered[0] for row in gathered):
-        return
+        return all_on_cpu
     longest = max(row[0] for row in gathered)
     padded = torch.tensor(list(encoded.ljust(longest)), dtype=torch.uint8, device=device)
     texts = _gather(padded, process_group, peers)
@@ -100,7 +114,7 @@ def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch
     where = device_for_words(process_group, device)
     peers = Peers(process_group, next_name(process_group, is_collective=True), in_slices=where.type == "cpu")
     with suppress(ReplicaMismatchError):  # what the others raise
-        verify(Description.of_refusal(error), process_group, peers, where)
+        verify(Description.of_refusal(error), process_group, peers, where, device.type == "cpu")
 
 
 def _gather(row: Tensor, process_group: ProcessGroup, peers: Peers) -> list[list[int]]:

@@ -178,11 +178,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.dim = dim
         self.device = self._module_parameters[0].device
         self.device_type = self.device.type
-        trainable = [p for p in self._module_parameters if p.requires_grad]
-        size_bytes = sum(p.numel() * p.element_size() for p in trainable)
-        is_on_one_host = on_one_host() is not False
-        self._caps = given_caps or BucketCaps.default(size_bytes, self.device_type == "cpu", is_on_one_host)
-        self._chosen_caps = given_caps or f"default on {'one host' if is_on_one_host else 'several hosts'}"
+        self._caps = given_caps or self._default_caps(any_on_cpu=self.device_type == "cpu")
+        self._chosen_caps = given_caps or f"default on {'one host' if _is_on_one_host() else 'several hosts'}"
         self.bucket_bytes_cap_default = given_caps is None
         self.bucket_bytes_cap_list = [] if bucket_cap_mb_list is None else list(self._caps.caps_bytes)
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
@@ -225,9 +222,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._steps = steps = StepCoordinator(self, self._module_parameters, setting, name)
         if steps.has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
-        if init_sync:
-            steps.verify(managed, ("broadcast_buffers", init_sync_buffers))
-        steps.reduce_groups = gradient_groups(self._process_groups, self.device, init_sync)
+        on_cpu = steps.verify(managed, ("broadcast_buffers", init_sync_buffers)) if init_sync else []
+        if on_cpu and self.bucket_bytes_cap_default:
+            self._caps = setting.caps = self._default_caps(any(on_cpu))
+        # Where only some ranks have their gradients in host memory, none of them may open a group for those.
+        steps.reduce_groups = gradient_groups(self._process_groups, bool(on_cpu) and all(on_cpu))
         if init_sync:
             steps.broadcast_model(source=0, with_buffers=init_sync_buffers)
             if steps.has_sync_batch_norm:
@@ -239,6 +238,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
         self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(state_names.take_back)  # type: ignore[no-untyped-call]
+
+    def _default_caps(self, any_on_cpu: bool) -> BucketCaps:
+        size_bytes = sum(p.numel() * p.element_size() for p in self._module_parameters if p.requires_grad)
+        return BucketCaps.default(size_bytes, any_on_cpu, _is_on_one_host())
 
     @property
     def reducer(self) -> Reducer:  # type: ignore[override]
@@ -426,6 +429,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
         self._reduction.prepare(managed.named(), self.process_group)
         self._set_up(managed, init_sync=False, init_sync_buffers=False)
+
+
+def _is_on_one_host() -> bool:
+    return on_one_host() is not False
 
 
 # Dynamo compiles the wrapped module and leaves alone what runs around it; all of that has been imported by now.

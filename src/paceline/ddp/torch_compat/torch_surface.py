@@ -83,7 +83,6 @@ class TorchSurface:
         self.buffer_hook: _BufferCommHook | None = None
         self.broadcast_bucket_size = BROADCAST_BYTES
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        self.bucket_bytes_cap = max(self._caps.caps_bytes)
         self._comm_hook: tuple[Any, Any] | None = None
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._comm_hook_name = ""
@@ -93,8 +92,8 @@ class TorchSurface:
         self._ddp_sink_clone = True
         if self.mixed_precision is not None:
             importlib.import_module(
-                "torch.distributed._functional_collectives"
-            )  # heavy, and torch relies on it
+                "torch.distributed._functional_collectives"  # torch relies on it; heavy
+            )
             # Sets `_mp_param` and `_fp_param` of the parameters that are not ignored, for those who look at them.
             _setup_mixed_precision_params(self.mixed_precision, self.module)
 
@@ -108,6 +107,10 @@ class TorchSurface:
                 f"this {type(self).__name__} is a part of what a {type(outer).__name__} wraps, which would reduce its "
                 f"gradients a second time. {ONE_WRAPPER}"
             )
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        return max(self._caps.caps_bytes)
 
     # ---- communication hooks
 

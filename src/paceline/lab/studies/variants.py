@@ -198,7 +198,7 @@ def bucket_caps_mb(variant: Variant, num_bytes: int) -> Sequence[float]:
     if variant.side == "torch":
         return TORCH_CAPS_MB
     return [
-        cap / MEBIBYTE for cap in BucketCaps.default(num_bytes, on_cpu=True, on_one_host=False).caps_bytes
+        cap / MEBIBYTE for cap in BucketCaps.default(num_bytes, any_on_cpu=True, on_one_host=False).caps_bytes
     ]
 
 
