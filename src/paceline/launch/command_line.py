@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.prog = "paceline run"
     parser.usage = "paceline run [options] training_script [the script's own options]"
     parser.description = "Start a script once a rank, as torchrun does, with torchrun's flags."
-    own = parser.add_argument_group("options of paceline", "all others below are torchrun's")
+    own = parser.add_argument_group("options of paceline", "the others, below, are torchrun's")
     parser._action_groups.insert(0, parser._action_groups.pop())  # ours first
     for action in parser._actions:  # to tell what was given from torch's defaults; see `rendezvous`
         if action.dest in _FILLED_IN and f"PET_{action.dest.upper()}" not in os.environ:
@@ -104,16 +104,16 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Allow more ranks than this machine has accelerators.",
     )
-    parser.add_argument(
+    own.add_argument(
         "--replace-ddp",
         "--replace_ddp",
         action="store_true",
         help="Make torch's DistributedDataParallel be Paceline's in every rank; the script stays as it is.",
     )
-    parser.add_argument(
+    own.add_argument(
         "--reduction", help="With --replace-ddp: what combining gradients means, for example adasum."
     )
-    parser.add_argument(
+    own.add_argument(
         "--compression", help="With --replace-ddp: send fewer bytes, for example bf16, powersgd or auto."
     )
     known = sorted(option for option in parser._option_string_actions if option.startswith("--"))
