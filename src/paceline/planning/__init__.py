@@ -1,6 +1,10 @@
-"""Predicts the duration of a step from measured times, and decides whether compression shortens it; without torch."""
+"""Predicts how long training steps take, from measured times; without torch."""
 
+from paceline.planning.collective_time import CollectiveCost, Servers, collective_cost
 from paceline.planning.decision import Decision, Rules, decide
+from paceline.planning.hardware import NO_EMULATION, Cluster, EmulationCost, HostLink
+from paceline.planning.recorded_workload import LayerTimes, Workload
+from paceline.planning.simulator import Simulation, simulate
 from paceline.planning.step_time import (
     BucketLoad,
     Line,
@@ -11,17 +15,30 @@ from paceline.planning.step_time import (
     crossover_slowdown,
     predict,
 )
+from paceline.planning.training_plan import Plan
 
 __all__ = [
+    "NO_EMULATION",
     "BucketLoad",
+    "Cluster",
+    "CollectiveCost",
     "Decision",
+    "EmulationCost",
+    "HostLink",
+    "LayerTimes",
     "Line",
+    "Plan",
     "Prediction",
     "ReductionCost",
     "Rules",
+    "Servers",
+    "Simulation",
     "StepProfile",
+    "Workload",
     "calibration_slowdown",
+    "collective_cost",
     "crossover_slowdown",
     "decide",
     "predict",
+    "simulate",
 ]
