@@ -123,7 +123,7 @@ class Workload:
     def taking(self, compute_ratio: float) -> Workload:
         """The same on a device whose computing takes `compute_ratio` times as long."""
         layers = tuple(
-            replace(x, forward_s=x.forward_s * compute_ratio, backward_s=x.backward_s * compute_ratio)
+            LayerTimes(x.name, x.forward_s * compute_ratio, x.backward_s * compute_ratio, x.gradient_bytes)
             for x in self.layers
         )
         return replace(self, layers=layers, optimizer_s=self.optimizer_s * compute_ratio)

@@ -173,8 +173,11 @@ class _Simulator:
     ) -> Replay:
         """From the start of the first forward to the end of the last reduction; the slowest rank counts."""
         begun_s = before * (self.forward_s + self.backward_s) + last * self.forward_s
+        slowest = last.max()
 
         def slowest_s(ready_s: float) -> float:
+            if self.plan.sync_every == 1:  # all proportional: the slowest is the slowest at everything
+                return float(slowest * (self.forward_s + ready_s))
             return float((begun_s + last * ready_s).max())
 
         sizes = [bucket.size_bytes for bucket in self.buckets]
