@@ -128,14 +128,14 @@ def test_what_limits_is_what_was_made_to_limit() -> None:
         "latency": (workload(), grow(1e12, 5e-3)(8), Plan(algorithm="ring")),
         "stragglers": (workload(relative_steps=jitter), grow(1e10)(8), Plan()),
         "the parameter servers' links": (workload(), grow(1e12)(8), Plan(servers=Servers(1, 1e8))),
-        "computing: one rank": (workload(), grow()(1), Plan()),
+        "computing (one rank)": (workload(), grow()(1), Plan()),
     }
     for limit, case in cases.items():
         assert what_limits(*case).startswith(limit), (limit, what_limits(*case))
     helps = what_helps(*cases["the hosts' links"])
     assert [x.ratio for x in helps] == sorted((x.ratio for x in helps), reverse=True)
     assert {"links twice as fast", "gradients in half the bytes"} <= {x.what for x in helps}
-    assert what_helps(*cases["computing: one rank"]) == ()
+    assert what_helps(*cases["computing (one rank)"]) == ()
 
 
 def test_scaling_has_a_knee_and_a_band() -> None:

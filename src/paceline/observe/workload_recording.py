@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
@@ -40,7 +42,7 @@ def record_workload(
     Args:
         path: The trace to write; what was there is replaced by the first step.
         num_steps: Recorded after the warm-up; then recording ends. None: until `stop`, or the end of the process.
-        name: Of the workload; None: the model's class.
+        name: Of the workload; None: the script's file without its ending.
 
     Returns:
         What is recording: a context manager, or call its `stop`.
@@ -104,7 +106,7 @@ class WorkloadRecording:
                 return  # evaluation, a loss, or another model
             if self._model is None:
                 self._model = _Model(module, inputs)
-            self.num_forwards += 1
+            self.num_forwards += 1  # so that a recording without steps can say what it saw
             self._model.begin()
         self._depth += 1
 
@@ -163,6 +165,7 @@ class _Model:
             for name, (_, parameters) in self.layers.items()
             for parameter in parameters
         ]
+        self.last_gradient: Any = None
         self.start: Any = None
         self.after_forward: Any = None
         self.before_step: Any = None
@@ -191,9 +194,10 @@ class _Model:
         cuda = self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if cuda else f"{platform.machine()} CPU"
         return {
-            "name": name or type(self.module).__name__,
+            "name": name or Path(sys.argv[0]).stem,
             "device": f"{device}, torch {torch.__version__}",
             "samples_per_step": self.samples,
+            "num_ranks": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
             "layers": [
                 {"name": x, "gradient_bytes": [p.numel() * p.element_size() for p in self.layers[x][1]]}
                 for x in self.used
@@ -211,7 +215,7 @@ class _Model:
             "forward_ends_s": since(self.start, self.forward_marks),
             "backward_s": self.clock.between_s(self.after_forward, self.last_gradient),
             "ready_s": since(self.after_forward, self.gradient_marks),
-            "optimizer_s": self.clock.between_s(self.before_step, end),
+            "optimizer_s": self.clock.between_s(self.last_gradient, end),
         }
 
 

@@ -1,7 +1,7 @@
 """How long a collective takes on a cluster, and which link makes it so: a fluid model of each round.
 
 In a round, all messages flow at once. Every link carries the sum of the messages that cross it, in each direction by
-itself: a host's link, the memory within a host, a rack's uplink. A connection carries no more than its own limit. So
+itself: a host's link, the links within a host, a rack's uplink. A connection carries no more than its own limit. So
 
     round = latency + (m - 1) message_s + max over links of (its bytes / its rate) + folding
 
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
 from paceline.planning.hardware import PACKET_BYTES, Cluster
-from paceline.planning.round_patterns import Pattern, Ratios, candidates, patterns
+from paceline.planning.round_patterns import Pattern, Ratios, candidates, is_possible, patterns
 
 _TAIL_PACKETS = 3  # losses among a message's last packets are not noticed by what follows
 
@@ -105,8 +105,14 @@ def cheapest(cluster: Cluster, num_bytes: float) -> CollectiveCost:
 
 
 def cost_for(cluster: Cluster, algorithm: str, num_bytes: float) -> CollectiveCost:
-    """The cost of a named algorithm, or of the cheapest one if it is called "auto"."""
-    return cheapest(cluster, num_bytes) if algorithm == "auto" else collective_cost(cluster, algorithm)
+    """The cost of a named algorithm, or of the cheapest one if it is called "auto".
+
+    A hierarchical one is its flat part where there is no hierarchy: one host, or one rank on each.
+    """
+    if algorithm == "auto":
+        return cheapest(cluster, num_bytes)
+    flat = algorithm.removeprefix("hierarchical_")
+    return collective_cost(cluster, algorithm if is_possible(algorithm, cluster.topology) else flat)
 
 
 class _Ledger:
@@ -158,7 +164,7 @@ class _Ledger:
         inside = np.bincount(source[~crosses], sent[~crosses], minlength=size)
         found = {
             _words(int(busy.argmax()), self.cluster): float(busy.max()),
-            "the memory within a host": float(inside.max()) / self.cluster.within.bytes_per_s,
+            "the links within a host": float(inside.max()) / self.cluster.within.bytes_per_s,
         }
         if self.cluster.racks > 1:
             leaves = self.rack[source] != self.rack[target]

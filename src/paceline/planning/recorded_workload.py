@@ -52,7 +52,7 @@ class Workload:
         name: Of the model or script.
         source: Where the times are from, in words for a report.
         layers: In the order of forward.
-        optimizer_s: After backward.
+        optimizer_s: After backward: clipping, the optimizer.
         other_s: Between the optimizer and the next forward, such as loading data.
         samples_per_step: Of one device; None if nobody said.
         relative_steps: Computing of each recorded step over the median: how it varies. Empty: it does not.
@@ -193,6 +193,11 @@ def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> 
     steps = [_parsed(line) for line in lines if line.strip()]
     complete = [step for step in steps if isinstance(step, dict)]
     cut_off = len(steps) - len(complete)
+    if header.get("num_ranks", 1) != 1:
+        raise ConfigurationError(
+            f"the trace {path} was recorded on {header['num_ranks']} ranks: its steps contain waiting for others. "
+            "Score a prediction with it (`paceline plan score`), or record one rank alone to predict from."
+        )
     try:
         layers = header["layers"]
         timed = [step for step in complete if not step["warm_up"]]
@@ -230,6 +235,45 @@ def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> 
         raise ConfigurationError(
             f"the trace {path} is damaged ({type(error).__name__}: {error}). {_AGAIN}"
         ) from error
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """How long the steps of a trace were, on however many ranks."""
+
+    name: str
+    num_ranks: int
+    steps_s: tuple[float, ...]
+
+
+def measured_steps(path: Path) -> MeasuredSteps:
+    """Read the whole steps of a trace, for a score.
+
+    Raises:
+        ConfigurationError: It is no trace of this version, or holds no complete step.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the trace {path} cannot be read. {_AGAIN}") from error
+    header = _parsed(lines[0]) if lines else None
+    if not isinstance(header, dict) or header.get("format") != TRACE_FORMAT:
+        raise ConfigurationError(f"{path} is not a trace: only a trace of a real run scores. {_AGAIN}")
+    _check_version(header, path)
+    steps = [
+        step for step in map(_parsed, lines[1:]) if isinstance(step, dict) and not step.get("warm_up", True)
+    ]
+    try:
+        parts = ("forward_s", "backward_s", "optimizer_s", "other_s")
+        steps_s = tuple(sum(float(step[part]) for part in parts) for step in steps)
+        found = MeasuredSteps(str(header["name"]), int(header.get("num_ranks", 1)), steps_s)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"the trace {path} is damaged ({type(error).__name__}: {error}). {_AGAIN}"
+        ) from error
+    if not steps_s:
+        raise ConfigurationError(f"the trace {path} holds no complete step after the warm-up. {_AGAIN}")
+    return found
 
 
 def _order(ready_s: Sequence[Sequence[float]]) -> list[int]:

@@ -33,6 +33,7 @@ MODEL_ERROR = (
 KNEE = 0.5  # what the last device added must bring, of what the first one brings
 _NUM_STEPS = 30
 _NUM_DRAWS = 20
+_STEPS_OF_A_DRAW = 5
 _NEGLIGIBLE = 0.03  # of a step
 _RATE_RANGE, _LATENCY_RANGE = (0.75, 1.1), (0.5, 2.0)
 Tell = Callable[[float], None]
@@ -171,9 +172,12 @@ def _band(question: Question, cluster: Cluster, step_s: float) -> tuple[float, f
     """Percentiles of the step under other links, other computing, and the model's error."""
     random = np.random.default_rng(question.seed)
     recorded = question.workload.relative_steps
-    middle_s = simulate(question.workload, cluster, question.plan, seed=question.seed).micro_step_s
+    few = _STEPS_OF_A_DRAW
+    middle_s = simulate(
+        question.workload, cluster, question.plan, num_steps=few, seed=question.seed
+    ).micro_step_s
     drawn = []
-    for i in range(_NUM_DRAWS):
+    for _ in range(_NUM_DRAWS):
         faster = random.uniform(*_RATE_RANGE)
         latency = math.exp(random.uniform(*np.log(_LATENCY_RANGE)))
         computing = float(np.median(random.choice(recorded, len(recorded)))) if recorded else 1.0
@@ -181,7 +185,8 @@ def _band(question: Question, cluster: Cluster, step_s: float) -> tuple[float, f
             question.workload.taking(computing),
             cluster.with_links(faster=faster, latency_ratio=latency),
             question.plan,
-            seed=question.seed + i,
+            num_steps=few,
+            seed=question.seed,  # the same stragglers: what differs is what the band is about
         ).micro_step_s
         error = math.exp(random.normal(0.0, MODEL_ERROR)) if cluster.num_ranks > 1 else 1.0
         drawn.append(other / middle_s * error * step_s)
@@ -191,7 +196,7 @@ def _band(question: Question, cluster: Cluster, step_s: float) -> tuple[float, f
 def what_limits(workload: Workload, cluster: Cluster, plan: Plan, seed: int = 0) -> str:
     """What keeps the step from being shorter: computing, or whatever would save most if it were not there."""
     if cluster.num_ranks == 1:
-        return "computing: one rank, nothing to overlap"
+        return "computing (one rank)"
     base = simulate(workload, cluster, plan, num_steps=_NUM_STEPS, seed=seed)
     even = replace(cluster, speeds=())
     calm = replace(workload, relative_steps=())
@@ -259,11 +264,12 @@ def _remedies(
 
 
 def _knee(points: Sequence[Point]) -> int:
-    """Where a device added stops bringing half of what the first one brings."""
+    """The last point at which the devices added since the one before brought enough, each.
+
+    Not the first at which they did not: the step onto a second host costs more than the third and fourth host do.
+    """
     knee = points[0].num_ranks
     for before, after in pairwise(points):
-        added = (after.speed_up - before.speed_up) / (after.num_ranks - before.num_ranks)
-        if added < KNEE:
-            break
-        knee = after.num_ranks
+        if after.speed_up - before.speed_up >= KNEE * (after.num_ranks - before.num_ranks):
+            knee = after.num_ranks
     return knee
