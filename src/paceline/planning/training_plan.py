@@ -69,7 +69,7 @@ class Plan:
     def describe(self) -> str:
         """Some words for a table."""
         last = self.caps_bytes[-1]
-        words = ["one bucket" if last == math.inf else f"buckets of {last / MEBIBYTE:g} MiB"]
+        words = ["one bucket" if last == math.inf else f"buckets of {last / MEBIBYTE:.3g} MiB"]
         words.append(self.algorithm if self.servers is None else f"{self.servers.number} parameter servers")
         if self.payload_ratio != 1:
             words.append(f"{self.payload_ratio:g} of the bytes")

@@ -137,18 +137,27 @@ class PredictionStudy(TimeStudy[StudyOptions]):
 
     def draw(self, outcomes: Any, findings: Findings, path: Path) -> None:
         """Predicted over measured, one mark a run."""
-        draw_panels(path, "Steps on emulated clusters, timed compute", [_scatter(findings.summaries["runs"])])
+        draw_scatter(path, findings.summaries["runs"])
 
 
-def _scatter(runs: Sequence[Mapping[str, Any]]) -> Panel:
+def draw_scatter(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Draw predicted over measured steps, with and without what emulation costs."""
+    panels = [
+        _scatter("with what emulation costs", runs, "predicted_s"),
+        _scatter("the network alone", runs, "without_emulation_s"),
+    ]
+    draw_panels(path, "Steps on emulated clusters: predicted and measured, timed compute", panels)
+
+
+def _scatter(title: str, runs: Sequence[Mapping[str, Any]], key: str) -> Panel:
     lines = []
     for i, label in enumerate(dict.fromkeys(run["label"] for run in runs)):
-        points = [(1e3 * x["measured_s"], 1e3 * x["predicted_s"]) for x in runs if x["label"] == label]
+        points = [(1e3 * x["measured_s"], 1e3 * x[key]) for x in runs if x["label"] == label]
         color, marker = CURVE_COLORS[i % len(CURVE_COLORS)], "os^"[i // len(CURVE_COLORS) % 3]
         lines.append(Line(label, points, color, "", marker))
-    most = 1.05 * max(max(1e3 * x["measured_s"], 1e3 * x["predicted_s"]) for x in runs)
+    most = 1.05 * max(max(1e3 * x["measured_s"], 1e3 * x[key]) for x in runs)
     lines.append(Line("equal", [(0, 0), (most, most)], PAPER, "-", ""))
-    return Panel("", "measured ms a step", "predicted ms a step", lines)
+    return Panel(title, "measured ms a step", "predicted ms a step", lines)
 
 
 def _cluster(place: _Place, options: StudyOptions) -> tuple[ClusterSpec, list[HostLink]]:
