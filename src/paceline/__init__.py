@@ -16,6 +16,7 @@ from paceline.version import __version__
 if TYPE_CHECKING:
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm, windows
     from paceline.integrations.torch_patch import patch_torch
+    from paceline.observe.workload_recording import record_workload
 
 __all__ = [
     "DistributedDataParallel",
@@ -23,6 +24,7 @@ __all__ = [
     "__version__",
     "convert_sync_batchnorm",
     "patch_torch",
+    "record_workload",
     "windows",
 ]
 
@@ -31,6 +33,7 @@ _HOME_OF = {
     "SyncBatchNorm": "paceline.ddp",
     "convert_sync_batchnorm": "paceline.ddp",
     "patch_torch": "paceline.integrations.torch_patch",
+    "record_workload": "paceline.observe.workload_recording",
     "windows": "paceline.ddp",
 }
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from paceline import __version__
-from paceline.cli import bench, demo, emulate, run, studies, svm
+from paceline.cli import bench, demo, emulate, plan, run, studies, svm
 from paceline.errors import ConfigurationError, PacelineError
 
 app = typer.Typer(
@@ -55,6 +55,7 @@ bench.bench.command("study")(studies.paper_figure)
 bench.bench.command("scaling")(studies.scaling)
 app.add_typer(bench.bench)
 app.command("emulate", **emulate.SETTINGS)(emulate.emulate)
+app.add_typer(plan.plan, name="plan")
 app.add_typer(studies.app, name="study")
 app.add_typer(svm.app, name="svm")
 
