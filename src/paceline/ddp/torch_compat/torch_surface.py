@@ -95,6 +95,11 @@ class TorchSurface:
                 f"register_comm_hook: gradients are combined by reduction={self._reduction!r}, which the hook would "
                 "replace. Leave out either."
             )
+        if self._steps.forward_overlap is not None:
+            raise RuntimeError(
+                "register_comm_hook and overlap_forward: pieces of buckets are summed, which the hook would replace. "
+                "Leave out either."
+            )
         reduction = make_reduction(state, hook, backend_of(self.process_group))
         self._comm_hook = (hook, state)
         self._comm_hooks.append((hook, state))
@@ -214,6 +219,11 @@ class TorchSurface:
         Args:
             new_process_group: A group that contains this rank; every member must switch in the same step.
         """
+        if self._steps.forward_overlap is not None:
+            raise RuntimeError(
+                "_update_process_group and overlap_forward: gradients travel in a process group that was opened with "
+                "the module. Leave out overlap_forward."
+            )
         self.process_group = new_process_group
         self._process_groups = [new_process_group]
         self._steps.move_to(new_process_group)
