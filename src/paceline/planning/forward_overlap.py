@@ -64,6 +64,7 @@ class MeasuredStep:
         needed_s: Of each bucket: seconds of forward before the first use of its parameters.
         backward_s: Of the whole backward.
         forward_s: Of the whole forward.
+        reduced_s: From the beginning of backward until all gradients were there, as it was measured without overlap.
         rate_bytes_per_s: Bytes of gradients that are reduced in a second while the link is busy.
     """
 
@@ -71,10 +72,11 @@ class MeasuredStep:
     needed_s: tuple[float, ...]
     backward_s: float
     forward_s: float
+    reduced_s: float
     rate_bytes_per_s: float
 
     def __post_init__(self) -> None:
-        times = [*self.ready_s, *self.needed_s, self.backward_s, self.forward_s]
+        times = [*self.ready_s, *self.needed_s, self.backward_s, self.forward_s, self.reduced_s]
         if len(self.ready_s) != len(self.needed_s) or not self.ready_s or min(times) < 0:
             raise ConfigurationError(
                 f"a measured step has {len(self.ready_s)} ready times and {len(self.needed_s)} times of need, the "
@@ -143,7 +145,10 @@ class Gain:
 
 
 def predict(pieces: Sequence[Piece], order: Sequence[int], step: MeasuredStep) -> Gain:
-    """Return what sending pieces in this order saves, on a link of the measured rate."""
+    """Return what sending pieces in this order saves, on a link of the measured rate.
+
+    What is there now is taken as measured where the simulation thinks it longer, so that it does not flatter itself.
+    """
     rate = step.rate_bytes_per_s
     in_turn = arrivals(pieces, range(len(pieces)), step, rate)
     arrived_s = arrivals(pieces, order, step, rate)
@@ -151,7 +156,7 @@ def predict(pieces: Sequence[Piece], order: Sequence[int], step: MeasuredStep) -
     for needed_s, bucket in sorted((needed_s, bucket) for bucket, needed_s in enumerate(step.needed_s)):
         now_s, ran_s = max(now_s + needed_s - ran_s, arrived_s[bucket]), needed_s
     return Gain(
-        without_s=max(step.backward_s, *in_turn) + step.forward_s,
+        without_s=min(max(step.backward_s, *in_turn), step.reduced_s) + step.forward_s,
         with_s=max(now_s + step.forward_s - ran_s, *arrived_s),
     )
 

@@ -40,6 +40,7 @@ def measure(
         needed_s=tuple(needed_s),
         backward_s=median([step.backward_s for step in alike]),
         forward_s=forward_s,
+        reduced_s=median([step.backward_s + step.exposed_s for step in alike]),
         rate_bytes_per_s=sum(sizes) / max(busy_s, 1e-9),
     )
 
@@ -50,7 +51,9 @@ def agree(pieces: Sequence[Piece], mine: MeasuredStep, group: ProcessGroup, peer
     Contract:
         Collective: every rank.  Blocks: yes.  Afterwards: the same on all ranks.
     """
-    row = torch.tensor([mine.rate_bytes_per_s, mine.backward_s, *mine.ready_s], dtype=torch.float64)
+    row = torch.tensor(
+        [-mine.reduced_s, mine.rate_bytes_per_s, mine.backward_s, *mine.ready_s], dtype=torch.float64
+    )
     rows = [torch.empty_like(row) for _ in range(group.size())]
     peers.wait(launch_gather(rows, row, group), "gathering the times of a step")
     words = torch.zeros(len(pieces) + 2, dtype=torch.float64)
@@ -66,5 +69,5 @@ def agree(pieces: Sequence[Piece], mine: MeasuredStep, group: ProcessGroup, peer
 
 def _slowest(rows: Sequence[Tensor], mine: MeasuredStep) -> MeasuredStep:
     """The step whose gradients are there when the last rank's are. A rank that waits sees less of the link's rate."""
-    rate, backward_s, *ready_s = torch.stack(list(rows)).amax(0).tolist()
-    return MeasuredStep(tuple(ready_s), mine.needed_s, backward_s, mine.forward_s, rate)
+    reduced_s, rate, backward_s, *ready_s = torch.stack(list(rows)).amax(0).tolist()
+    return MeasuredStep(tuple(ready_s), mine.needed_s, backward_s, mine.forward_s, -reduced_s, rate)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -16,8 +17,8 @@ class Waiting(Protocol):
 
     is_idle: bool
 
-    def need(self, parameters: Sequence[Parameter]) -> None:
-        """These are about to be used."""
+    def need(self, parameters: Sequence[Parameter], evaluates: bool) -> None:
+        """These are about to be used, in evaluation or in training."""
 
 
 class _Wait:
@@ -30,7 +31,7 @@ class _Wait:
     def __call__(self, module: Module, inputs: Any) -> None:
         waiting = self._waiting()
         if waiting is not None and not waiting.is_idle:
-            waiting.need(self._parameters)
+            waiting.need(self._parameters, not module.training and not torch.is_grad_enabled())
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _wait_for_nothing
@@ -48,12 +49,15 @@ def _wait_for_nothing(module: Module, inputs: Any) -> None:
 
 
 def install(module: Module, waiting: Waiting, managed: Iterable[Parameter]) -> tuple[RemovableHandle, ...]:
-    """Make every part of `module` that has managed parameters of its own wait for them before its forward. Local."""
+    """Make every part of `module` wait before its forward for the managed parameters that are its own. Local.
+
+    A part that has none of its own, but has parts that have, says that it runs, too.
+    """
     ids = set(map(id, managed))
     return tuple(
-        part.register_forward_pre_hook(_Wait(waiting, own), prepend=True)
+        part.register_forward_pre_hook(_Wait(waiting, [p for p in _own(part) if id(p) in ids]), prepend=True)
         for part in module.modules()
-        if not _is_container(part) and (own := [p for p in _own(part) if id(p) in ids])
+        if not _is_container(part) and any(id(p) in ids for p in part.parameters())
     )
 
 

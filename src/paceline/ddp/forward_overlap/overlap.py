@@ -222,10 +222,16 @@ class ForwardOverlap:
 
     # ---- completing (rule 4)
 
-    def need(self, parameters: Sequence[Parameter]) -> None:
-        """A module is about to use these: complete their buckets."""
+    def need(self, parameters: Sequence[Parameter], evaluates: bool) -> None:
+        """A module is about to use these: complete their buckets.
+
+        In evaluation, all of them: torch's attention and transformer layers then read the parameters of their parts,
+        and take a slower way, with other rounding, if one of these is of a class of its own.
+        """
         self._needs.note(parameters)
-        if self._step is not None:
+        if evaluates:
+            self.settle()
+        elif self._step is not None:
             for parameter in parameters:
                 outstanding.complete(parameter)
 
