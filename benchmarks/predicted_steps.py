@@ -8,6 +8,7 @@ for this, on unequal clusters as well.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,7 +92,12 @@ def main(
         provenance=collect(1, load_before),
     )
     publish(report, results_folder, as_json)
-    draw_scatter(figure_path(report, results_folder), report.samples["runs"])
+    draw(report.record(), figure_path(report, results_folder))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw predicted over measured steps from a stored report."""
+    return draw_scatter(record["samples"]["runs"], path)
 
 
 @cache

@@ -36,6 +36,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "optimizers": "optimizers",
     "overhead": "overhead",
     "overlap": "overlap",
+    "predicted-steps": "predicted_steps",
     "step": step_report.draw,
     "step_time": "step_time",
     "study-mlstm-scaling": ScalingStudy().draw,
@@ -43,6 +44,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "svm": "svm",
     "svm-memory": None,
     "svm-ranks": "svm_ranks",
+    "unequal": "unequal",
 }
 
 

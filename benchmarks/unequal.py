@@ -11,8 +11,9 @@ arithmetic: the time at which all ranks would finish together if samples could b
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -28,7 +29,8 @@ from paceline.lab.bench.protocol import turns
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks, gather
-from paceline.lab.report.figures import save_lines
+from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.look import CURVE_COLORS
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, ratios, slowest_rank
 from paceline.planning import Speed, ideal_s
@@ -338,17 +340,22 @@ def main(
     cost = LoopbackRanks(config.cost_ranks).run(measure_cost, config, "cost")[0]
     result = report(runs, cost, config, load_before, quick)
     publish(result, results_folder, as_json)
-    lines = {
-        run.case.name: [(float(at), Summary.of([ratio])) for at, ratio in enumerate(run.ratio_to_ideal(), 1)]
-        for run in runs
-    }
-    save_lines(
-        figure_path(result, results_folder),
-        "Step time with balance='auto', by the ranks' slowness",
-        ("step", "multiple of the ideal"),
-        lines,
-        references={"5 % above the ideal": TARGET_IDEAL},
+    draw(result.record(), figure_path(result, results_folder))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw each case's steps as multiples of its ideal, from a stored report."""
+    lines = []
+    for i, run in enumerate(record["samples"]["cases"]):
+        ratios = [
+            step_s / ideal_s for step_s, ideal_s in zip(run["step_s"][AUTO], run["ideal_s"], strict=True)
+        ]
+        color = CURVE_COLORS[i % len(CURVE_COLORS)]
+        lines.append(Line(run["case"], list(enumerate(ratios, 1)), color, marker=""))
+    axes = Lines(
+        "", "step", "multiple of the ideal", lines, top=3.0, levels={"5 % above the ideal": TARGET_IDEAL}
     )
+    return draw_figure(path, 'balance="auto" brings steps of unequal ranks to the ideal', [axes])
 
 
 if __name__ == "__main__":

@@ -173,7 +173,10 @@ class Window(Generic[Batch]):
         return list(map(float, sizes))
 
     def _check_no_gradients(self) -> None:
+        overlap = self._steps.forward_overlap
         for name, parameter in self._steps.reducer.managed.named().items():
+            if overlap is not None and overlap.will_drop_gradient(parameter):
+                continue
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
                 gradient = gradient._values()

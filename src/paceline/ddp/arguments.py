@@ -283,6 +283,55 @@ def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
         )
 
 
+def check_forward_overlap(
+    wanted: bool | str,
+    module: Module,
+    managed: ManagedParameters,
+    process_groups: Sequence[ProcessGroup],
+    reduction: Reduction,
+    mixed_precision: Any,
+    init_sync: bool,
+) -> None:
+    """Refuse `overlap_forward` with what it is not exact for.
+
+    Raises:
+        ConfigurationError: Naming it.
+    """
+    if wanted not in (True, "always", "debug"):
+        raise ConfigurationError(
+            f'overlap_forward={wanted!r} is none of True, False, "always" (without asking whether it pays) and "debug" '
+            "(always, and a read past the hooks raises)."
+        )
+    parts = list(module.modules())
+    named = managed.named()
+    not_here = {
+        "a module on an accelerator": any(p.device.type != "cpu" for p in managed.parameters),
+        "init_sync=False (it opens a process group)": not init_sync,
+        "several process groups": len(process_groups) > 1,
+        f"gradients combined by {reduction!r} (only the mean)": type(reduction) is not reductions.Mean,
+        "mixed_precision (it reads all parameters before forward; torch.autocast does not)": bool(
+            mixed_precision
+        ),
+        "sparse gradients": any(managed.sparse),
+        "a compiled or scripted part": any(
+            isinstance(part, torch.jit.ScriptModule)
+            or part._compiled_call_impl is not None
+            or hasattr(part, "_orig_mod")
+            for part in parts
+        ),
+        **{
+            f"{name}, a {type(p).__name__} (only torch.nn.Parameter)": type(p) is not Parameter
+            for name, p in named.items()
+        },
+    }
+    found = [what for what, is_there in not_here.items() if is_there]
+    if found:
+        raise ConfigurationError(
+            f"overlap_forward is not possible with {'; nor with '.join(found[:3])}. Leave out overlap_forward; the "
+            "guide's page on it says what it supports."
+        )
+
+
 def warn_of_ignored(
     check_reduction: bool, skip_unused: bool, static_graph: bool, find_unused: bool, lazy_buckets: bool
 ) -> None:

@@ -20,10 +20,12 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from paceline.comm.collectives import device_for_words
+from paceline.comm.gradient_group import group_for_pieces, on_one_host
 from paceline.comm.peers import Peers
 from paceline.ddp import arguments, inputs_outputs
 from paceline.ddp.accumulation import raise_if_refused
 from paceline.ddp.buffers import Broadcast, Buffers
+from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import JoinState, NextStep, agree_on_source, notify
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.plan import BucketCaps
@@ -92,6 +94,7 @@ class StepCoordinator:
         reduce_groups: The process groups that carry gradients.
         window: Of micro-batches, while within one.
         join: What is known of ranks without batches.
+        forward_overlap: What puts the end of steps off into the next forward, if anything does.
     """
 
     def __init__(
@@ -110,9 +113,9 @@ class StepCoordinator:
         self.window: Window[Any] | None = None
         self.join = JoinState()
         self._frozen: list[Parameter] = []
-        self._plain_step: tuple[WeightExchange, float] | None = (
-            None  # a weighed forward outside of windows was run
-        )
+        # A weighed forward outside of windows was run.
+        self._plain_step: tuple[WeightExchange, float] | None = None
+        self.forward_overlap: ForwardOverlap | None = None
         self.reducer: Reducer
 
     @property
@@ -181,11 +184,35 @@ class StepCoordinator:
         self.reducer = setting.make_reducer(managed, options, self.reduce_groups, self.peers, self.buffers)
         self.reducer.synchronizes = self._synchronizes
         self.reducer.reduction = setting.reduction
+        self.reducer.forward_overlap = self.forward_overlap
         self._frozen = [p for p in self._parameters if not p.requires_grad]
+
+    def overlap_forward(self, wanted: bool | str, managed: ManagedParameters) -> None:
+        """Make what puts the end of steps off into the next forward, where that may pay. Collective if `wanted`."""
+        is_forced = wanted in ("always", "debug")
+        if not wanted or self.process_group.size() == 1 or (on_one_host() and not is_forced):
+            return
+        self.forward_overlap = ForwardOverlap(
+            self._module,
+            managed.parameters,
+            self.process_group,
+            group_for_pieces(self.process_group),
+            self.peers,
+            is_forced,
+            poisons=wanted == "debug",
+        )
+
+    def check_outputs(self, outputs: Iterable[Tensor]) -> None:
+        """Debug: see `ForwardOverlap.check_outputs`. Local."""
+        if self.forward_overlap is not None:
+            names = {id(p): name for name, p in self.reducer.managed.named().items()}
+            self.forward_overlap.check_outputs(outputs, lambda parameter: names[id(parameter)])
 
     def rebuild_reducer(self, managed: ManagedParameters) -> None:
         """Put another reducer in the place of the one that there is. Local."""
         setting, timings, num_steps = self.setting, self.reducer.timings, self.reducer.num_steps
+        if self.forward_overlap is not None:
+            self.forward_overlap.follow(self._module, managed.parameters)
         setting.reduction.prepare(managed.named(), self.process_group)
         self.reducer.remove_hooks()
         self.build_reducer(managed)

@@ -26,14 +26,16 @@ from paceline.data import Balance, GlobalShuffle
 from paceline.ddp import arguments, inputs_outputs, sync_batch_norm
 from paceline.ddp.accumulation import Batch, Window
 from paceline.ddp.coordinator import Setting, StepCoordinator
+from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Shadow
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import tell_of_refusal
 from paceline.ddp.torch_compat import state_names
-from paceline.ddp.torch_compat.dynamo import may_compile, skip_package
+from paceline.ddp.torch_compat.dynamo import is_compiling, may_compile, skip_package
 from paceline.ddp.torch_compat.torch_surface import TorchsReducer, TorchSurface, take_over_optimizers
+from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings
 from paceline.reductions import Mean, Reduction
 
@@ -76,6 +78,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
         lazy_bucket_allocation: Of torch 2.15; warned about and ignored: gradients are the buckets, never a second copy.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
+        overlap_forward: Let the next forward run while gradients are still under way: backward returns when autograd is
+            done on all ranks, and a module's forward waits for its own parameters only. For an optimizer that went
+            through `paceline.optim.overlap`, on CPUs of several hosts, over Gloo; used where it is predicted to shorten
+            a step. "always": without asking. "debug": always, and a read past the hooks raises. Not torch's.
         compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", "onebit", "topk", "randomk", "powersgd", a
             `paceline.compression.Compressor`, or a reduction that compresses; "auto": only where that shortens a step.
             Not torch's.
@@ -128,6 +134,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         weight: Callable[..., float] | None = None,
         batch_sampler: GlobalShuffle | None = None,
         balance: Balance | str | None = None,
+        overlap_forward: bool | str = False,
     ) -> None:
         Module.__init__(self)
         Joinable.__init__(self)
@@ -162,6 +169,16 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             managed = arguments.manage(module, self.parameters_to_ignore, self._delay_all_reduce_params)
             self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
             arguments.check_linear(managed, self._reduction)
+            if overlap_forward:
+                arguments.check_forward_overlap(
+                    overlap_forward,
+                    module,
+                    managed,
+                    self._process_groups,
+                    self._reduction,
+                    mixed_precision,
+                    init_sync,
+                )
             self._reduction.prepare(managed.named(), self._process_groups[0])
             device = self._module_parameters[0].device
             self._shares = arguments.choose_shares(batch_sampler, balance, self._process_groups[0], device)
@@ -193,6 +210,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
+        self.overlaps_forward = bool(overlap_forward)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         arguments.warn_of_ignored(
@@ -202,9 +220,15 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             find_unused_parameters,
             lazy_bucket_allocation,
         )
-        self._set_up(managed, init_sync, init_sync_buffers)
+        self._set_up(managed, init_sync, init_sync_buffers, overlap_forward)
 
-    def _set_up(self, managed: ManagedParameters, init_sync: bool, init_sync_buffers: bool) -> None:
+    def _set_up(
+        self,
+        managed: ManagedParameters,
+        init_sync: bool,
+        init_sync_buffers: bool,
+        overlap_forward: bool | str = False,
+    ) -> None:
         """Everything that depends on the process group and cannot be pickled; collective if `init_sync`."""
         self._init_torch_surface()
         setting = Setting(
@@ -222,7 +246,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._steps = steps = StepCoordinator(self, self._module_parameters, setting, name)
         if steps.has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
-        on_cpu = steps.verify(managed, ("broadcast_buffers", init_sync_buffers)) if init_sync else []
+        more = (("broadcast_buffers", init_sync_buffers), ("overlap_forward", overlap_forward))
+        on_cpu = steps.verify(managed, *more) if init_sync else []
         if on_cpu and self.bucket_bytes_cap_default:
             self._caps = setting.caps = self._default_caps(any(on_cpu))
         # Where only some ranks have their gradients in host memory, none of them may open a group for those.
@@ -233,6 +258,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
                 sync_batch_norm.separate_group(self.module, self.process_group)
         if self.mixed_precision is not None and self.mixed_precision.buffer_dtype is not None:
             inputs_outputs.cast_buffers(self.module, self.mixed_precision.buffer_dtype)
+        steps.overlap_forward(overlap_forward, managed)
         steps.build_reducer(managed)
         weakref.finalize(self, steps.let_go)
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
@@ -242,6 +268,26 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def _default_caps(self, any_on_cpu: bool) -> BucketCaps:
         size_bytes = sum(p.numel() * p.element_size() for p in self._module_parameters if p.requires_grad)
         return BucketCaps.default(size_bytes, any_on_cpu, _is_on_one_host())
+
+    @property
+    def forward_overlap(self) -> ForwardOverlap | None:
+        """What puts the end of steps off into the next forward: `is_on`, `gain`. None without `overlap_forward`."""
+        return self._steps.forward_overlap
+
+    def settle(self) -> None:
+        """Complete the steps that `overlap_forward` has put off: every gradient arrives, every parameter is stepped.
+
+        Whoever reads a parameter or a gradient waits for it anyway; this is for reads that torch does not see, and for
+        measuring.
+
+        Contract:
+            Local: waits for what the ranks have launched.  Mutates: parameters, gradients, the optimizer's state.
+
+        Raises:
+            PeerLostError: A rank died or hangs; the model cannot be used any more.
+        """
+        if self.forward_overlap is not None:
+            self.forward_overlap.settle()
 
     @property
     def reducer(self) -> Reducer:  # type: ignore[override]
@@ -257,6 +303,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
             output = self._post_forward(output)
+            if self._steps.forward_overlap is not None:
+                self._steps.check_outputs(inputs_outputs.find_tensors(output))
             self.reducer.forward_s = time.perf_counter() - began_s
             return output
 
@@ -278,6 +326,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._check_not_within(TorchDDP._active_ddp_module)
+        if self._steps.forward_overlap is not None and is_compiling():
+            self.settle()  # what dynamo makes of a module does not run its hooks
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
             if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
@@ -357,6 +407,14 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             return {}
         return shares.balance.report(shares.sampler.batch)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as torch's; those that are still under way once they have been used."""
+        overlap = self.forward_overlap
+        if overlap is not None and overlap.has_outstanding:
+            overlap.zero_grad_of(self._module_parameters, set_to_none)
+        else:
+            super().zero_grad(set_to_none)
+
     def gradients_are_finite(self) -> bool:
         """Whether no `.grad` holds an infinity or a NaN: if one does, skip the optimizer's step, on all ranks alike.
 
@@ -386,6 +444,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             enable: False: do nothing.
             throw_on_early_termination: Raise on all ranks as soon as one has no more batches.
         """
+        if self.forward_overlap is not None:
+            raise ConfigurationError(
+                "join() and overlap_forward: a rank without batches has no forward to overlap with, and would keep the "
+                "others waiting. Leave out overlap_forward, or give all ranks equally many batches."
+            )
         return Join(
             [self],
             enable,

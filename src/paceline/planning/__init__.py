@@ -1,4 +1,4 @@
-"""Predicts how long training steps take, from measured times: with compression, other shares, other clusters; without torch."""
+"""Predicts how long steps take, from measured times: with compression, other shares, other clusters; without torch."""
 
 from paceline.planning.collective_time import CollectiveCost, Servers, collective_cost
 from paceline.planning.decision import Decision, Rules, decide

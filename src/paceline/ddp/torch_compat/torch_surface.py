@@ -145,6 +145,12 @@ class TorchSurface:
                 f"register_comm_hook: gradients are combined by reduction={self._reduction!r}, which the hook would "
                 "replace. Leave out either.",
             )
+        if self._steps.forward_overlap is not None:
+            self._log_and_throw(
+                RuntimeError,
+                "register_comm_hook and overlap_forward: pieces of buckets are summed, which the hook would replace. "
+                "Leave out either.",
+            )
         self._comm_hook = (hook, state)
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = name_of(hook)
@@ -266,6 +272,11 @@ class TorchSurface:
         Args:
             new_process_group: A group that contains this rank; every member must switch in the same step.
         """
+        if self._steps.forward_overlap is not None:
+            raise RuntimeError(
+                "_update_process_group and overlap_forward: gradients travel in a process group that was opened with "
+                "the module. Leave out overlap_forward."
+            )
         self.process_group = new_process_group
         self._process_groups = [new_process_group]
         self._steps.move_to(new_process_group)

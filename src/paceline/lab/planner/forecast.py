@@ -15,7 +15,8 @@ from paceline.errors import ConfigurationError
 from paceline.lab.emulation import quantities
 from paceline.lab.planner.scoring import PREDICTIONS
 from paceline.lab.planner.script_recording import DEFAULT_STEPS, record_script
-from paceline.lab.report.figures import OTHER, OURS, PAPER, Line, Panel, draw_panels, linear_line
+from paceline.lab.report.figures import Line, Lines, Panel, draw_figure, linear_line
+from paceline.lab.report.look import COMMUNICATION, OURS, PAPER
 from paceline.lab.report.publication import ReportFolder
 from paceline.lab.report.terminal import progress_bar, table
 from paceline.planning import Cluster, HostLink, Plan, Servers, Workload
@@ -187,7 +188,7 @@ def forecast(asked: Asked, folder: Path, *, as_json: bool) -> None:
         answer = predict_scaling(question, tell)
     lemmas = _Lemmas.beside(question, asked)
     _keep(report.path, question, answer)
-    drawn = asked.to > 1 and draw_panels(report.path / f"{_NAME}.png", _title(workload), _panels(answer))
+    drawn = asked.to > 1 and draw_figure(report.path / f"{_NAME}.png", _title(workload), _panels(answer))
     record = _record(asked, question, answer, lemmas)
     (report.path / f"{_NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
     if as_json:
@@ -343,7 +344,7 @@ def _panels(answer: Answer) -> list[Panel]:
     high = [point.num_ranks * alone_s / point.low_s for point in points]
     knee = Line("knee", [(answer.knee, 0), (answer.knee, points[-1].num_ranks)], PAPER, ":", "")
     return [
-        Panel(
+        Lines(
             "throughput",
             "devices",
             "times one device",
@@ -354,9 +355,10 @@ def _panels(answer: Answer) -> list[Panel]:
                 line("", high, OURS, ":", ""),
                 knee,
             ],
-            ticks=ticks,
+            ticks={tick: str(tick) for tick in ticks},
+            log_x=True,
         ),
-        Panel(
+        Lines(
             "a step",
             "devices",
             "ms",
@@ -365,11 +367,12 @@ def _panels(answer: Answer) -> list[Panel]:
                 line(
                     "without exposed communication",
                     [1e3 * (p.step_s - p.exposed_s) for p in points],
-                    OTHER,
+                    COMMUNICATION,
                     "--",
                 ),
             ],
-            ticks=ticks,
+            ticks={tick: str(tick) for tick in ticks},
+            log_x=True,
         ),
     ]
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.lab.report.figures import CURVE_COLORS, PAPER, Line, Panel, draw_panels
+from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.look import CURVE_COLORS, PAPER
 from paceline.lab.studies.cluster_study import (
     Block,
     StudyConfig,
@@ -135,29 +136,29 @@ class PredictionStudy(TimeStudy[StudyOptions]):
             {**summary(fitted, (*errors, total)), "runs": samples([run for _, run in outcomes], fitted)},
         )
 
-    def draw(self, outcomes: Any, findings: Findings, path: Path) -> None:
+    def draw(self, record: Mapping[str, Any], path: Path) -> None:
         """Predicted over measured, one mark a run."""
-        draw_scatter(path, findings.summaries["runs"])
+        draw_scatter(record["summaries"]["runs"], path)
 
 
-def draw_scatter(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
-    """Draw predicted over measured steps, with and without what emulation costs."""
+def draw_scatter(runs: Sequence[Mapping[str, Any]], path: Path) -> bool:
+    """Draw predicted over measured steps, with and without what emulation costs; returns whether it was drawn."""
     panels = [
         _scatter("with what emulation costs", runs, "predicted_s"),
         _scatter("the network alone", runs, "without_emulation_s"),
     ]
-    draw_panels(path, "Steps on emulated clusters: predicted and measured, timed compute", panels)
+    return draw_figure(path, "Steps on emulated clusters: predicted and measured, timed compute", panels)
 
 
-def _scatter(title: str, runs: Sequence[Mapping[str, Any]], key: str) -> Panel:
+def _scatter(title: str, runs: Sequence[Mapping[str, Any]], key: str) -> Lines:
     lines = []
     for i, label in enumerate(dict.fromkeys(run["label"] for run in runs)):
         points = [(1e3 * x["measured_s"], 1e3 * x[key]) for x in runs if x["label"] == label]
         color, marker = CURVE_COLORS[i % len(CURVE_COLORS)], "os^"[i // len(CURVE_COLORS) % 3]
-        lines.append(Line(label, points, color, "", marker))
+        lines.append(Line(label, points, color, " ", marker))
     most = 1.05 * max(max(1e3 * x["measured_s"], 1e3 * x[key]) for x in runs)
     lines.append(Line("equal", [(0, 0), (most, most)], PAPER, "-", ""))
-    return Panel(title, "measured ms a step", "predicted ms a step", lines)
+    return Lines(title, "measured ms a step", "predicted ms a step", lines)
 
 
 def _cluster(place: _Place, options: StudyOptions) -> tuple[ClusterSpec, list[HostLink]]:
