@@ -27,6 +27,8 @@ from paceline.ddp.accumulation import Batch, Window
 from paceline.ddp.coordinator import Setting, StepCoordinator
 from paceline.ddp.joining import Shadow
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.mixed_precision import LowPrecision, cast_buffers
+from paceline.ddp.mixed_precision import check as check_precision
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import tell_of_refusal
@@ -137,6 +139,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             managed = arguments.manage(module, self.parameters_to_ignore, self._delay_all_reduce_params)
             self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
             arguments.check_linear(managed, self._reduction)
+            if mixed_precision is not None and mixed_precision.param_dtype is not None:
+                check_precision(module, mixed_precision.param_dtype, mixed_precision.buffer_dtype)
             self._reduction.prepare(managed.named(), self._process_groups[0])
         except (RuntimeError, ValueError) as error:
             self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
@@ -198,7 +202,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             if steps.has_sync_batch_norm:
                 sync_batch_norm.separate_group(self.module, self.process_group)
         if self.mixed_precision is not None and self.mixed_precision.buffer_dtype is not None:
-            inputs_outputs.cast_buffers(self.module, self.mixed_precision.buffer_dtype)
+            cast_buffers(self.module, self.mixed_precision.buffer_dtype)
+        self._low_precision: LowPrecision | None = None
+        if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
+            self._low_precision = LowPrecision(self.module, self.mixed_precision.param_dtype)
         steps.build_reducer(managed)
         weakref.finalize(self, steps.let_go)
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
@@ -242,9 +249,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
-            if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
-                dtype = self.mixed_precision.param_dtype
-                return inputs_outputs.forward_in(self.module, dtype, inputs, kwargs)
+            if self._low_precision is not None:
+                return self._low_precision.forward(inputs, kwargs)
             return self._call_module(*inputs, **kwargs)
         finally:
             TorchDDP._active_ddp_module = outer
@@ -256,7 +262,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def _post_forward(self, output: Any) -> Any:
         if self._trains():
             begin = self.reducer.open_forwards.begin_of_last
-            self._steps.watch(inputs_outputs.find_nodes(output, self.module, begin))
+            nodes = inputs_outputs.find_nodes(output, self.module, begin)
+            self._steps.watch(nodes)
+            if self._low_precision is not None:
+                self._low_precision.keep_for_backward(nodes)
         return output
 
     # ---- when to synchronize
@@ -362,7 +371,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        left_out = {"process_group", "_process_groups", "_steps", "logger", "device_mesh"}
+        left_out = {"process_group", "_process_groups", "_steps", "logger", "device_mesh", "_low_precision"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["_state_dict_hooks"] = type(self._state_dict_hooks)()
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
