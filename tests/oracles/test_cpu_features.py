@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
 
 from models import Mlp, digest, generator, sgd, squares
 from paceline import DistributedDataParallel
+from paceline.errors import ConfigurationError
 from ranks import pool
 
 TOLERANCE = 1e-10
@@ -158,6 +160,111 @@ def test_mixed_precision(dtypes, inside):
     assert first[1] == {"torch.float32"}
     assert first[2] == second[2]
     assert first[3] < 0.1
+
+
+class Recomputed(nn.Module):
+    """Two layers that are checkpointed, normalisations, and a parameter that a checkpointed function uses itself."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.BatchNorm1d(16))
+        self.scale = nn.Parameter(torch.ones(16))
+        self.last = nn.utils.parametrizations.weight_norm(nn.Linear(16, 4))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        if self.reentrant is None:
+            return self.last(self._scaled(self.block(x)))
+        x = checkpoint(
+            self._scaled, checkpoint(self.block, x, use_reentrant=self.reentrant), use_reentrant=False
+        )
+        return self.last(x)
+
+    def _scaled(self, x):
+        return torch.sin(x * self.scale)
+
+
+def recomputed_in_low_precision(rank, num_ranks, buffer_dtype):
+    """Distances of gradients from those of a low module, by kind of checkpointing; and what is left afterwards."""
+    low = torch.bfloat16
+    found = {}
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        origin = Recomputed(reentrant)
+        copies = [copy.deepcopy(origin) for _ in range(num_ranks)]
+        precision = _MixedPrecision(param_dtype=low, reduce_dtype=torch.float32, buffer_dtype=buffer_dtype)
+        model = DistributedDataParallel(origin, mixed_precision=precision)
+        for one in copies:
+            one.reentrant = None
+            for part in one.modules():
+                if not (buffer_dtype is None and isinstance(part, nn.BatchNorm1d)):
+                    for p in part.parameters(recurse=False):
+                        p.data = p.to(low)
+                    for name, b in part.named_buffers(recurse=False):
+                        part._buffers[name] = b.to(low) if b.is_floating_point() else b
+        worst = 0.0
+        for step in range(2):
+            xs = [torch.randn(8, 8, generator=generator(step, r)) for r in range(num_ranks)]
+            model.zero_grad()
+            sum(squares(model(xs[rank] * k)) for k in (1, 2)).backward()
+            for one, x in zip(copies, xs, strict=True):
+                one.zero_grad()
+                sum(squares(one(x.to(low) * k)) for k in (1, 2)).backward()
+            grads = zip(model.module.parameters(), *(one.parameters() for one in copies), strict=True)
+            for p, *others in grads:
+                mean = sum(q.grad.float() for q in others) / num_ranks
+                worst = max(worst, ((p.grad - mean).norm() / mean.norm().clamp(min=1e-6)).item())
+        loss = squares(model(xs[rank]))
+        handle = model.module.first.weight.register_hook(_raise)
+        with pytest.raises(StumbleError):
+            loss.backward()
+        handle.remove()
+        kinds = {(type(p), p.dtype) for p in model.module.parameters()}
+        found[reentrant] = worst, kinds == {(nn.Parameter, torch.float32)}
+    return found
+
+
+class StumbleError(Exception):
+    """Ends a backward."""
+
+
+def _raise(_gradient):
+    raise StumbleError
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("buffer_dtype", [None, torch.bfloat16], ids=str)
+def test_mixed_precision_is_recomputed_in(buffer_dtype):
+    """With either kind of checkpointing, as a module in bfloat16; parameters are themselves afterwards."""
+    for found in pool(2).run(recomputed_in_low_precision, buffer_dtype):
+        for worst, is_back in found.values():
+            assert worst < 0.05
+            assert is_back
+
+
+def refused_precision(_rank, _num_ranks):
+    said = []
+    for norm in (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm):
+        module = nn.Sequential(norm(nn.Linear(8, 8)))
+        try:
+            DistributedDataParallel(module, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+        except ConfigurationError as error:
+            said.append(str(error))
+        both = _MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+        model = DistributedDataParallel(module, mixed_precision=both)
+        squares(model(torch.ones(2, 8))).backward()
+    return said
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_spectral_norm_needs_low_buffers():
+    """Its parameter is multiplied by its buffers: without `buffer_dtype` that is refused before anything runs."""
+    for said in pool(2).run(refused_precision):
+        assert len(said) == 2
+        assert all("Pass buffer_dtype=torch.bfloat16 as well" in words for words in said)
 
 
 def step_in_backward(rank, _num_ranks, seed, optimizer_class, options):

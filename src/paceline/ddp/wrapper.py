@@ -29,6 +29,8 @@ from paceline.ddp.coordinator import Setting, StepCoordinator
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Shadow
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.mixed_precision import LowPrecision, cast_buffers
+from paceline.ddp.mixed_precision import check as check_precision
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import tell_of_refusal
@@ -179,6 +181,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
                     mixed_precision,
                     init_sync,
                 )
+            if mixed_precision is not None and mixed_precision.param_dtype is not None:
+                check_precision(module, mixed_precision.param_dtype, mixed_precision.buffer_dtype)
             self._reduction.prepare(managed.named(), self._process_groups[0])
             device = self._module_parameters[0].device
             self._shares = arguments.choose_shares(batch_sampler, balance, self._process_groups[0], device)
@@ -257,7 +261,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             if steps.has_sync_batch_norm:
                 sync_batch_norm.separate_group(self.module, self.process_group)
         if self.mixed_precision is not None and self.mixed_precision.buffer_dtype is not None:
-            inputs_outputs.cast_buffers(self.module, self.mixed_precision.buffer_dtype)
+            cast_buffers(self.module, self.mixed_precision.buffer_dtype)
+        self._low_precision: LowPrecision | None = None
+        if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
+            self._low_precision = LowPrecision(self.module, self.mixed_precision.param_dtype)
         steps.overlap_forward(overlap_forward, managed)
         steps.build_reducer(managed)
         weakref.finalize(self, steps.let_go)
@@ -330,9 +337,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self.settle()  # what dynamo makes of a module does not run its hooks
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
-            if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
-                dtype = self.mixed_precision.param_dtype
-                return inputs_outputs.forward_in(self.module, dtype, inputs, kwargs)
+            if self._low_precision is not None:
+                return self._low_precision.forward(inputs, kwargs)
             return self._call_module(*inputs, **kwargs)
         finally:
             TorchDDP._active_ddp_module = outer
@@ -344,7 +350,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def _post_forward(self, output: Any) -> Any:
         if self._trains():
             begin = self.reducer.open_forwards.begin_of_last
-            self._steps.watch(inputs_outputs.find_nodes(output, self.module, begin))
+            nodes = inputs_outputs.find_nodes(output, self.module, begin)
+            self._steps.watch(nodes)
+            if self._low_precision is not None:
+                self._low_precision.keep_for_backward(nodes)
         return output
 
     # ---- when to synchronize
@@ -472,7 +481,15 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        left_out = {"process_group", "_process_groups", "_steps", "logger", "device_mesh", "_shares"}
+        left_out = {
+            "process_group",
+            "_process_groups",
+            "_steps",
+            "logger",
+            "device_mesh",
+            "_shares",
+            "_low_precision",
+        }
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         state["_load_state_dict_post_hooks"] = type(self._load_state_dict_post_hooks)()
