@@ -90,6 +90,14 @@ def test_adasum_benchmark_reports(tmp_path: Path) -> None:
     assert all(1.0 <= float(row[-1]) < 1.05 for row in record["rows"])
 
 
+def test_flags_have_no_type_in_a_benchmarks_help(tmp_path: Path) -> None:
+    """They take no value, as those of `paceline`'s commands."""
+    done = benchmark("benchmarks.overhead", "--help", folder=tmp_path)
+    assert done.code == 0
+    assert "--quick" in done.out
+    assert "bool" not in done.out
+
+
 def test_an_unknown_name_is_one_paragraph(tmp_path: Path) -> None:
     """No traceback for a typing mistake; the message lists what there is."""
     done = benchmark("benchmarks.step_time", "--workload", "resnet5", folder=tmp_path)
