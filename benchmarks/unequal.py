@@ -5,7 +5,8 @@ compete for the machine's cores. Gradients, weights, reports and their exchange 
 arithmetic: the time at which all ranks would finish together if samples could be divided; it has no communication.
 
     auto / ideal     median of the steps after the first 20
-    auto / equal     what was gained
+    best / ideal     the same loop, given the best shares from the start: what the machine adds to the ideal
+    equal / auto     what was gained
     cost             equal speeds: auto / the same loop with fixed shares, and / a plain loop, in alternating turns
     followed         a rank is throttled in mid-run: the step from which all are within a tenth of the new ideal
 """
@@ -31,10 +32,10 @@ from paceline.lab.bench.ranks import LoopbackRanks, gather
 from paceline.lab.report.figures import save_lines
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, ratios, slowest_rank
-from paceline.planning import Speed, ideal_s
+from paceline.planning import Speed, best_shares, ideal_s
 
 NAME = "unequal"
-EQUAL, AUTO, FIXED, PLAIN = "equal", "auto", "fixed", "plain"
+EQUAL, BEST, AUTO, FIXED, PLAIN = "equal", "best", "auto", "fixed", "plain"
 LEARNING_STEPS = 20  # the goal: near the ideal after so many
 TARGET_IDEAL, TARGET_COST, TARGET_FOLLOWED = 1.05, 1.01, 10.0
 NEAR = 1.1
@@ -78,9 +79,9 @@ CASES = (
     Case((1, 2)),
     Case((1, 8)),
     Case((1, 8), fixed_s=0.1),
-    Case((1, 1, 2, 2)),
-    Case((1, 1, 2, 2, 4, 4, 8, 8)),
-    Case((1, 1, 1, 1), throttled=(2, 3.0)),
+    Case((1, 1, 2, 2), ideal_s=0.5),
+    Case((1, 1, 2, 2, 4, 4, 8, 8), ideal_s=1.0),
+    Case((1, 1, 1, 1), ideal_s=0.5, throttled=(2, 3.0)),
 )
 
 
@@ -142,6 +143,8 @@ class Training:
     def __init__(self, side: str, case: Case, num_steps: int) -> None:
         data = TensorDataset(torch.randn(case.size * (num_steps + 1), 64))
         batch = GlobalBatch((case.samples_per_rank,) * len(case.slowness))
+        if side == BEST:
+            batch = GlobalBatch(best_shares(case.speeds(), case.size))
         self.network = Slow(case.speeds()[dist.get_rank()])
         self.shuffle = GlobalShuffle(data, batch)
         arguments: dict[str, Any] = {} if side == PLAIN else {"batch_sampler": self.shuffle}
@@ -206,7 +209,7 @@ def measure(work: tuple[Case, int], tell: TellProgress) -> Run:
     step_s: dict[str, list[float]] = {}
     ideal: list[float] = []
     report: dict[str, Any] = {}
-    for side in (EQUAL, AUTO):
+    for side in (EQUAL, BEST, AUTO):
         training, mine = Training(side, case, num_steps), []
         speeds = case.speeds()
         ideal = []
@@ -217,7 +220,7 @@ def measure(work: tuple[Case, int], tell: TellProgress) -> Run:
                 training.network.speed = speeds[dist.get_rank()]
             ideal.append(ideal_s(speeds, case.size))
             mine.append(training.step())
-            tell((len(step_s) + place / num_steps) / 2)
+            tell((len(step_s) + place / num_steps) / 3)
         step_s[side] = slowest_rank(gather(mine))
         report = training.model.balance_report()
     return Run(case, step_s, ideal, report)
@@ -252,6 +255,7 @@ def report(
         settled = Summary.of(late[len(late) // 2 :] if is_throttled else late or run.ratio_to_ideal())
         gain = Summary.of(run.step_s[EQUAL]).median / Summary.of(run.step_s[AUTO][-len(late) :]).median
         equal = Summary.of(run.step_s[EQUAL]).median / run.ideal_s[0]
+        best = Summary.of(run.step_s[BEST]).median / run.ideal_s[0]
         verdicts.append(Verdict(f"{run.case.name}: auto / ideal", settled.median, TARGET_IDEAL, "x"))
         followed = run.followed_after() if is_throttled else None
         if followed is not None:
@@ -261,6 +265,7 @@ def report(
                 run.case.name,
                 str(len(run.case.slowness)),
                 f"{equal:.2f}",
+                f"{best:.3f}",
                 f"{settled.median:.3f}",
                 "-" if is_throttled else f"{gain:.2f}",
                 " ".join(map(str, run.report["samples"])),
@@ -272,6 +277,7 @@ def report(
                 "case": run.case.name,
                 "num_ranks": len(run.case.slowness),
                 "equal_to_ideal": equal,
+                "best_to_ideal": best,
                 "auto_to_ideal": settled.median,
                 "gain": None if is_throttled else gain,
                 "samples": run.report["samples"],
@@ -295,6 +301,7 @@ def report(
             "slowness",
             "ranks",
             "equal / ideal",
+            "best / ideal",
             "auto / ideal",
             "equal / auto",
             "samples",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from typing import TypeVar
 
 import torch
@@ -281,7 +281,7 @@ class GlobalShuffle(Sampler[list[int]]):
                     "within model.accumulate."
                 )
 
-    def steps(self, loader: Iterable[Batch]) -> Iterator[list[Batch]]:
+    def steps(self, loader: Iterable[Batch]) -> Generator[list[Batch], None, None]:
         """The steps of the next epoch, or of the rest of one that was loaded: a list of this rank's batches for each.
 
         A list is empty where this rank has no share. Not to be iterated over in two places at a time.
@@ -300,7 +300,7 @@ class GlobalShuffle(Sampler[list[int]]):
             )
         return self._hand_out(loader)
 
-    def _hand_out(self, loader: Iterable[Batch]) -> Iterator[list[Batch]]:
+    def _hand_out(self, loader: Iterable[Batch]) -> Generator[list[Batch], None, None]:
         self._begin_iteration()
         position = self._start
         batches: Iterator[Batch] = iter(())
