@@ -4,6 +4,7 @@ A row's loss depends on which row it is, so one that counts twice, not at all or
 gradient.
 """
 
+import sys
 import time
 import warnings
 
@@ -17,6 +18,7 @@ from paceline.data import Balance, GlobalBatch, GlobalShuffle
 from paceline.errors import ConfigurationError, PeerOutOfMemoryError, ProtocolError
 from paceline.reductions import GradientNoiseScale
 from ranks import pool, seeded
+from terminal import REPOSITORY
 
 NUM_SAMPLES = 90  # 6 steps of 15
 
@@ -188,6 +190,14 @@ def noise_of_changing_shares(rank, num_ranks):
     return noise.noise_over_signal * 16
 
 
+def short_soak(rank, num_ranks):
+    """The benchmark's, with everything it does, for some epochs."""
+    sys.path.insert(0, str(REPOSITORY))
+    from benchmarks.unequal_soak import Config, soak
+
+    return soak(Config(num_steps=150, seed=3), lambda _: None)
+
+
 def all_of_it(rank, num_ranks):
     """One launch."""
     return {
@@ -198,6 +208,7 @@ def all_of_it(rank, num_ranks):
             plain_loops,
             other_reductions,
             noise_of_changing_shares,
+            short_soak,
         )
     }
 
@@ -243,6 +254,16 @@ def test_what_shares_mean_to_other_reductions(outcomes):
         assert found["onebit"] < 0.1
         # S / |G|^2 = 4: the variance of one sample over its mean, squared.
         assert outcome["noise_of_changing_shares"] == pytest.approx(4, rel=0.1)
+
+
+def test_a_short_soak(outcomes):
+    """Shares, stalls, memory, restarts at random: no sample lost, no drift. The long one is a benchmark."""
+    for outcome in outcomes:
+        soak = outcome["short_soak"]
+        assert soak.num_epochs >= 3
+        assert min(soak.num_changes, soak.num_repeats, soak.num_restarts) > 0
+        assert soak.num_bad_epochs == soak.num_drifts == 0
+        assert soak.difference < 1e-12
 
 
 class Slow(torch.nn.Module):

@@ -47,7 +47,7 @@ def test_shares_in_units():
 
 
 def test_fixed_time_is_told_apart_by_steps_of_different_size():
-    """Before that all of it is per sample; a sudden change is believed in its second step, a single slow one is not."""
+    """Before that all of it is per sample; a sudden change is believed in its third step, a single slow one is not."""
     estimate = SpeedEstimate()
     for _ in range(3):
         estimate.add(30, 40.0)
@@ -58,8 +58,8 @@ def test_fixed_time_is_told_apart_by_steps_of_different_size():
     estimate.add(10, 90.0)
     assert estimate.speed.step_s(10) == pytest.approx(20)
     estimate.add(10, 20.0)
-    estimate.add(10, 60.0)
-    estimate.add(10, 60.0)
+    for _ in range(3):
+        estimate.add(10, 60.0)
     assert estimate.speed == Speed(pytest.approx(30), pytest.approx(3))
 
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from paceline.errors import ConfigurationError
 
 _MEMORY_STEPS = 24  # measured steps that an estimate rests on, at most
-_DRIFT_RATIO = 0.2  # two steps in a row this far off, to the same side: the rank's speed is another one now
+_DRIFT_RATIO = 0.2  # so far off, to the same side, ...
+_DRIFT_STEPS = 3  # ... so often in a row: the rank's speed is another one now
 _DOUBT_RATIO = 0.3  # by how much of a step n measured steps may all mislead, times n^1.5
 _LEAST_SPREAD = (
     1.15  # largest over smallest number of samples from which fixed and per-sample time are told apart
@@ -51,7 +52,7 @@ class SpeedEstimate:
 
     Fixed and per-sample time can be told apart once steps of different size were seen; until then all is taken to be
     per sample. What counts most is the time at the present size: the line goes through its median. A speed that
-    changes suddenly is noticed by the second step that is far off, and then earlier steps are forgotten.
+    changes suddenly is noticed by the third step in a row that is far off, and then earlier steps are forgotten.
     """
 
     def __init__(self) -> None:
@@ -76,9 +77,9 @@ class SpeedEstimate:
             if not side:
                 self._residuals.append(residual)
         self._seen.append((num_samples, seconds))
-        if abs(self._num_off) >= 2:
+        if abs(self._num_off) >= _DRIFT_STEPS:
             self._shape = self.speed
-            recent = list(self._seen)[-2:]
+            recent = list(self._seen)[-_DRIFT_STEPS:]
             self._seen.clear()
             self._seen.extend(recent)
             self._num_off = 0
