@@ -37,6 +37,7 @@ def benchmark(*arguments: str, folder: Path) -> Finished:
         ["overlap"],
         ["compression"],
         ["auto_compression"],
+        ["unequal"],
     ],
     ids="-".join,
 )
