@@ -121,7 +121,6 @@ class Reducer:
         group = self.process_groups[0]
         self._num_ranks = group.size()
         self._used_before: set[int] = set()  # touched without synchronization since the last one
-        self._unused_last: set[int] = set()  # by the last synchronized backward, on this rank
         self._futures: list[torch.futures.Future[Any]] = []  # of buffer hooks; awaited when backward ends
         self._verdict = Verdict(group.rank(), self._num_ranks, managed.names)
         self.open_forwards = self._verdict.open_forwards
@@ -318,7 +317,6 @@ class Reducer:
         """
         ended_s = time.perf_counter()
         unused = self._complete(self._own_status())
-        self._unused_last = set(unused)
         waited_s = time.perf_counter() - ended_s
         try:
             has_late = self._verdict.reach(self.num_steps + 1, self.reduction)
@@ -516,12 +514,6 @@ class Reducer:
             )
         self.options = replace(self.options, static_graph=True)
         self.arrivals.expected.expect_static_graph()
-
-    def unused_parameters(self) -> set[int]:
-        """Indices of the parameters that the last step did not use on this rank, under way or ended."""
-        if self._used_before:
-            return set(range(len(self.managed))) - self._used_before
-        return self._unused_last
 
     def remove_hooks(self) -> None:
         """Leave the parameters alone from now on."""

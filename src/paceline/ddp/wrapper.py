@@ -142,6 +142,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         Joinable.__init__(self)
         self._logged_error: dict[str, Any] = {}
         try:
+            self._process_groups = arguments.choose_process_groups(process_group, device_mesh)
             arguments.check_is_module(module)
             arguments.check_flags(
                 broadcast_buffers=broadcast_buffers,
@@ -155,7 +156,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             )
             arguments.check_mixed_precision(mixed_precision)
             arguments.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
-            self._process_groups = arguments.choose_process_groups(process_group, device_mesh)
             arguments.local_module_of_mesh(module, device_mesh)
             self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             self._module_parameters = [

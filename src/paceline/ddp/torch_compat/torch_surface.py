@@ -6,7 +6,6 @@ reducer (`scatter`, `gather`, `to_kwargs`, `train`).
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import warnings
@@ -17,11 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.parallel.distributed import (
-    _BufferCommHook,
-    _BufferCommHookLocation,
-    _setup_mixed_precision_params,
-)
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from paceline.comm.collectives import backend_of
 from paceline.ddp.arguments import ONE_WRAPPER
@@ -91,11 +86,7 @@ class TorchSurface:
         self._lazy_init_ran = True
         self._ddp_sink_clone = True
         if self.mixed_precision is not None:
-            importlib.import_module(
-                "torch.distributed._functional_collectives"  # torch relies on it; heavy
-            )
-            # Sets `_mp_param` and `_fp_param` of the parameters that are not ignored, for those who look at them.
-            _setup_mixed_precision_params(self.mixed_precision, self.module)
+            _mark_low_precision(self.module, self.mixed_precision.param_dtype)
 
     # What torch's constructor reads first of a module that it is to wrap.
     _ddp_params_and_buffers_to_ignore = WrappedAlready()
@@ -104,8 +95,8 @@ class TorchSurface:
         """Refuse to be a part of another wrapper's module, deeper than its constructor can be told so."""
         if outer is not None and outer is not self and any(part is self for part in outer.modules()):
             raise ConfigurationError(
-                f"this {type(self).__name__} is a part of what a {type(outer).__name__} wraps, which would reduce its "
-                f"gradients a second time. {ONE_WRAPPER}"
+                f"this module is synchronized by Paceline and lies within what {type(outer).__module__}."
+                f"{type(outer).__name__} wraps, which would reduce its gradients a second time. {ONE_WRAPPER}"
             )
 
     @property
@@ -298,11 +289,24 @@ class TorchSurface:
         raise err_type(err_msg)
 
 
+def _mark_low_precision(module: Module, dtype: torch.dtype | None) -> None:
+    """Give parameters that are not ignored `_mp_param` and `_fp_param`, for those who look; ours computes with casts.
+
+    The first has no memory, as torch's between forwards.
+    """
+    for parameter in module.parameters():
+        if not getattr(parameter, "_ddp_ignored", False) and not hasattr(parameter, "_mp_param"):
+            low: Any = torch.empty_like(parameter, dtype=dtype, requires_grad=parameter.requires_grad)
+            low.untyped_storage().resize_(0)
+            marked: Any = parameter
+            marked._mp_param, marked._fp_param = low, parameter.data
+
+
 class TorchsReducer(Reducer):
     """A reducer with the methods of torch's that frameworks call."""
 
-    _last_unused: list[int] | None = None  # by the last synchronized backward
-    _is_graph_static = True
+    _unused: list[int] | None = None  # by the last synchronized backward
+    _is_static = True  # whether that was the same in each
 
     def _get_local_used_map(self) -> Tensor:
         """How many ranks used each parameter in the last synchronized backward, shape (parameters,), int32."""
@@ -311,13 +315,11 @@ class TorchsReducer(Reducer):
 
     def _note_unused(self, unused: list[int]) -> None:
         super()._note_unused(unused)
-        if self.options.find_unused_parameters:
-            self._is_graph_static &= self._last_unused in (None, unused)
-            self._last_unused = unused
+        self._is_static, self._unused = self._is_static and self._unused in (None, unused), unused
 
     def _ddp_graph_static(self) -> bool:
         """Whether every backward used the same parameters here, as far as they were looked for."""
-        return self._is_graph_static
+        return self._is_static or not self.options.find_unused_parameters
 
     # What Lightning calls itself where a training step runs its own backwards within forward.
 
