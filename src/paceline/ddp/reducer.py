@@ -38,6 +38,7 @@ from paceline.ddp.bucket import Bucket, Scales
 from paceline.ddp.buffers import Buffers
 from paceline.ddp.flight import Flight
 from paceline.ddp.layout import GradientMemory, ManagedParameters
+from paceline.ddp.non_finite import Suspicion
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.recovery import Backward, Recovery
@@ -111,6 +112,7 @@ class Reducer:
         self._num_ranks = group.size()
         self._used_before: set[int] = set()  # touched without synchronization since the last one
         self._unused_last: set[int] = set()  # by the last synchronized backward, on this rank
+        self._suspicion: Suspicion | None = None
         self._futures: list[torch.futures.Future[Any]] = []  # of buffer hooks; awaited when backward ends
         self._verdict = Verdict(group.rank(), self._num_ranks, managed.names)
         self.open_forwards = self._verdict.open_forwards
@@ -133,6 +135,8 @@ class Reducer:
     def prepare(self) -> None:
         """Before a forward that will be differentiated; raises and communicates as `Recovery.check`."""
         self.recovery.check()
+        if self._suspicion is not None:
+            self._confirm()
 
     def watch(self, output_nodes: Sequence[Any]) -> None:
         """Begin as soon as a backward reaches one of these, the `grad_fn`s of the outputs of the last forward."""
@@ -307,6 +311,7 @@ class Reducer:
         if has_late:
             self._reduce_late()
         self._attach(unused)
+        self._suspect()
         if backward.by_autograd:
             self._note_unused(unused)
         self.arrivals.expected.learn(self.buckets)
@@ -341,7 +346,9 @@ class Reducer:
                     bucket.ready_s = time.perf_counter()
             bucket.collect(self._scales, self._used_before, has_ended=True)
         unused = [index for bucket in self.buckets for index in bucket.untouched_members()]
-        self._verdict.control.write(unused, status, self.open_forwards.word(self._by_autograd))
+        self._verdict.control.write(
+            unused, status, self.open_forwards.word(self._by_autograd), self._not_finite()
+        )
         for bucket in remaining:
             self._launch(bucket)
         if self.synchronizes_buffers and self.reduction.carries_words:
@@ -356,6 +363,9 @@ class Reducer:
         torch.futures.wait_all(self._futures)
         self._futures = []
         return unused
+
+    def _not_finite(self) -> list[Tensor]:
+        return [bucket.not_finite for bucket in self.buckets if bucket.not_finite is not None]
 
     def _exchange_words(self) -> None:
         if self._num_ranks > 1:
@@ -380,6 +390,17 @@ class Reducer:
             if self.on_reduced is not None:
                 for parameter in self.managed.parameters:
                     self.on_reduced(parameter)
+
+    def _suspect(self) -> None:
+        """Where a rank has seen gradients that are not finite, find the first one, for the next forward to say so."""
+        if ranks := self._verdict.control.ranks_not_finite():
+            named = [(self.managed.names[index], self.managed.parameters[index]) for index in self._order]
+            self._suspicion = self._suspicion or Suspicion.of(self.num_steps + 1, ranks, named)
+
+    def _confirm(self) -> None:
+        suspicion, self._suspicion = self._suspicion, None
+        if suspicion is not None and suspicion.has_come_true():
+            self._verdict.warn_of_not_finite(suspicion)
 
     def _note_unused(self, unused: list[int]) -> None:
         looks = self.options.find_unused_parameters

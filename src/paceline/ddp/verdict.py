@@ -7,6 +7,7 @@ comes one status word a rank, zero on all others.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from enum import IntEnum
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.peers import describe
+from paceline.ddp.non_finite import Suspicion
 from paceline.ddp.open_forwards import NOT_COUNTED, OpenForwards, differences
 from paceline.errors import PeerAbortedError
 from paceline.reductions import Reduction
@@ -28,7 +30,10 @@ class Status(IntEnum):
     ABORTED = 2  # an exception ended it: nobody may use this step's gradients
 
 
-_OPEN_FORWARD = 4  # a status word is a status plus this many times the number of open forwards
+# A status word is a status, plus so many times the number of open forwards, plus this if gradients are not finite: at
+# most 127, which is exact in every float type.
+_OPEN_FORWARD = 4
+_NOT_FINITE = _OPEN_FORWARD * (NOT_COUNTED + 1)
 
 
 class ControlWords:
@@ -45,20 +50,29 @@ class ControlWords:
         """Use `words`, shape (num_words,), from now on: the end of the last bucket's buffer, or a tensor of its own."""
         self.words = words
 
-    def write(self, unused: Sequence[int], status: Status, num_open_forwards: int) -> None:
+    def write(
+        self, unused: Sequence[int], status: Status, num_open_forwards: int, not_finite: Sequence[Tensor] = ()
+    ) -> None:
         """Say which parameters this rank did not use, how its backward ended, and what it has left undone.
 
         Args:
             unused: Parameter indices.
             status: Of this rank's backward.
             num_open_forwards: As `OpenForwards.word` says it.
+            not_finite: Of each bucket that was looked at, NaN if it has gradients that are not finite, else zero.
         """
         self.words.fill_(1.0)
         self.words[self._num_parameters :] = 0.0
-        if status is not Status.GOOD or num_open_forwards:
-            self.words[self._num_parameters + self._rank] = float(status + _OPEN_FORWARD * num_open_forwards)
+        word = status + _OPEN_FORWARD * num_open_forwards
+        if self.words.device.type == "cpu" and any(math.isnan(bucket.item()) for bucket in not_finite):
+            word += _NOT_FINITE
+        if word:
+            self.words[self._num_parameters + self._rank] = float(word)
         for index in unused:
             self.words[index] = 0.0
+        if self.words.device.type != "cpu" and not_finite:  # without waiting for the device
+            nan = torch.stack([bucket.to(self.words.device, self.words.dtype) for bucket in not_finite]).sum()
+            self.words[self._num_parameters + self._rank] += _NOT_FINITE * nan.isnan()
 
     def read(self) -> None:
         """Take in the ranks' status words. On an accelerator this waits for the device."""
@@ -76,8 +90,12 @@ class ControlWords:
 
     def open_forwards(self) -> dict[int, int]:
         """The ranks' words on forwards without a backward, of those that count them; after `read`."""
-        counts = {rank: word // _OPEN_FORWARD for rank, word in enumerate(self._status_words)}
+        counts = {rank: word % _NOT_FINITE // _OPEN_FORWARD for rank, word in enumerate(self._status_words)}
         return {rank: count for rank, count in counts.items() if count != NOT_COUNTED}
+
+    def ranks_not_finite(self) -> list[int]:
+        """Ranks that have seen gradients of their own that are not finite; after `read`."""
+        return [rank for rank, word in enumerate(self._status_words) if word >= _NOT_FINITE]
 
     def is_used(self) -> list[bool]:
         """Whether any rank used each parameter. On an accelerator this waits for the device."""
@@ -177,6 +195,23 @@ class Verdict:
             "unused",
             f"this backward did not use {describe(indices, self._names)}. They count as zero on this "
             "rank, so the mean is right; pass find_unused_parameters=True if that is intended.",
+        )
+
+    def warn_of_not_finite(self, suspicion: Suspicion) -> None:
+        ranks = " and ".join(map(str, suspicion.ranks))
+        found = (
+            f"In step {suspicion.step} gradients of rank {ranks} were not, before they were averaged with the others'; "
+            f"the first in backward's order was that of {suspicion.name}. Look at rank {suspicion.ranks[0]}'s batch "
+            "and loss in that step. To go on, "
+        )
+        unknown = (
+            f"They were not before step {suspicion.step} already, by whose gradients was not seen: only one element of "
+            "each is looked at. To go on, "
+        )
+        self._warn(
+            "not finite",
+            f"parameters are not finite any more. {unknown if suspicion.is_old else found}restart from the last "
+            "checkpoint, and skip such steps: `if model.gradients_are_finite(): optimizer.step()`.",
         )
 
     def warn_of_local_backward(self) -> None:
