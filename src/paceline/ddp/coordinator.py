@@ -99,6 +99,7 @@ class StepCoordinator:
         self.has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self._module.modules())
         self.window: Window[Any] | None = None
         self.join = JoinState()
+        self._number = int(name.rpartition("/")[-1])  # among the modules over this group
         self._frozen: list[Parameter] = []
         self.reducer: Reducer
 
@@ -128,7 +129,8 @@ class StepCoordinator:
             ("reduction", repr(self.setting.reduction)),
         ]
         description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
-        verify(description, self.process_group, self.peers, device_for_words(self.process_group, self.device))
+        where = device_for_words(self.process_group, self.device)
+        self._number = verify(description, self.process_group, self.peers, where, self._number)
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
         """Give all ranks the parameters, and buffers if asked for, of rank `source`. Collective; blocks."""
@@ -152,6 +154,7 @@ class StepCoordinator:
         self.reducer = setting.make_reducer(managed, options, self.reduce_groups, self.peers, self.buffers)
         self.reducer.synchronizes = self._synchronizes
         self.reducer.reduction = setting.reduction
+        self.reducer.module_number = self._number
         self._frozen = [p for p in self._parameters if not p.requires_grad]
 
     def rebuild_reducer(self, managed: ManagedParameters) -> None:
@@ -174,6 +177,7 @@ class StepCoordinator:
     def move_to(self, process_group: ProcessGroup) -> None:
         """Reduce over another process group from now on. Local; every member must do so in the same step."""
         self.process_group = process_group
+        self._number = 0  # a rank that joins now does not know it
         self.setting.process_groups = self.reduce_groups = [process_group]
         self.peers = Peers(
             process_group, f"group {process_group.group_name}", in_slices=self.device.type == "cpu"

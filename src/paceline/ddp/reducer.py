@@ -125,6 +125,15 @@ class Reducer:
         self._cut(range(len(managed) - 1, -1, -1))
         self.arrivals.record_order()
 
+    @property
+    def module_number(self) -> int:
+        """Among the modules over this group, the same on every rank; 0 if not known."""
+        return self._verdict.control.module_number
+
+    @module_number.setter
+    def module_number(self, number: int) -> None:
+        self._verdict.control.module_number = number
+
     def _cut(self, order: Sequence[int]) -> None:
         self._order = list(order)
         self.buckets = self._memory.cut(self._order)
@@ -425,8 +434,10 @@ class Reducer:
         """Cut the buckets in this order; gradients that are alive move along."""
         alive: dict[int, Tensor] = {}
         for parameter in self.managed.parameters:
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                alive[id(parameter)] = parameter.grad.clone()
+            gradient = parameter.grad
+            # One with a graph (create_graph) is a tensor of its own, and stays one.
+            if gradient is not None and not (gradient.is_sparse or gradient.requires_grad):
+                alive[id(parameter)] = gradient.clone()
                 parameter.grad = None
         self._cut(order)
         for bucket in self.buckets:

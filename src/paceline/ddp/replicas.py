@@ -62,14 +62,16 @@ def _facts(tensor: Tensor) -> str:
     return f"sizes {list(tensor.shape)}, strides {list(tensor.stride())}, {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def verify(description: Description, process_group: ProcessGroup, peers: Peers, device: torch.device) -> None:
-    """Make sure that every rank described the same model.
+def verify(
+    description: Description, process_group: ProcessGroup, peers: Peers, device: torch.device, number: int = 0
+) -> int:
+    """Make sure that every rank described the same model; returns rank 0's `number`.
 
     Contract:
         Collective: every rank.  Blocks: yes.
 
     Cost:
-        One all-gather of 5 words a rank; a second one, of the whole description, only where ranks differ.
+        One all-gather of 6 words a rank; a second one, of the whole description, only where ranks differ.
 
     Raises:
         ReplicaMismatchError: On every rank, with the same message, naming rank and parameter.
@@ -77,9 +79,9 @@ def verify(description: Description, process_group: ProcessGroup, peers: Peers, 
     encoded = description.encode()
     digest = hashlib.sha256(encoded).digest()
     words = [len(encoded)] + [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
-    gathered = _gather(torch.tensor(words, device=device), process_group, peers)
-    if all(row == gathered[0] for row in gathered):
-        return
+    gathered = _gather(torch.tensor([*words, number], device=device), process_group, peers)
+    if all(row[:-1] == gathered[0][:-1] for row in gathered):
+        return gathered[0][-1]
     longest = max(row[0] for row in gathered)
     padded = torch.tensor(list(encoded.ljust(longest)), dtype=torch.uint8, device=device)
     texts = _gather(padded, process_group, peers)

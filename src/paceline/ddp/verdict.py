@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.comm.peers import describe
 from paceline.ddp.non_finite import Suspicion
 from paceline.ddp.open_forwards import NOT_COUNTED, OpenForwards, differences
-from paceline.errors import PeerAbortedError
+from paceline.errors import PeerAbortedError, ProtocolError
 from paceline.reductions import Reduction
 
 
@@ -30,10 +30,11 @@ class Status(IntEnum):
     ABORTED = 2  # an exception ended it: nobody may use this step's gradients
 
 
-# A status word is a status, plus so many times the number of open forwards, plus this if gradients are not finite: at
-# most 127, which is exact in every float type.
+# A status word is a status, plus so many times the number of open forwards, plus this if gradients are not finite, plus
+# so many times the module's number, as far as that is exact in the type of the words; else its remainder.
 _OPEN_FORWARD = 4
 _NOT_FINITE = _OPEN_FORWARD * (NOT_COUNTED + 1)
+_MODULE = 2 * _NOT_FINITE
 
 
 class ControlWords:
@@ -43,6 +44,7 @@ class ControlWords:
         self._num_parameters = num_parameters
         self._rank = rank
         self.num_words = num_parameters + num_ranks
+        self.module_number = 0
         self.words = torch.zeros(self.num_words)
         self._status_words: list[int] = []
 
@@ -63,7 +65,7 @@ class ControlWords:
         """
         self.words.fill_(1.0)
         self.words[self._num_parameters :] = 0.0
-        word = status + _OPEN_FORWARD * num_open_forwards
+        word = status + _OPEN_FORWARD * num_open_forwards + _MODULE * self._module_remainder()
         if self.words.device.type == "cpu" and any(math.isnan(bucket.item()) for bucket in not_finite):
             word += _NOT_FINITE
         if word:
@@ -95,7 +97,15 @@ class ControlWords:
 
     def ranks_not_finite(self) -> list[int]:
         """Ranks that have seen gradients of their own that are not finite; after `read`."""
-        return [rank for rank, word in enumerate(self._status_words) if word >= _NOT_FINITE]
+        return [rank for rank, word in enumerate(self._status_words) if word % _MODULE >= _NOT_FINITE]
+
+    def _module_remainder(self) -> int:
+        """The module's number, less 1, as far as there is room."""
+        return max(self.module_number - 1, 0) % int(2 / torch.finfo(self.words.dtype).eps / _MODULE)
+
+    def modules(self) -> list[int]:
+        """Which module each rank has synchronized; after `read`."""
+        return [word // _MODULE + 1 for word in self._status_words]
 
     def is_used(self) -> list[bool]:
         """Whether any rank used each parameter. On an accelerator this waits for the device."""
@@ -139,12 +149,24 @@ class Verdict:
         self.control.read()
         if self.control.is_plain:
             return False
+        self._raise_if_another_module()
         self._raise_if_aborted(step)
         self._raise_if_out_of_step(step)
         late = self.control.ranks_with(Status.LATE_GRADIENTS)
         if late:
             self._raise_if_not_linear(late[0], reduction)
         return bool(late)
+
+    def _raise_if_another_module(self) -> None:
+        modules = self.control.modules()
+        for rank, module in enumerate(modules):
+            if module != modules[0]:
+                raise ProtocolError(
+                    f"rank {self._rank}: the ranks synchronize different modules: rank 0 number {modules[0]} and rank "
+                    f"{rank} number {module} of those that were wrapped over this group. Run the backwards of several "
+                    "modules in the same order on every rank, or give each a process group of its own. The gradients "
+                    "of this step are undefined, the parameters are untouched."
+                )
 
     def _raise_if_aborted(self, step: int) -> None:
         aborted = self.control.ranks_with(Status.ABORTED)
