@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-newest check format bench docs clean
+.PHONY: help demo test test-quick test-newest release-check check format bench docs clean
 
 help:
 	@echo "make demo    train on real images over 2 processes, and compare with 1 (about a minute)"
 	@echo "make test    run the tests (about 8 minutes on two cores)"
 	@echo "make test-quick  run the quick ones (about a minute): no commands, clusters or compilers"
 	@echo "make test-newest  run the tests of frameworks with their newest releases, in an environment of its own"
+	@echo "make release-check  install the wheel into empty environments and use it: PYTHONS='python3.10 python3.13'"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make bench   run the benchmarks (minutes; results land in benchmarks/results)"
@@ -30,11 +31,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/paceline demo $(ARGS)
 
+# One more worker than cores: tests of lost peers, launches and emulated links mostly wait.
+WORKERS := $(shell expr $$(nproc) + 1)
+unexport PYTHONDONTWRITEBYTECODE  # or each of some 500 interpreters compiles the package and its tests again
+
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m quick $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m quick $(ARGS)
 
 # Not what we pin but what a user gets today; red here means that a release of theirs has changed something.
 test-newest:
@@ -42,6 +47,11 @@ test-newest:
 	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
 	  $$(grep ^torch== constraints.txt) -e '.[all]' pytest pytest-timeout pytest-xdist hypothesis pyyaml accelerate pytorch-lightning transformers
 	$(VENV)-newest/bin/python -m pytest tests/integrations $(ARGS)
+
+# What a release has to pass: sdist, wheel, and the README's lines in an environment with nothing else.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+release-check: $(STAMP)
+	$(BIN)/python tests/installed_smoke.py $(PYTHONS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,7 +15,7 @@ import typer
 from benchmarks.options import REPOSITORY, RESULTS_FOLDER, Quick, ResultsFolder, run_cli
 
 WORKLOADS = ("tiny", "wide_mlp", "resnet50", "transformer", "mlstm")  # those that two cores can compute
-WITHOUT_SIDES = ("optimizers", "svm", "svm_ranks", "adasum", "compression", "auto_compression")
+WITHOUT_SIDES = ("optimizers", "svm", "svm_ranks", "adasum", "compression", "auto_compression", "unequal")
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
@@ -25,6 +25,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("adasum", "--ranks", "4"),
     ("compression",),
     *([("auto_compression",)] if os.geteuid() == 0 else []),
+    ("unequal",),
     ("svm",),
     ("svm_ranks",),
     *[

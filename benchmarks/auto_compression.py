@@ -17,7 +17,7 @@ A step is as long as on its slowest rank. Ratios are taken within a round, then 
 import gc
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,8 +35,10 @@ from paceline.lab.bench.ranks import ClusterRanks, LoopbackRanks, gather
 from paceline.lab.bench.ranks import Ranks as Place
 from paceline.lab.bench.sides import StepTimes, Trainee
 from paceline.lab.bench.timed_model import TimedWorkload
-from paceline.lab.emulation import ClusterSpec
-from paceline.lab.report.figures import save_lines
+from paceline.lab.emulation import ClusterSpec, quantities
+from paceline.lab.emulation.quantities import show_rate, show_seconds
+from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.look import look_of
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, ratios, slowest_rank
 from paceline.reductions.auto import Auto
@@ -252,22 +254,55 @@ def report(points: list[Point], config: Config, hosts: int, load_before: float, 
     )
 
 
-def _draw(points: list[Point], config: Config, path: Path) -> None:
-    rates = list(dict.fromkeys(point.rate for point in points))
-    lines: dict[str, list[tuple[float, Summary]]] = {}
-    for point in points:
-        for side in config.sides[1:]:
-            place = float(2 ** rates.index(point.rate))
-            lines.setdefault(f"{point.outcome.case}, {side}", []).append((place, point.ratio(side, "none")))
-    label = "link rate: " + ", ".join(rates) + " (at 1, 2, 4, ...)"
-    save_lines(
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw a panel a model: a step's time by link rate, over that without compression."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    rates = list(dict.fromkeys(point["rate"] for point in record["summaries"]["points"]))
+    ticks = {float(place): _rate_name(rate) for place, rate in enumerate(rates)}
+    for point in record["summaries"]["points"]:
+        if point["auto"] != AUTO:
+            continue  # the same times stand with each auto
+        for side, summary in point["step_s"].items():
+            if side != "none":
+                ratio = summary["median"] / point["step_s"]["none"]["median"]
+                lines = found.setdefault(point["case"], {}).setdefault(side, [])
+                lines.append((float(rates.index(point["rate"])), ratio))
+    codecs = record["config"]["codecs"]
+    computing = {case["name"]: case["compute_s"] for case in record["config"]["cases"]}
+    panels = [
+        Lines(
+            f"{case} model: computes for {show_seconds(computing[case])}",
+            "rate of each host's link",
+            "step / step without compression",
+            [Line(look_of(side).name, points, look_of(side).color) for side, points in lines.items()],
+            ticks,
+            bottom=None,
+            levels={"no compression": 1.0},
+        )
+        for case, lines in found.items()
+    ]
+    autos = [ratio for lines in found.values() for _, ratio in lines[AUTO]]
+    fixed = [
+        ratio
+        for lines in found.values()
+        for side, line in lines.items()
+        if side in codecs
+        for _, ratio in line
+    ]
+    return draw_figure(
         path,
-        "Step time with compression / without",
-        (label, "ratio"),
-        lines,
-        log_x=True,
-        references={"none": 1.0},
+        f'compression="auto" saves up to {100 * (1 - min(autos)):.0f} % of a step and costs at most '
+        f"{100 * max(0.0, max(autos) - 1):.0f} %; a codec that is always on costs up to {100 * (max(fixed) - 1):.0f} %",
+        panels,
+        f"{record['provenance']['num_ranks']} emulated hosts; layers sleep, codecs and traffic are real.",
+        columns=1,
     )
+
+
+def _rate_name(rate: str) -> str:
+    if rate in (UNLIMITED, LOOPBACK):
+        return "no limit" if rate == UNLIMITED else "one host"
+    return show_rate(quantities.rate(rate, "--rates"))
 
 
 def main(
@@ -307,7 +342,7 @@ def main(
         if rate == names[-1] or not as_json:
             result = report(points, config, hosts, load_before, quick)
             publish(result, results_folder, as_json)
-            _draw(points, config, figure_path(result, results_folder))
+            draw(result.record(), figure_path(result, results_folder))
 
 
 def _place(hosts: int, rate: str) -> Place:

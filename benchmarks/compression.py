@@ -8,9 +8,10 @@ add P-1 times the decoding.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -22,7 +23,9 @@ from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.report.figures import save_bars
+from paceline.lab.emulation.quantities import show_size
+from paceline.lab.report.figures import Bar, Bars, draw_figure
+from paceline.lab.report.look import OURS, PAPER
 from paceline.lab.report.publication import Report, figure_path, publish
 from paceline.lab.report.summary import Summary, ratios
 
@@ -178,14 +181,30 @@ def main(
     results = LoopbackRanks(1).run(measure, config, "compression", ENVIRONMENTS[Allocator.KEEP])[0]
     result = report(config, results, load_before)
     publish(result, results_folder, as_json)
-    last = f"{sizes[-1]} KiB/"
-    bars = {
-        key.removeprefix(last): Summary(**summary["times_memcpy"])
-        for key, summary in result.summaries.items()
+    draw(result.record(), figure_path(result, results_folder))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw a bar for each compressor, at the largest bucket."""
+    last = f"{record['config']['sizes_kib'][-1]} KiB/"
+    found = {
+        key.removeprefix(last): (Summary(**summary["times_memcpy"]), summary["payload_ratio"])
+        for key, summary in record["summaries"].items()
         if key.startswith(last)
     }
-    title = f"Compressing a bucket of {sizes[-1] // 1024} MiB and decoding it, one thread"
-    save_bars(figure_path(result, results_folder), title, "times memcpy", bars, references={"memcpy": 1.0})
+    bars = [
+        Bar(f"{name}, {100 * payload:.0f} % of the bytes", times, PAPER if name == BASELINE else OURS)
+        for name, (times, payload) in found.items()
+    ]
+    costs = [times.median for name, (times, _) in found.items() if name != BASELINE]
+    size = show_size(1024 * record["config"]["sizes_kib"][-1])
+    return draw_figure(
+        path,
+        f"Compressing {size} and decoding it takes {min(costs):.1f} to {max(costs):.1f} times as long as copying it "
+        "there and back",
+        [Bars("", "multiple of the copy", bars)],
+        "One thread, no network. Medians; whiskers: quartiles.",
+    )
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ Both look at steps after the third: torch re-buckets in the first ones.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +34,12 @@ from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.bench.sides import labels, parse_sides, wrap
-from paceline.lab.report.figures import save_bars
+from paceline.lab.report.figures import Bar, Bars, draw_figure
+from paceline.lab.report.look import look_of, workload_name
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary
 from paceline.lab.workloads import Workload, make_workload
 
+BARE = "none"  # no data parallelism: it keeps gradients only until the optimizer has used them
 FLOOR = "floor"  # gradients are dropped as they appear
 DEFAULT_SIDES = "none,torch,torch-view,torch-batched,ours,ours-unused"
 COLUMNS = {
@@ -242,17 +244,32 @@ def main(
     side_names, load_before = parse_sides(sides), load_average()
     result = report(run(side_names, ranks, quick), side_names, ranks, quick, load_before)
     publish(result, results_folder, as_json)
-    bars = {
-        f"{model} {name}": Summary.of([value["profiled_peak_bytes"]])
-        for model, s in result.summaries.items()
-        for name, value in s.items()
-    }
-    save_bars(
-        figure_path(result, results_folder),
-        result.question,
-        "x gradients",
-        bars,
-        references={"target": TARGET_RATIO},
+    draw(result.record(), figure_path(result, results_folder))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw a panel a model, a bar a side."""
+    key, panels, pairs = "profiled_peak_bytes", [], []
+    for model, found in record["summaries"].items():
+        bars = [
+            Bar(look_of(side).name, value[key], look_of(side).color)
+            for side, value in found.items()
+            if side != BARE
+        ]
+        panels.append(Bars(workload_name(model), "peak, as a multiple of the gradients' size", bars))
+        if {"ours", "torch"} <= set(found):
+            pairs.append(
+                f"{found['ours'][key]:.2f} instead of torch's {found['torch'][key]:.2f} ({workload_name(model)})"
+            )
+    return draw_figure(
+        path,
+        f"Peak memory, in sizes of the gradients: Paceline takes {', '.join(pairs)}"
+        if pairs
+        else record["question"],
+        panels,
+        f"{record['config']['num_ranks']} ranks on one host; what torch's allocator was asked for, at the peak of a "
+        "step, beyond a run that keeps no gradients.",
+        columns=1,
     )
 
 

@@ -6,8 +6,9 @@ some steps; the ratio is taken within a round. Time is the thread's CPU time, so
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -19,7 +20,8 @@ from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.report.figures import save_bars
+from paceline.lab.report.figures import Bar, Bars, draw_figure
+from paceline.lab.report.look import workload_name
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, ratios
 from paceline.lab.workloads import make_workload
@@ -132,9 +134,28 @@ def main(
     found = LoopbackRanks(1).run(measure, config, "optimizers", ENVIRONMENTS[Allocator.KEEP])[0]
     result = report(config, found, load_before)
     publish(result, results_folder, as_json)
-    bars = {f"{model} {side}": Summary(**s[side]) for model, s in result.summaries.items() for side in s}
-    save_bars(
-        figure_path(result, results_folder), result.question, "x torch's", bars, {"target": TARGET_RATIO}
+    draw(result.record(), figure_path(result, results_folder))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw a panel a pair of optimizers, a bar a model."""
+    panels, ranges = [], []
+    for side, peer in PAIRS:
+        found = {model: Summary(**sides[side]) for model, sides in record["summaries"].items()}
+        panels.append(
+            Bars(
+                f"{side}, over {peer}",
+                "CPU time of a step, over torch's",
+                [Bar(workload_name(m), s) for m, s in found.items()],
+            )
+        )
+        medians = [summary.median for summary in found.values()]
+        ranges.append(f"{side} {min(medians):.2f} to {max(medians):.2f} of {peer}'s")
+    return draw_figure(
+        path,
+        f"A step takes, by model: {'; '.join(ranges)}",
+        panels,
+        "One thread; torch's optimizers with foreach=True. Medians; whiskers: quartiles.",
     )
 
 

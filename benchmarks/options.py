@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.cli.app import command_of
 from paceline.errors import PacelineError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -32,7 +33,9 @@ def run_cli(main: Callable[..., Any]) -> None:
     spec = sys.modules["__main__"].__spec__
     assert spec is not None, "python -m starts a benchmark"
     with _one_paragraph():
-        typer.run(getattr(importlib.import_module(spec.name), main.__name__))
+        made = typer.Typer(add_completion=False)
+        made.command()(getattr(importlib.import_module(spec.name), main.__name__))
+        command_of(made)()
 
 
 @contextmanager

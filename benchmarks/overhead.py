@@ -13,9 +13,11 @@ shown, and their sum is what counts.
 
 import gc
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -27,7 +29,8 @@ from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.bench.sides import labels, parse_sides, wrap
-from paceline.lab.report.figures import save_bars
+from paceline.lab.report.figures import Bars, bars_of, draw_figure
+from paceline.lab.report.look import look_of
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, differences
 from paceline.lab.workloads.synthetic import TinyWorkload
@@ -228,14 +231,26 @@ def main(
     results = LoopbackRanks(1).run(measure, config, "overhead", ENVIRONMENTS[Allocator.KEEP])[0]
     result = report(config, results, load_before)
     publish(result, results_folder, as_json)
-    bars = {name: Summary(**s["backward_s"]) for name, s in result.summaries[CASES[0].label].items()}
-    title = "CPU time added to backward, 1,000 parameters of 16 floats"
-    save_bars(
-        figure_path(result, results_folder),
-        title,
-        "us per parameter",
-        bars,
-        references={"target": TARGET_US_PER_PARAMETER["ours"]},
+    draw(result.record(), figure_path(result, results_folder))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw what each side adds to backward."""
+    found = {name: s["backward_s"] for name, s in record["summaries"][CASES[0].label].items()}
+    least = min((name for name in found if name.startswith("torch")), key=lambda name: found[name]["median"])
+    title = (
+        f"Backward pays {found['ours']['median']:.2f} µs a parameter for Paceline" if "ours" in found else ""
+    )
+    base = f", {found['torch']['median']:.2f} for torch" if "torch" in found else ""
+    if least != "torch":
+        base += f", {found[least]['median']:.2f} with {look_of(least).name.removeprefix('torch, ')}"
+    panel = Bars("", "µs of CPU time added to backward, a parameter", bars_of(found))
+    num_parameters = record["config"]["num_parameters"]
+    return draw_figure(
+        path,
+        title + base,
+        [panel],
+        f"One rank, {num_parameters:,} parameters of 16 floats, no network. Medians; whiskers: quartiles.",
     )
 
 

@@ -21,8 +21,9 @@ sweeps bucket sizes (figures 7 and 8).
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -37,7 +38,9 @@ from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import choose_place, gather
 from paceline.lab.bench.sides import labels, parse_sides, wrap
-from paceline.lab.report.figures import save_lines
+from paceline.lab.emulation.quantities import rate, show_rate
+from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.look import look_of
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, slowest_rank
 
@@ -353,20 +356,45 @@ def _suffix(config: Config) -> str:
     return (f"-{config.rate.lower()}" if config.rate else "") + ("-caps" if len(config.caps) > 1 else "")
 
 
-def _draw(result: Report, config: Config, path: Any) -> None:
-    by_cap = len(config.caps) > 1
-    lines: dict[str, list[tuple[float, Summary]]] = {}
-    for row in result.summaries["cases"]:
-        if by_cap and row["cap"] == DEFAULT_CAP:
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw the realised share of the ideal overlap, by proportion of communication or by bucket cap."""
+    config, cases = record["config"], record["summaries"]["cases"]
+    by_cap = len(config["caps"]) > 1
+    points: dict[tuple[str, float], list[tuple[float, Summary]]] = {}
+    for case in cases:
+        if by_cap and case["cap"] == DEFAULT_CAP:
             continue
-        x = float(row["cap"]) if by_cap else row["comm_to_backward_ratio"]
-        label = f"{row['side']}, {row['comm_to_backward_ratio']:g}" if by_cap else row["side"]
-        lines.setdefault(label, []).append((x, Summary(**row["share"])))
-    save_lines(
-        path,
-        result.question,
-        ("bucket cap, MiB" if by_cap else "communication / backward", "share realised"),
+        x = float(case["cap"]) if by_cap else case["comm_to_backward_ratio"]
+        key = case["side"], case["comm_to_backward_ratio"] if by_cap else 0.0
+        points.setdefault(key, []).append((x, Summary(**case["share"]).times(100)))
+    lines = [
+        Line.of(look_of(side).name + (f", {ratio:g}" if ratio else ""), found, look_of(side).color)
+        for (side, ratio), found in points.items()
+    ]
+    xs = dict.fromkeys(x for found in points.values() for x, _ in found)
+    panel = Lines(
+        "",
+        "bucket cap, MiB" if by_cap else "communication over backward: how much there is to hide",
+        "% of the ideal overlap",
         lines,
+        {x: f"{x:g}" if by_cap else f"{x:g} x" for x in xs},
+        log_x=True,
+        top=100,
+        levels={} if by_cap else {"target": 100 * TARGET_SHARE},
+    )
+    worst = {side: min(s.median for _, s in found) for (side, _), found in points.items()}
+    words = ", ".join(
+        f"{look_of(side).name} hides at least {share:.0f} %"
+        for side, share in sorted(worst.items(), key=lambda x: -x[1])
+    )
+    where = (
+        f"emulated hosts behind {show_rate(rate(config['rate'], '--rate'))}" if config["rate"] else "loopback"
+    )
+    return draw_figure(
+        path,
+        f"Of the communication that could be hidden behind backward, {words}",
+        [panel],
+        f"{record['provenance']['num_ranks']} ranks, {where}; layers sleep. Medians, in the band of their quartiles.",
     )
 
 
@@ -407,7 +435,7 @@ def main(
         cases = where.run(measure, config, "overlap", ENVIRONMENTS[Allocator.KEEP])[0]
     result = report(config, cases, ranks, load_before, quick)
     publish(result, results_folder, as_json)
-    _draw(result, config, figure_path(result, results_folder))
+    draw(result.record(), figure_path(result, results_folder))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ answer is no answer.
 
 import dataclasses
 import gc
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,8 @@ from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks, gather
 from paceline.lab.bench.sides import StepTimes, Trainee, labels, parse_sides
-from paceline.lab.report.figures import save_bars
+from paceline.lab.report.figures import Bars, bars_of, draw_figure, show_ratio
+from paceline.lab.report.look import look_of, workload_name
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, ratios, slowest_rank
 from paceline.lab.workloads import Workload, make_workload
@@ -238,13 +241,22 @@ def main(
     load_before = load_average()
     result = report(config, run(config), load_before)
     publish(result, results_folder, as_json)
-    bars = {name: Summary(**result.summaries[name]["ratio"]) for name in result.summaries}
-    save_bars(
-        figure_path(result, results_folder),
-        result.question,
-        result.columns[-1],
-        bars,
-        references={"equal": 1.0},
+    draw(result.record(), figure_path(result, results_folder))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw a bar a side."""
+    found, config = record["summaries"], record["config"]
+    first, last = next(iter(found)), list(found)[-1]
+    ratio = found[last]["ratio"]["median"]
+    num_ranks, whose = config["num_ranks"], f"{look_of(first).name}'s"
+    return draw_figure(
+        path,
+        f"{workload_name(config['workload'])}, {num_ranks} rank{'s' * (num_ranks > 1)}: a step under "
+        f"{look_of(last).name} is {show_ratio(ratio, whose)}",
+        [Bars("", "ms a step", bars_of({name: value["step_s"] for name, value in found.items()}, 1e3))],
+        "One host, layers compute. Medians; whiskers: quartiles of a busy machine. The ratio is the median of "
+        "ratios within a round, in which the sides alternate.",
     )
 
 

@@ -16,7 +16,7 @@ left out, the cost of shared caches is not. It says nothing about several ranks,
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,9 +34,9 @@ from paceline.lab.bench.protocol import WrongAnswerError
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.report.figures import save_bars
+from paceline.lab.report.figures import Dots, draw_figure
+from paceline.lab.report.look import OURS, look_of
 from paceline.lab.report.publication import Report, figure_path, publish
-from paceline.lab.report.summary import Summary
 
 TOL = 1e-3
 OBJECTIVE_RTOL = 1e-4  # between two solutions at that tolerance
@@ -284,12 +284,37 @@ def main(
         outcomes[set_name] = LoopbackRanks(ranks).run(measure, config, f"svm, {set_name}")[0]
     result = report(outcomes, config, f"{name}{'-quick' if quick else ''}", load_before)
     publish(result, results_folder, as_json)
-    last = chosen[-1]
-    bars = {
-        data: Summary.of([float(result.summaries[data]["faster"][last])] * 2) for data in result.summaries
+    draw(result.record(), figure_path(result, results_folder))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw a row a data set, a dot a side: how many times as fast as the first side."""
+    found, sides = record["summaries"], record["config"]["sides"]
+    base, *others = sides
+    names = {"memory-none": "without elimination", "memory-adaptive": "with elimination"}
+    if base == "one":
+        names |= {"one": "one process", "ranks": f"{record['config']['num_ranks']} processes"}
+    colors = {side: OURS if side in names else look_of(side).color for side in others}
+    means = {
+        side: statistics.geometric_mean(one["faster"][side] for one in found.values()) for side in others
     }
-    title = f"Fits: {chosen[0]}'s time over {last}'s"
-    save_bars(figure_path(result, results_folder), title, "times faster", bars, {"as fast": 1.0})
+    columns = {side: [one["faster"].get(side) for one in found.values()] for side in others}
+    dots = [(names.get(side, look_of(side).name), colors[side], columns[side]) for side in others]
+    values = [value for column in columns.values() for value in column] + [1.0]
+    steps = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+    if max(values) < 4 * min(values):
+        steps = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.6, 2.0)
+    ticks = {x: f"{x:g} x" for x in steps if min(values) / 1.1 <= x <= 1.1 * max(values)}
+    whom = names.get(base, look_of(base).name)
+    words = ", ".join(f"{names.get(side, look_of(side).name)} {means[side]:.2f}" for side in reversed(others))
+    sets = f"geometric mean of {len(found)} sets" if len(found) > 1 else next(iter(found))
+    return draw_figure(
+        path,
+        f"Times as fast at fitting as {whom}: {words} ({sets})",
+        [Dots("", f"times as fast as {whom}", list(found), dots, ticks, (whom, 1.0))],
+        f"Warm fits, medians, {record['config']['clock']} clock. name:bin is a set cut to two classes, name:1000 to "
+        "1,000 rows.",
+    )
 
 
 if __name__ == "__main__":

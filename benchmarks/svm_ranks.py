@@ -8,6 +8,7 @@ LATENCY_S * log2(P) and its bytes, from all ranks to each, at RATE_BYTES_PER_S. 
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,9 +19,10 @@ import typer
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from benchmarks.svm_data import HELP, Split, load
 from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.report.figures import save_bars
+from paceline.lab.emulation.quantities import show_rate
+from paceline.lab.report.figures import Line, Lines, draw_figure, show_time
+from paceline.lab.report.look import OURS
 from paceline.lab.report.publication import Report, figure_path, publish
-from paceline.lab.report.summary import Summary
 
 LATENCY_S = 30e-6
 RATE_BYTES_PER_S = 1.25e9  # 10 Gbit/s
@@ -168,8 +170,24 @@ def main(
         provenance=collect(1, load_before),
     )
     publish(result, results_folder, as_json)
-    bars = {f"{found.num_ranks} ranks": Summary.of([found.predicted_s]) for found in counts}
-    save_bars(figure_path(result, results_folder), result.question, "predicted seconds", bars)
+    draw(result.record(), figure_path(result, results_folder))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw the predicted time over the ranks."""
+    points = [(float(ranks), 1e3 * found["predicted_s"]) for ranks, found in record["summaries"].items()]
+    fastest, least_ms = min(points, key=lambda point: point[1])
+    ticks = {ranks: f"{ranks:g}" for ranks, _ in points}
+    config = record["config"]
+    rate, latency = show_rate(8 * config["rate_bytes_per_s"]), show_time(config["latency_s"])
+    line = Line("predicted", points, OURS, "--")
+    return draw_figure(
+        path,
+        f"{config['data']}: {fastest:g} ranks would fit it fastest, {points[0][1] / least_ms:.1f} times as fast as one "
+        "(predicted)",
+        [Lines("", "ranks", "time of a fit, ms", [line], ticks, log_x=True)],
+        f"Work is counted, time is predicted from one rank's: behind links of {rate}, {latency} a message.",
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Source: Puri et al. 2018, arXiv 1808.01371; Krause et al. 2016 for the cell.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import shlex
@@ -25,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn import functional
 
 from paceline import DistributedDataParallel
+from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.look import OURS, PAPER
 from paceline.lab.workloads import Mlstm, State, load_text
 
 CLIP_NORM = 1.0
@@ -258,23 +260,28 @@ def save(
         "curve": curve,
     }
     (folder / "mlstm-shakespeare.json").write_text(json.dumps(record, indent=1) + "\n")
-    with contextlib.suppress(ImportError):
-        from matplotlib.figure import Figure  # noqa: PLC0415
+    draw(record, folder / "mlstm-shakespeare.png")
 
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.subplots()
-        epochs = [report["epochs"] for report in curve]
-        for key, label in (("train", "training (mean since the last point)"), ("held_out", "held out (5 %)")):
-            axes.plot(epochs, [report[f"{key}_bits_per_character"] for report in curve], label=label)
-        axes.set(
-            title=f"mLSTM of {settings.hidden_size} cells on {source.split(' (', maxsplit=1)[0]}, {num_ranks} ranks, "
-            f"{settings.streams} streams" + (", gradients reduced in 16 bits" if settings.half else ""),
-            xlabel="epochs",
-            ylabel="bits per character",
+
+def draw(record: dict[str, Any], path: Path) -> bool:
+    """Draw the curve of a stored record, where matplotlib is installed; returns whether it was."""
+    curve, settings = record["curve"], record["settings"]
+    names = {"train": "training (mean since the last point)", "held_out": "held out (5 %)"}
+    lines = [
+        Line(
+            name, [(point["epochs"], point[f"{key}_bits_per_character"]) for point in curve], color, marker=""
         )
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(folder / "mlstm-shakespeare.png", dpi=120)
+        for (key, name), color in zip(names.items(), (PAPER, OURS), strict=True)
+    ]
+    text = record["text"].split(" (", maxsplit=1)[0]
+    return draw_figure(
+        path,
+        f"mLSTM on {text}: {curve[-1]['held_out_bits_per_character']:.2f} bits a character held out after "
+        f"{curve[-1]['epochs']:.1f} epochs",
+        [Lines("", "epochs", "bits a character", lines, bottom=None)],
+        f"{settings['hidden_size']} cells, {settings['streams']} streams over {record['ranks']} ranks"
+        + (", gradients reduced in 16 bits." if settings["half"] else "."),
+    )
 
 
 def main() -> None:

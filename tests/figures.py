@@ -25,7 +25,9 @@ from terminal import REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 UNITS = {"ms": 1e3, "µs": 1e6, "%": 100.0, "MB": 1e-6, "million": 1e-6}
-PROSE_COLUMNS = frozenset({"#", "measured", "claim", "published", "verdict", "command", "file"})
+PROSE_COLUMNS = frozenset(
+    {"#", "measured", "unit", "better", "claim", "published", "verdict", "command", "file"}
+)
 _NUMBER = re.compile(r"(?<![\w.\u00d7])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
 
 
@@ -58,6 +60,11 @@ def figures_of(table: Table) -> dict[str, set[str]]:
         text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", " ; ".join(row[index] for index in columns))
         printed.setdefault(row[0], set()).update(_NUMBER.findall(text))
     return printed
+
+
+def numbers_in(text: str) -> set[str]:
+    """The figures of a sentence: numbers outside of `code`."""
+    return set(_NUMBER.findall(re.sub(r"`[^`]*`", "", text)))
 
 
 def rounds_to(value: float, figure: str) -> bool:

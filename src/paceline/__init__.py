@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.integrations.lightning_strategy import register as _register_strategy
 from paceline.process_group.registration import register as _register_backend
+from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm, windows
     from paceline.integrations.torch_patch import patch_torch
-
-__version__ = "0.1.0"
+    from paceline.observe.workload_recording import record_workload
 
 __all__ = [
     "DistributedDataParallel",
@@ -24,6 +24,7 @@ __all__ = [
     "__version__",
     "convert_sync_batchnorm",
     "patch_torch",
+    "record_workload",
     "windows",
 ]
 
@@ -32,6 +33,7 @@ _HOME_OF = {
     "SyncBatchNorm": "paceline.ddp",
     "convert_sync_batchnorm": "paceline.ddp",
     "patch_torch": "paceline.integrations.torch_patch",
+    "record_workload": "paceline.observe.workload_recording",
     "windows": "paceline.ddp",
 }
 

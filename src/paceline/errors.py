@@ -9,6 +9,7 @@ PacelineError
 ├── ReplicaMismatchError (also RuntimeError)   the ranks do not hold the same model
 ├── ProtocolError        (also RuntimeError)   the ranks stopped agreeing on what to communicate
 │   ├── PeerAbortedError                       another rank gave up its backward; this one is told
+│   │   └── PeerOutOfMemoryError               ... because it ran out of memory
 │   └── CollectiveMismatchError                two ranks are not in the same collective
 └── PeerLostError        (also TimeoutError)   a rank died, hung or is unreachable
 """
@@ -60,6 +61,18 @@ class ProtocolError(PacelineError, RuntimeError):
 
 class PeerAbortedError(ProtocolError):
     """Another rank abandoned its backward; the gradients of this step are undefined on every rank."""
+
+
+class PeerOutOfMemoryError(PeerAbortedError):
+    """Ranks abandoned a backward because they ran out of memory; gradients are undefined, parameters untouched.
+
+    Attributes:
+        ranks: Which ones; the same on every rank.
+    """
+
+    def __init__(self, message: str = "", ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class CollectiveMismatchError(ProtocolError):

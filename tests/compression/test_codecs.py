@@ -175,7 +175,7 @@ def test_what_half_precision_cannot_hold_is_not_finite():
 @pytest.mark.parametrize("kind", [TopK, RandomK])
 def test_a_ratio_is_a_share(kind, ratio):
     """Outside (0, 1]: refused, with the number."""
-    with pytest.raises(ConfigurationError, match=f"ratio={ratio} must be more than 0 and at most 1"):
+    with pytest.raises(ConfigurationError, match=f"ratio={ratio!r} must be more than 0 and at most 1"):
         kind(ratio)
 
 

@@ -238,6 +238,68 @@ def test_cores_are_limited(cluster):
     assert float(python(made.hosts[0], spin)) > 0.8
 
 
+RATES = """
+from pyroute2 import IPRoute
+with IPRoute() as ip:
+    for one in ip.get_classes(index=ip.link_lookup(ifname="eth0")[0]):
+        print(8 * one.get_attr("TCA_OPTIONS").get_attr("TCA_HTB_PARMS")["rate"])
+"""
+
+
+def test_what_a_host_has_can_change_while_it_runs(cluster):
+    """Rate, loss, cores and delay, down and up again, on hosts of their own; the other host keeps what it had."""
+    made = cluster(hosts=2, rate="50Mbit", cpu="200%", delay="1ms", links=1)
+    host0, host1 = made.hosts
+
+    def rate_of(host):
+        done = subprocess.run(host.command([sys.executable, "-c", RATES]), capture_output=True, check=True)
+        return int(done.stdout)
+
+    host1.set_rate("1Mbit")
+    started_s = time.monotonic()
+    assert len(send(host1, host0, (0, 60, 0))) == 60
+    assert time.monotonic() - started_s > 60 * 1042 * 8 / 1e6 - 0.15
+    started_s = time.monotonic()
+    assert len(send(host0, host1, (0, 60, 0))) == 60  # the port towards it
+    assert time.monotonic() - started_s > 60 * 1042 * 8 / 1e6 - 0.15
+    assert (rate_of(host0), rate_of(host1)) == (50_000_000, 1_000_000)
+    host1.set_rate("20Mbit")
+    assert rate_of(host1) == 20_000_000
+
+    assert len(send(host0, host1, (0, 300, 0), size=200)) == 300
+    for loss, least, most in (("20%", 1500, 1700), ("0%", 2000, 2000), ("50%", 900, 1100)):
+        host0.set_loss(loss)
+        assert least <= len(send(host0, host1, (0, 2000, 0), size=200)) <= most, loss
+    assert made.counters()[0].lost_packets >= 300 + 900  # over all changes
+    host0.set_loss("0%")
+
+    spin = "import time; a = time.monotonic()\nwhile time.process_time() < 0.2: pass\nprint(time.monotonic() - a)"
+    host0.set_cores("20%")
+    assert float(python(host0, spin)) > 0.8
+    quotas = {
+        path.read_text() for path in Path("/sys/fs/cgroup").glob(f"**/*{made._id}/host*/cpu.cfs_quota_us")
+    }
+    assert quotas <= {"4000\n", "40000\n"}
+    host0.set_cores("100%")
+
+    made.set_delay("300ms")
+    started_s = time.monotonic()
+    assert len(send(host0, host1, (0, 3, 0))) == 3
+    assert time.monotonic() - started_s > 0.6  # there and back
+    assert (made.spec.rate_bits_per_s, made.spec.delay_s, made.spec.cores) == ((5e7, 2e7), 0.3, (1, 2))
+    with pytest.raises(ConfigurationError, match="--loss 100% cannot be"):
+        host0.set_loss("100%")
+    assert made.spec.loss_ratio == (0, 0)
+
+
+def test_ranks_of_a_class_keep_their_priority_at_another_rate(cluster):
+    made = cluster(hosts=2, rate="100Mbit", port_rate="50Mbit", priority=True)
+    made.hosts[1].set_rate("1Mbit")
+    arrived = send(made.hosts[0], made.hosts[1], (0, 60, 0), (100, 5, CS7))
+    order = [number for number, _ in arrived]
+    assert max(order.index(number) for number in range(100, 105)) < order.index(59)
+
+
 def test_two_clusters_at_once_do_not_meet(cluster):
     """The same names and addresses in both; what is sent in one arrives in that one only."""
     one, other = cluster(hosts=2, cpu="100%"), cluster(hosts=2, cpu="100%")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -63,7 +64,8 @@ def _warm(monkeypatch):
 @pytest.fixture
 def scripts(tmp_path):
     """A folder with a few small scripts."""
-    for name, text in {"train.py": TRAIN, "sleeps.py": SLEEPS, "fails.py": FAILS}.items():
+    texts = {"train.py": TRAIN, "sleeps.py": SLEEPS, "fails.py": FAILS, "throttles": "9s host1 cores 25%"}
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
     return tmp_path
 
@@ -93,19 +95,23 @@ def _eventually(condition):
 
 @pytest.mark.slow
 def test_a_job_on_two_hosts_is_what_it_would_be_on_two_machines(possible, scripts):
-    """Ranks, local ranks and host names are honest, the gradient is the mean, the summary counts."""
-    hosts, links = ["--hosts", "2", "--ranks-per-host", "2"], ["--rate", "500Mbit", "--loss", "0.1%"]
-    done = paceline("emulate", *hosts, *links, "--json", "--", "train.py", "5", "60", cwd=scripts)
+    """Ranks, unequal local ranks and host names are honest, the gradient is the mean, the summary counts."""
+    hosts, links = ["--hosts", "2", "--ranks-per-host", "3,1"], ["--rate", "500Mbit", "--loss", "0.1%"]
+    (scripts / "scenario").write_text("0s host1 rate 400Mbit # at once\n500s all loss 50%\n")
+    words = [*hosts, *links, "--scenario", "scenario", "--json", "--", "train.py", "5", "60"]
+    done = paceline("emulate", *words, cwd=scripts)
     assert done.code == 0, done.err
     said = sorted(
         line for line in done.err.splitlines() if "rank" in line and "host" in line and "2.5" in line
     )
     assert said == [
-        "[host0 rank 0] 0 4 0 2 0 host0 2.5",
-        "[host0 rank 1] 1 4 1 2 0 host0 2.5",
-        "[host1 rank 2] 2 4 0 2 1 host1 2.5",
-        "[host1 rank 3] 3 4 1 2 1 host1 2.5",
+        "[host0 rank 0] 0 4 0 3 0 host0 2.5",
+        "[host0 rank 1] 1 4 1 3 0 host0 2.5",
+        "[host0 rank 2] 2 4 2 3 0 host0 2.5",
+        "[host1 rank 3] 3 4 0 1 1 host1 2.5",
     ]
+    assert re.search(r"^\[scenario\] \d+\.\d s: host1 rate 400 Mbit/s$", done.err, re.MULTILINE)
+    assert "[scenario] 1 of 2 change(s) did not happen: the job had ended" in done.err
     outcome = json.loads(done.out)
     assert outcome["exit_codes"] == [0, 0]
     assert outcome["spec"]["congestion_control"] == "cubic"
@@ -231,6 +237,12 @@ def test_a_job_can_be_given_a_time_limit(possible, scripts, monkeypatch):
         (["--", "-m"], "no script to run"),
         (["--congestion-control", "westwood9", "--", "fails.py"], "westwood9 is not loaded here"),
         (["--hosts", "1", "--check"], "--check measures between hosts"),
+        (["--ranks-per-host", "2,1,1", "--", "fails.py"], "holds 3 values for 2 host(s)"),
+        (["--ranks-per-host", "2,none", "--", "fails.py"], "--ranks-per-host 'none' is not a whole number"),
+        (["--scenario", "nowhere", "--", "fails.py"], "--scenario nowhere cannot be read"),
+        (["--scenario", "fails.py", "--", "fails.py"], "fails.py, line 1: the time 'import' is not a time"),
+        (["--scenario", "throttles", "--", "fails.py"], "Pass --cpu, for example --cpu 200%"),
+        (["--scenario", "throttles", "--cpu", "100%", "--check"], "Leave out --scenario, or --check"),
         (["--host", "2", "--", "fails.py"], "No such option: --host"),
     ],
 )

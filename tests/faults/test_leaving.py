@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 from datetime import timedelta
@@ -14,6 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+import warm
 from models import Mlp
 from paceline import DistributedDataParallel
 from paceline.comm import meeting, peers
@@ -22,6 +22,7 @@ from paceline.errors import PeerLostError
 from paceline.host.processes import ProcessCard
 from paceline.transports.shared_memory import neighbours
 from ranks import Ranks
+from terminal import TORCHS_ABORT, run
 
 TIMEOUT_S = 60.0  # of groups: nobody may wait that long
 SOON_S = 30.0  # on a busy machine
@@ -124,6 +125,7 @@ def run_alone(num_ranks, condition, act, shared, end=""):
         port = probe.getsockname()[1]
     environment = {
         **os.environ,
+        "PATH": f"{warm.folder()}{os.pathsep}{os.environ['PATH']}",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(num_ranks),
@@ -134,7 +136,7 @@ def run_alone(num_ranks, condition, act, shared, end=""):
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", script],
+            ["python", "-c", script],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -147,12 +149,15 @@ def run_alone(num_ranks, condition, act, shared, end=""):
     finally:
         for process in processes:
             process.kill()
-    return {
+    told = {
         rank: line
         for rank, output in enumerate(outputs)
         for line in output.splitlines()
         if line.startswith("TOLD")
     }
+    if not told:
+        raise AssertionError("\n".join(outputs))
+    return told
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -223,3 +228,32 @@ def test_a_stranger_in_the_store(monkeypatch):
     assert other.get("roll_call") is None
     store.set("here/1", store.get("roll_call"))
     assert ours.get("here/1") is None
+
+
+REFUSED = """
+    import atexit, sys, time, torch, torch.distributed as dist
+    atexit.register(lambda: print("ENDED after", time.monotonic() - refused_s, flush=True))
+    from paceline import DistributedDataParallel
+    dist.init_process_group(sys.argv[1])
+    DistributedDataParallel(torch.nn.Linear(3, 3))(torch.ones(2, 3)).sum().backward()
+    try:
+        DistributedDataParallel(torch.nn.Linear(3, 3 + dist.get_rank()))
+    except RuntimeError:
+        refused_s = time.monotonic()
+        raise
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_a_refused_wrap_ends_the_program_at_once(backend, tmp_path):
+    """A rank that raises waits for nobody at its end, and exits with 1; nothing aborts, nothing is left.
+
+    Torchrun ends the others when it has seen one: those may not get as far.
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(REFUSED))
+    done = run(["torchrun", "--standalone", "--nproc-per-node", "2", "train.py", backend], cwd=tmp_path)
+    assert done.code == 1
+    assert "ReplicaMismatchError: [1]: params[0]" in done.err
+    ended_s = [float(line.split()[-1]) for line in done.out.splitlines() if line.startswith("ENDED after")]
+    assert 0 <= max(ended_s) < SOON_S / 3
+    assert TORCHS_ABORT not in done.err

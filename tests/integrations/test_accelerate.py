@@ -191,12 +191,14 @@ def wrap_twice(rank, num_ranks):
     with side("ours"):
         training = Training()
         wrapped = paceline.DistributedDataParallel(a_model())
-        with pytest.raises(ConfigurationError, match="Wrap the whole module once"):
+        with pytest.raises(ConfigurationError, match="A module is synchronized by one wrapper"):
             training.accelerator.prepare(wrapped)
         training.epoch()  # the refusal leaves the group in order
+    with side("torch"), pytest.raises(ConfigurationError, match="A module is synchronized by one wrapper"):
+        Training().accelerator.prepare(wrapped)
     return len(training.losses)
 
 
 def test_a_model_that_is_wrapped_already_is_refused():
-    """Accelerate wraps what it is given; a wrapper around ours would communicate every gradient twice."""
+    """Accelerate wraps what it is given; a wrapper around ours, of either class, would communicate twice."""
     assert pool(2).run(wrap_twice, deadline_s=110) == [6, 6]

@@ -122,7 +122,7 @@ def test_what_is_wrapped_under_a_patch_is_ours_and_recognised():
         assert seen["reductions"] == ["Adasum", "Mean"]
         assert seen["own state"]
         assert seen["nobody runs"]
-        assert "already. Wrap the whole module once" in seen["twice"]
+        assert "already. A module is synchronized by one wrapper" in seen["twice"]
         assert seen["torchs"] == [True, True]
         assert seen["without a patch"]
         assert seen["copies"] == [True, True]

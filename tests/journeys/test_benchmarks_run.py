@@ -37,6 +37,7 @@ def benchmark(*arguments: str, folder: Path) -> Finished:
         ["overlap"],
         ["compression"],
         ["auto_compression"],
+        ["unequal"],
     ],
     ids="-".join,
 )
@@ -88,6 +89,14 @@ def test_adasum_benchmark_reports(tmp_path: Path) -> None:
     assert set(record) >= SHAPE
     assert [row[0].partition(":")[0] for row in record["rows"]] == ["gloo", "paceline"]
     assert all(1.0 <= float(row[-1]) < 1.05 for row in record["rows"])
+
+
+def test_flags_have_no_type_in_a_benchmarks_help(tmp_path: Path) -> None:
+    """They take no value, as those of `paceline`'s commands."""
+    done = benchmark("benchmarks.overhead", "--help", folder=tmp_path)
+    assert done.code == 0
+    assert "--quick" in done.out
+    assert "bool" not in done.out
 
 
 def test_an_unknown_name_is_one_paragraph(tmp_path: Path) -> None:

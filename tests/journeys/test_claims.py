@@ -9,14 +9,15 @@ import shlex
 import pytest
 import typer
 
-from figures import figures_of, rounds_to, tables, value_of
+from figures import figures_of, numbers_in, rounds_to, tables, value_of
 from paceline.cli.app import app
 from paceline.errors import ConfigurationError
 from paceline.lab.studies.catalogue import find_study
 from terminal import REPOSITORY
 
-README, BENCHMARKS, CLAIMS = (
-    REPOSITORY / name for name in ("README.md", "docs/benchmarks.md", "docs/claims.md")
+README, BENCHMARKS, CLAIMS, OPTIONS = (
+    REPOSITORY / name
+    for name in ("README.md", "docs/benchmarks.md", "docs/claims.md", "docs/guide/which-option.md")
 )
 # What the parser raises for bad usage; typer has moved it between packages.
 USAGE_ERROR = typer.BadParameter.__mro__[1]
@@ -60,8 +61,29 @@ def test_every_figure_is_the_measured_one(page):
 
 def test_the_readmes_figures_are_the_ten_of_the_page_of_benchmarks():
     (ten,) = _tables(README)
-    assert len(ten.rows) == 10
+    assert len(ten.rows) <= 10
     assert ten == _tables(BENCHMARKS)[0]
+    headline = re.findall(r"^\*\*(.+?)\*\*", README.read_text(), re.MULTILINE)[0]
+    assert headline.startswith("A step of a wide MLP"), "figure 4"
+    assert numbers_in(headline) == figures_of(ten)["4"]
+
+
+def test_the_page_of_options_takes_its_figures_from_the_page_of_benchmarks():
+    """Each number of a row is a figure of the rows that it names, or the condition under which that was measured."""
+    printed = {
+        row: figures for table in _figures(BENCHMARKS)[0] for row, figures in figures_of(table).items()
+    }
+    conditions = {"1", "100", "200", "50", "25", "15"}  # Gbit/s, Mbit/s, MiB, data sets
+    rows = [row for table in _tables(OPTIONS, "you see") for row in table.rows]
+    assert len(rows) > 15
+    for row in rows:
+        measured, sources = row[-2], [number.strip() for number in row[-1].split(",") if number.strip()]
+        figures = set().union(*(printed[source] for source in sources))
+        strays = numbers_in(" ".join(row[:-1])) - figures - conditions
+        assert not strays, f"{row[0]}: {strays} are not among figures {sources}"
+        assert not sources or numbers_in(measured) & figures, (
+            f"{row[0]} names figures {sources} and shows none"
+        )
 
 
 def test_every_claim_has_a_verdict_and_a_command_or_a_reason():

@@ -127,9 +127,24 @@ def test_flags_have_no_type_in_help(words, capsys):
     assert "bool" not in out.lower()
 
 
+@pytest.mark.parametrize("words", [["bench"], ["study"]])
+def test_commands_without_a_command_show_their_help_and_no_more(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    seen = capsys.readouterr()
+    assert f"Usage: paceline {words[0]} [OPTIONS] COMMAND" in seen.out
+    assert seen.err == ""
+
+
 def test_the_launchers_help_shows_our_options_first(capsys):
     with pytest.raises(SystemExit):
         main(["run", "--help"])
     out = capsys.readouterr().out
-    assert out.index("--share-devices") < out.index("--nnodes")
+    ours = [
+        out.index(option) for option in ("--share-devices", "--replace-ddp", "--reduction", "--compression")
+    ]
+    assert max(ours) < min(
+        out.index(option) for option in ("positional", "--help", "--nnodes", "--standalone")
+    )
     assert out.startswith("usage: paceline run [options] training_script")

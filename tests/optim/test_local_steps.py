@@ -300,9 +300,13 @@ def refused(rank, _num_ranks):
         LocalSGD(LocalSGD(inner, 2), 2)
     with pytest.raises(ConfigurationError, match=r"LocalSGD exchanges parameters .* and cannot be copied"):
         copy.deepcopy(LocalSGD(inner, 2))
-    with pytest.raises(ReplicaMismatchError, match="other parameters, or another reduction or setting"):
+    with pytest.raises(
+        ReplicaMismatchError, match="other parameters, or another reduction, setting or version"
+    ):
         LocalSGD(inner, every=2 + rank)
-    with pytest.raises(ReplicaMismatchError, match="other parameters, or another reduction or setting"):
+    with pytest.raises(
+        ReplicaMismatchError, match="other parameters, or another reduction, setting or version"
+    ):
         LocalSGD(inner, every=2, buffers=[torch.ones(2 + rank)])
     with pytest.raises(ConfigurationError, match='compression="auto" decides by'):
         LocalSGD(inner, every=2, compression="auto")

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from models import Mlp, digest, generator, squares
-from paceline import DistributedDataParallel
+from paceline import DistributedDataParallel, version
+from paceline.errors import ReplicaMismatchError
 from ranks import pool
 
 TorchDdp = nn.parallel.DistributedDataParallel
@@ -318,6 +320,77 @@ def test_replicas_that_differ_are_refused_on_every_rank(difference, num_ranks, o
     assert group_works
     assert re.search(DIFFERENCES[difference], message), message
     assert re.search(rf"(rank |\[){odd or '[01]'}\b", message), message
+
+
+def wrap_otherwise(rank, num_ranks):
+    """What is raised where rank 1 alone wraps the same module with another argument, or runs another version."""
+    same = {"init_sync": True}
+    cases = {
+        "find_unused_parameters": {"find_unused_parameters": True},
+        "static_graph": {"static_graph": True},
+        "forward_sync_buffers": {"forward_sync_buffers": False},
+        "broadcast_buffers": {"broadcast_buffers": False},
+        "mixed_precision": {
+            "mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        },
+        "delayed": {"delay_all_reduce_named_params": ()},
+        "bucket caps": {"bucket_cap_mb": 3},
+        "reduction": {"compression": "fp16"},
+        "version": {},
+    }
+    raised = {}
+    for case, odd in cases.items():
+        module = nn.Sequential(Mlp(), nn.BatchNorm1d(4))
+        options = {**same, **(odd if rank == 1 else {})}
+        if "delay_all_reduce_named_params" in options:
+            options["delay_all_reduce_named_params"] = [("0.layers.0.weight", module[0].layers[0].weight)]
+            options["param_to_hook_all_reduce"] = module[0].layers[2].weight
+        with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+            warnings.simplefilter("ignore")
+            if case == "version" and rank == 1:
+                patch.setattr(version, "__version__", "0.0.7")
+            try:
+                DistributedDataParallel(module, **options)
+            except ReplicaMismatchError as error:
+                raised[case] = str(error)
+    dist.all_reduce(tensor := torch.ones(()))
+    return raised, tensor.item() == num_ranks
+
+
+def test_arguments_and_version_are_the_same_on_every_rank():
+    """An argument that shapes what is exchanged, and the version: every rank raises, with rank and both values."""
+    values = {
+        "find_unused_parameters": ("find_unused_parameters", "True", "False"),
+        "static_graph": ("static_graph", "True", "False"),
+        "forward_sync_buffers": ("forward_sync_buffers", "True", "False"),
+        "broadcast_buffers": ("buffers", "True", "False"),
+        "mixed_precision": ("mixed_precision|reduction", "bfloat16|Narrow", "None|Mean"),
+        "delayed": ("layers.0.weight", "delayed", "requires_grad=True"),
+        "bucket caps": ("bucket caps", "3145728", "default"),
+        "reduction": ("reduction", "Fp16", "Mean"),
+        "version": ("Paceline", "0.0.7", re.escape(version.__version__)),
+    }
+    (first, works), *others = pool(3).run(wrap_otherwise)
+    assert works
+    assert others == [(first, True)] * 2
+    assert sorted(first) == sorted(values)
+    for case, message in first.items():
+        for word in (*values[case], r"rank 1|\[1\]"):
+            assert re.search(word, message), (case, message)
+
+
+def join_with_another_version(rank, _num_ranks):
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(version, "__version__", "0.0.7")
+        dist.new_group(backend="paceline")
+
+
+def test_a_group_of_two_versions_is_refused():
+    """The backend's ranks compare versions before they map each other's memory."""
+    for outcome in pool(2).outcomes(join_with_another_version):
+        assert outcome.error is not None
+        assert f"rank 1 runs Paceline 0.0.7, rank 0 Paceline {version.__version__}" in outcome.error.message
 
 
 def shared_start(rank, _num_ranks, seed, options):

@@ -271,7 +271,7 @@ def versions(_rank, _num_ranks):
     theirs = nn.parallel.DistributedDataParallel(nn.Sequential(_Versioned(2, 2)))
     ours.load_state_dict(ours.state_dict())
     ours.load_state_dict(theirs.state_dict())
-    nn.Sequential(_Versioned(2, 2)).load_state_dict(ours.state_dict())
+    ours.load_state_dict(ours.module.state_dict())
     return _Versioned.loaded
 
 

@@ -53,7 +53,12 @@ def keys_and_round_trips(_rank, _num_ranks, name, seed):
     ours = DistributedDataParallel(BUILDERS[name]())
     theirs = TorchDdp(BUILDERS[name]())
     plain = ours.module.state_dict()
-    results = {"keys": list(ours.state_dict()) == list(plain)}
+    results = {"keys": list(ours.state_dict()) == list(theirs.state_dict())}
+    bare = BUILDERS[name]()
+    bare.load_state_dict({key[len("module.") :]: value for key, value in ours.state_dict().items()})
+    results["ours to bare, by cutting the prefix off"] = digest(list(bare.parameters())) == digest(
+        list(ours.parameters())
+    )
 
     def equal(a, b):
         return digest(list(a.parameters())) == digest(list(b.parameters()))
@@ -61,15 +66,12 @@ def keys_and_round_trips(_rank, _num_ranks, name, seed):
     fresh = DistributedDataParallel(BUILDERS[name]())
     fresh.load_state_dict(ours.state_dict())
     results["ours to ours"] = equal(fresh, ours)
-    bare = BUILDERS[name]()
-    bare.load_state_dict(ours.state_dict())
-    results["ours to bare"] = equal(bare, ours)
     fresh.load_state_dict(theirs.state_dict())
     results["torch's, with prefix, to ours"] = equal(fresh, theirs)
     fresh.load_state_dict(plain)
     results["bare to ours"] = equal(fresh, ours)
-    theirs.module.load_state_dict(ours.state_dict())
-    results["ours to torch's module"] = equal(theirs, ours)
+    theirs.load_state_dict(ours.state_dict())
+    results["ours to torch's"] = equal(theirs, ours)
     theirs = TorchDdp(BUILDERS[name]())
     checkpoint_state.set_model_state_dict(theirs, checkpoint_state.get_model_state_dict(ours))
     results["ours to torch's by checkpoint utilities"] = equal(theirs, ours)
@@ -80,13 +82,13 @@ def keys_and_round_trips(_rank, _num_ranks, name, seed):
     results["input is not changed"] = list(theirs.state_dict()) == list(
         TorchDdp(BUILDERS[name]()).state_dict()
     )
-    results["metadata"] = before._metadata.keys() == plain._metadata.keys()
+    results["metadata"] = before._metadata.keys() == theirs.state_dict()._metadata.keys()
     return results
 
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_state_dict_goes_everywhere(name):
-    """No `module.` prefix out; with or without it in; to and from the bare module, torch's DDP and DCP utilities."""
+    """Torch's `module.` prefix out; with or without it in; to and from the bare module, torch's DDP, DCP utilities."""
     for results in pool(2).run(keys_and_round_trips, name, 1):
         assert results == dict.fromkeys(results, True)
 
@@ -97,15 +99,17 @@ def inside_another_module(_rank, _num_ranks, seed):
     outer = nn.ModuleDict({"net": DistributedDataParallel(Mlp()), "head": nn.Linear(4, 2)})
     plain = nn.ModuleDict({"net": Mlp(), "head": nn.Linear(4, 2)})
     theirs = nn.ModuleDict({"net": TorchDdp(Mlp()), "head": nn.Linear(4, 2)})
-    same_keys = list(outer.state_dict()) == list(plain.state_dict())
-    plain.load_state_dict(outer.state_dict())
+    same_keys = list(outer.state_dict()) == list(theirs.state_dict())
     outer.load_state_dict(plain.state_dict())
+    theirs.load_state_dict(outer.state_dict())
+    torch.manual_seed(seed)
+    theirs = nn.ModuleDict({"net": TorchDdp(Mlp()), "head": nn.Linear(4, 2)})
     outer.load_state_dict(theirs.state_dict())
     return same_keys, digest(list(outer.parameters())) == digest(list(theirs.parameters()))
 
 
 def test_state_dict_of_a_wrapped_child():
-    """The prefix of the outer module stays, `module.` goes; both forms load."""
+    """The names are those of torch's class within the outer module; both forms load."""
     assert pool(2).run(inside_another_module, 2) == [(True, True)] * 2
 
 

@@ -110,7 +110,7 @@ def profiled(rank, _num_ranks, seed):
     names = [event.name for event in profiler.events()]
     return (
         names.count("DistributedDataParallel.forward"),
-        sum(name in ("gloo:all_reduce", "paceline:all-reduce") for name in names),
+        sum(name in ("gloo:all_reduce", "paceline:all_reduce") for name in names),
         len(model.reducer.buckets),
     )
 

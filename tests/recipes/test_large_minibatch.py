@@ -152,7 +152,9 @@ def over_ranks(rank, num_ranks):
     assert recipe.factor == 2
     assert recipe.batch.shares == (0.75, 0.25)
     train(recipe, 1)
-    recipe.update(batch=64)
+    recipe.update(batch=64 - 32 * rank, accumulation=2 + 2 * rank)
+    assert recipe.batch == GlobalBatch((64, 32), accumulation=(2, 4))
+    recipe.update(batch=64, accumulation=2)
     assert recipe.batch == GlobalBatch((64, 64), accumulation=2)
     alone = dist.new_group([rank], use_local_synchronization=True)
     recipe._process_group = alone  # as if this rank were all that is left
@@ -174,8 +176,7 @@ def refused_over_ranks(rank, _num_ranks, case):
         "a problem": {"scaling": ("linear", "log")[rank]},
         "a fraction": {"batch": (32, 32.5)[rank]},
         "curve": {"curve": Curve(total=9 + rank)},
-        "micro-steps": {"accumulation": 1 + rank},
-        "no samples": {"batch": 32 * (1 - rank)},
+        "no samples": {"batch": 0},
         "negative": {"batch": -8},
     }[case]
     with pytest.raises(ConfigurationError) as caught:
@@ -190,8 +191,7 @@ def refused_over_ranks(rank, _num_ranks, case):
         ("curve", "rank 1 follows another recipe than rank 0"),
         ("a problem", "rank 1 could not make its recipe|'log' is not a rule"),
         ("a fraction", "rank 1 could not make its recipe|batch=32.5 is not a number of samples"),
-        ("micro-steps", "rank 1 accumulates 2 micro-steps a step, rank 0 1"),
-        ("no samples", "rank 1 would train 0 samples"),
+        ("no samples", "local=(0, 0) trains nothing"),
         ("negative", "rank 0 would train -8 samples"),
     ],
 )
@@ -204,7 +204,7 @@ def test_ranks_that_differ_are_all_told(case, words):
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"batch": 0}, "rank 0 would train 0 samples"),
+        ({"batch": 0}, "local=(0,) trains nothing"),
         ({"batch": -3}, "rank 0 would train -3 samples"),
         ({"batch": 8, "accumulation": 0}, "accumulation=0 micro-steps make no step"),
         ({"batch": 8, "accumulation": 1.5}, "accumulation=1.5 is not a number of micro-steps"),

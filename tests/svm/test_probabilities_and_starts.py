@@ -7,7 +7,6 @@ import contextlib
 import joblib
 import numpy as np
 import pytest
-import skops.io
 from sklearn import svm as theirs
 from sklearn.datasets import load_breast_cancer, load_digits, load_iris
 from sklearn.metrics import log_loss
@@ -99,6 +98,8 @@ def test_a_warm_start_of_regression_and_of_many_classes():
 
 @pytest.mark.parametrize("estimator", [SVC(probability=True, random_state=0), SVR(), OneClassSVM()], ids=str)
 def test_joblib_and_skops_export(estimator, tmp_path):
+    import skops.io  # looks through every loaded module for seconds
+
     X, y = two_classes(120)
     model = estimator.fit(X, y)
     joblib.dump(model, tmp_path / "model.joblib")

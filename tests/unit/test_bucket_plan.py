@@ -131,7 +131,7 @@ def test_plan_is_torchs_for_one_dtype(num_elements, first_bytes, cap_bytes):
 )
 def test_default_caps(size_mb, on_cpu, on_one_host, later_cap_mb):
     """1 MiB first; then 25 MiB as in the paper on an accelerator; less where CPUs have a network between them."""
-    caps = BucketCaps.default(size_mb * MEBIBYTE, on_cpu=on_cpu, on_one_host=on_one_host)
+    caps = BucketCaps.default(size_mb * MEBIBYTE, any_on_cpu=on_cpu, on_one_host=on_one_host)
     assert caps.caps_bytes == (FIRST_BUCKET_BYTES, later_cap_mb * MEBIBYTE)
     assert BucketCaps.from_arguments(None, None) is None
 
@@ -140,7 +140,7 @@ def test_resnet50_on_cpus_of_several_hosts_is_cut_finely():
     """48 buckets or fewer (a bucket may exceed its cap by one gradient), where the paper has 5."""
     sizes = [4 * num for num in resnet50_num_elements()]
     plan = plan_buckets(
-        sizes[::-1], BucketCaps.default(sum(sizes), on_cpu=True, on_one_host=False).caps_bytes
+        sizes[::-1], BucketCaps.default(sum(sizes), any_on_cpu=True, on_one_host=False).caps_bytes
     )
     assert 20 <= len(plan) <= 48
 

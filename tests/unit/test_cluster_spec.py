@@ -67,6 +67,16 @@ def test_one_value_serves_all_hosts_and_a_list_each():
     assert spec.cores == (1, 0.5, 0.25)
 
 
+def test_hosts_may_have_unequal_numbers_of_ranks():
+    mixed, alike = (
+        ClusterSpec.parse(hosts=3, ranks_per_host="4,2,1"),
+        ClusterSpec.parse(hosts=3, ranks_per_host=2),
+    )
+    assert (mixed.ranks_per_host, mixed.num_ranks, mixed.shape) == ((4, 2, 1), 7, "4+2+1")
+    assert (alike.ranks_per_host, alike.num_ranks, alike.shape) == ((2, 2, 2), 6, "3x2")
+    assert ClusterSpec.from_json(mixed.to_json()) == mixed
+
+
 def test_ports_follow_unequal_rates_unless_they_are_given():
     assert ClusterSpec.parse(hosts=2, rate="1Gbit,10Mbit").port_rate_bits_per_s == (1e9, 1e7)
     assert ClusterSpec.parse(hosts=2, rate="1Gbit,10Mbit", port_rate="1Mbit").port_rate_bits_per_s == (

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from paceline import __version__
-from paceline.cli import bench, demo, emulate, run, studies, svm
+from paceline.cli import bench, demo, emulate, plan, run, studies, svm
 from paceline.errors import ConfigurationError, PacelineError
 
 app = typer.Typer(
@@ -55,6 +55,7 @@ bench.bench.command("study")(studies.paper_figure)
 bench.bench.command("scaling")(studies.scaling)
 app.add_typer(bench.bench)
 app.command("emulate", **emulate.SETTINGS)(emulate.emulate)
+app.add_typer(plan.plan, name="plan")
 app.add_typer(studies.app, name="study")
 app.add_typer(svm.app, name="svm")
 
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         arguments: The words after `paceline`; this process's own if None.
     """
     try:
-        code = _command()(arguments, prog_name="paceline", standalone_mode=False)
+        code = command_of(app)(arguments, prog_name="paceline", standalone_mode=False)
     except ConfigurationError as error:
         _leave(str(error), 2)
     except PacelineError as error:
@@ -74,15 +75,17 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         received = getattr(error, "signal", None)
         _leave(str(error), 1 if received is None else 128 + received)
     except _UsageError as error:
+        if not str(error):  # a group of commands without a command, whose help has been shown
+            sys.exit(2)
         _leave(_usage(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         _leave("stopped.", 130)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _command() -> Any:
-    """The command that typer makes of all this, whose flags show no type in their help: they take no value."""
-    root = typer.main.get_command(app)
+def command_of(made: typer.Typer) -> Any:
+    """Return the command that typer makes of this, whose flags show no type in their help: they take no value."""
+    root = typer.main.get_command(made)
     left: list[Any] = [root]
     while left:
         command = left.pop()

@@ -17,7 +17,7 @@ bench = typer.Typer(
 Hosts = Annotated[
     int | None, typer.Option(help="Hosts of an emulated cluster.", show_default="none: loopback")
 ]
-RanksPerHost = Annotated[int, typer.Option(help="Ranks on each of the --hosts.")]
+RanksPerHost = Annotated[str, typer.Option(help="Ranks on each of the --hosts; or one number a host: 4,2,1.")]
 NumRanks = Annotated[
     int | None, typer.Option("--ranks", help="Processes on loopback, without --hosts.", show_default="2")
 ]
@@ -40,7 +40,7 @@ def step(
     workload: Annotated[str, typer.Option(help="`paceline bench workloads` lists them.")] = "resnet50",
     vs: Annotated[str, typer.Option(help="Sides to measure ours against, comma-separated.")] = "torch",
     hosts: Hosts = None,
-    ranks_per_host: RanksPerHost = 1,
+    ranks_per_host: RanksPerHost = "1",
     ranks: NumRanks = None,
     rate: Rate = None,
     loss: Loss = None,
@@ -88,7 +88,7 @@ def allreduce(
         str, typer.Option(help="Sides, comma-separated; the first is the baseline.")
     ] = "gloo,paceline",
     hosts: Hosts = None,
-    ranks_per_host: RanksPerHost = 1,
+    ranks_per_host: RanksPerHost = "1",
     ranks: NumRanks = None,
     rate: Rate = None,
     loss: Loss = None,

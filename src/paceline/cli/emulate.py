@@ -28,7 +28,7 @@ def emulate(
         typer.Argument(help="The script and its arguments, or -m, a module and its own; after --."),
     ] = None,
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
-    ranks_per_host: Annotated[int, typer.Option(help="Ranks on each.")] = 1,
+    ranks_per_host: Annotated[str, typer.Option(help="Ranks on each; or one number a host: 4,2,1.")] = "1",
     rate: Annotated[
         str | None,
         typer.Option(help="Of a host's link, for example 1Gbit; one, or one a host: 1Gbit,100Mbit."),
@@ -77,6 +77,10 @@ def emulate(
     timeout: Annotated[
         str | None, typer.Option(help="End the job after this long, for example 90s; exit code 124.")
     ] = None,
+    scenario: Annotated[
+        str | None,
+        typer.Option(help="A file of timed changes, a line each, such as: 20s host1 cores 25%."),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Measure what was set up, and print asked against measured.")
     ] = False,
@@ -91,7 +95,7 @@ def emulate(
     from rich.console import Console
 
     from paceline.errors import ConfigurationError
-    from paceline.lab.emulation import ClusterSpec, EmulatedCluster, owned_resources, quantities
+    from paceline.lab.emulation import ClusterSpec, EmulatedCluster, Scenario, owned_resources, quantities
     from paceline.lab.emulation.cluster import print_line
     from paceline.lab.emulation.cluster_job import check_script
     from paceline.lab.report import table
@@ -100,6 +104,9 @@ def emulate(
         removed = owned_resources.remove_orphans()
         print("\n".join(["removed:", *removed]) if removed else "nothing was left behind")
         return 0
+    changes = None if scenario is None else Scenario.read(scenario)
+    if changes is not None and changes.needs_packets and offload is None:
+        offload = False
     timeout_s = None if timeout is None else quantities.seconds(timeout, "--timeout")
     spec = ClusterSpec.parse(
         hosts=hosts,
@@ -124,8 +131,12 @@ def emulate(
     )
     if check and hosts < 2:
         raise ConfigurationError("--check measures between hosts. Pass --hosts 2 or more.")
+    if check and changes is not None:
+        raise ConfigurationError("--check measures what stays as it is. Leave out --scenario, or --check.")
     if not check:
         check_script(script or [])
+    if changes is not None:
+        changes.check(spec)
     console = Console(stderr=as_json)
     _end_on_signals()
     with EmulatedCluster(spec) as cluster:
@@ -134,7 +145,10 @@ def emulate(
             return _check(cluster, console, as_json=as_json)
         console.print(f"{hosts} host(s) are up; starting {spec.num_ranks} rank(s)...")
         outcome = cluster.run(
-            script or [], on_line=partial(print_line, stream=console.file), timeout_s=timeout_s
+            script or [],
+            on_line=partial(print_line, stream=console.file),
+            timeout_s=timeout_s,
+            scenario=changes,
         )
     console.print(_traffic(outcome))
     for remark in outcome.remarks():

@@ -107,7 +107,7 @@ def paper_figure(
     name: Annotated[
         str,
         typer.Argument(
-            help="overlap, bucket-size, rank-count, skipped-sync, round-robin, threads or model-size."
+            help="overlap, bucket-size, rank-count, skipped-sync, round-robin, threads, model-size or prediction."
         ),
     ],
     ranks: NumRanks = None,

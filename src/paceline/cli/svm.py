@@ -177,9 +177,12 @@ def _draw(path: Path, progress: list[dict[str, Any]]) -> None:
     import importlib.util
 
     from paceline.errors import ConfigurationError
-    from paceline.lab.report import lines_figure
+    from paceline.lab.report.figures import Line, Lines, draw_figure
+    from paceline.lab.report.look import OURS
 
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError("--figure needs matplotlib. pip install 'paceline[plot]'")
-    gaps = [point["gap"] for point in progress]
-    lines_figure("Convergence", "working set", "largest violation", {"active samples": gaps}).savefig(path)
+    gaps = [(float(i), point["gap"]) for i, point in enumerate(progress, 1)]
+    line = Line("of the active samples", gaps, OURS, marker="")
+    panel = Lines("", "working sets", "largest violation of optimality", [line])
+    draw_figure(path, f"After {len(gaps)} working sets the largest violation is {gaps[-1][1]:.1e}", [panel])

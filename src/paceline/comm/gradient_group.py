@@ -1,4 +1,7 @@
-"""The choice of the group that carries gradients: shared memory instead of the script's Gloo group, on one host."""
+"""The choice of the group that carries gradients: shared memory instead of the script's Gloo group, on one host.
+
+And a group of its own for gradients that are still under way while the main thread communicates about something else.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import BACKEND_NAME
+from paceline.errors import ConfigurationError
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -28,20 +32,17 @@ def on_one_host() -> bool | None:
     return True if os.environ.get("MASTER_ADDR") in _LOOPBACK else None
 
 
-def gradient_groups(
-    process_groups: list[dist.ProcessGroup], device: torch.device, init_sync: bool
-) -> list[dist.ProcessGroup]:
+def gradient_groups(process_groups: list[dist.ProcessGroup], all_on_cpu: bool) -> list[dist.ProcessGroup]:
     """Return the groups that carry a module's gradients: for each of `process_groups` the one beside it, or itself.
 
     Args:
         process_groups: What the script asked for.
-        device: Of the module; shared memory is for CPU tensors.
-        init_sync: Whether all ranks wrap the module now; otherwise nothing collective may happen.
+        all_on_cpu: Whether all ranks, which wrap the module now, have it on the CPU: shared memory is for CPU tensors.
 
     Contract:
-        As `group_beside`; local unless `init_sync`.
+        As `group_beside`; local unless `all_on_cpu`, which has to be the same on every rank.
     """
-    if not init_sync or device.type != "cpu":
+    if not all_on_cpu:
         return process_groups
     return [group_beside(group) for group in process_groups]
 
@@ -89,3 +90,28 @@ def _gloo_of(group: dist.ProcessGroup) -> Any:
     except RuntimeError:  # a group written in Python, or one that has nothing for the CPU
         return None
     return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+
+
+def group_for_pieces(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a new Gloo group with the ranks of `group`: collectives in it keep no order with those in others.
+
+    Contract:
+        Collective: over the job for a group of all its ranks, else over the group's.  Blocks: until every rank has
+        come. It ends with the default group.
+
+    Raises:
+        ConfigurationError: `group` communicates CPU tensors by something else than Gloo, which may not take launches
+            from several threads. Local: the same on every rank.
+    """
+    gloo = _gloo_of(group)
+    if gloo is None:
+        raise ConfigurationError(
+            f"overlap_forward: the process group's backend is {group.name()!r}, and pieces of gradients travel over "
+            'Gloo. Open the group with dist.init_process_group("gloo"), or leave out overlap_forward.'
+        )
+    ranks = dist.get_process_group_ranks(group)
+    is_part = len(ranks) < dist.get_world_size()
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=gloo.options._timeout, backend="gloo", use_local_synchronization=is_part
+    )
+    return made

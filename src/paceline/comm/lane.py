@@ -51,7 +51,7 @@ class LaneWork(dist.Work):
         self._ended: Future[None] | None = None
         self._future: Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
-        self._recorded = _record(f"{BACKEND_NAME}:{what}") if _is_profiled() else None
+        self._recorded = _record(what, outputs) if _is_profiled() else None
 
     def perform(self) -> None:
         """Do it, on this thread; an error is kept for whoever waits."""
@@ -123,12 +123,33 @@ def _accelerators(tensors: list[Tensor]) -> set[torch.device]:
     return {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
-def _record(label: str) -> Future[None]:
-    """Begin a range in the profiler of this thread, which ends, on any thread, with the future's result."""
+def _record(what: str, tensors: list[Tensor]) -> Future[None]:
+    """Begin a range in the profiler of this thread, which ends, on any thread, with the future's result.
+
+    The range is named as torch's backends name theirs (`gloo:all_reduce`). A range that ends elsewhere cannot carry
+    shapes, so the tensors' are those of a short one within, named as the operator that calls torch's backends.
+    """
     ended: Future[None] = Future()
-    with record_function(label) as record:
+    with record_function(f"{BACKEND_NAME}:{what.replace('-', '_')}") as record:
+        if what in _OPERATORS:
+            with torch._C._profiler._RecordFunctionFast(_OPERATORS[what], tensors, {}):
+                pass
         record._call_end_callbacks_on_future(ended)
     return ended
+
+
+_OPERATORS = {
+    "all-reduce": "c10d::allreduce_",
+    "all-gather": "c10d::allgather_",
+    "broadcast": "c10d::broadcast_",
+    "reduce": "c10d::reduce_",
+    "reduce-scatter": "c10d::reduce_scatter_",
+    "gather": "c10d::gather_",
+    "scatter": "c10d::scatter_",
+    "all-to-all": "c10d::alltoall_",
+    "barrier": "c10d::barrier",
+}
+"""By the name of a collective of the backend, the operator of torch's that would perform it."""
 
 
 class Lane:

@@ -83,8 +83,13 @@ class Peers:
         """Remember how far this rank has got, to tell those who wait when it leaves. Local."""
         self._roll_call.progress.num_steps = number
 
-    def wait(self, pending: Pending, doing: str) -> None:
+    def wait(self, pending: Pending, doing: str, consequence: str | None = None) -> None:
         """Wait for a collective.
+
+        Args:
+            pending: It.
+            doing: What this rank is doing, for the message.
+            consequence: What its failure means, where that is not what this object says of every other.
 
         Contract:
             Blocks: yes, at most for the process group's timeout and a roll call.
@@ -99,19 +104,20 @@ class Peers:
             else:
                 pending.wait()
         except RuntimeError as error:
-            raise self.lost(error, doing) from error
+            raise self.lost(error, doing, consequence) from error
         self._roll_call.learn()
 
-    def lost(self, error: Exception, doing: str) -> PeerLostError:
-        """Start a roll call, or answer one, and return the error that names the missing ranks.
+    def lost(self, error: Exception, doing: str, consequence: str | None = None) -> PeerLostError:
+        """Start a roll call, or answer one, and return the error that names the missing ranks; arguments as of `wait`.
 
         Args:
             error: Of the collective.
             doing: What this rank was doing.
+            consequence: What its failure means.
         """
         who = self._roll_call.who_is_gone(doing, error.peer if isinstance(error, PeerLostError) else None)
         return PeerLostError(
-            f"rank {self._rank} was {doing} when communication failed: {who}. {self._consequence} "
+            f"rank {self._rank} was {doing} when communication failed: {who}. {consequence or self._consequence} "
             f"The backend said: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         )
 

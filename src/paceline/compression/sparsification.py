@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.compression.compressor import Compressor, Layout, Seeds
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 
 SAMPLED_FROM = 1 << 15  # elements from which `TopK` estimates a threshold; smaller gradients are sorted
 STRIDE = 61  # of the sample; a prime, so that it visits every column of a matrix
@@ -27,12 +28,12 @@ class Sparse(Compressor):
     is_sparse = True
 
     def __init__(self, ratio: float = 0.01) -> None:
-        if not 0 < ratio <= 1:
+        if not 0 < number(ratio) <= 1:
             raise ConfigurationError(
-                f"{type(self).__name__}: ratio={ratio} must be more than 0 and at most 1: the share of elements "
+                f"{type(self).__name__}: ratio={ratio!r} must be more than 0 and at most 1: the share of elements "
                 "that is sent in each step. 0.01 is usual."
             )
-        self.ratio = ratio
+        self.ratio = float(ratio)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ratio={self.ratio})"

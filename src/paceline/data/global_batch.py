@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -15,20 +15,22 @@ class GlobalBatch:
     """How many samples each rank trains in one step.
 
     Attributes:
-        local: Samples of each rank in one micro-step, by rank; not all the same on unequal machines.
-        accumulation: Micro-steps of a step, the same on every rank.
+        local: Samples of each rank in one micro-step, by rank; not all the same on unequal machines. A rank with 0
+            takes part in every step, with nothing.
+        accumulation: Micro-steps of a step: one number for all ranks, or one a rank, so that a fast rank can run more
+            micro-steps of the same size. A rank that has run all of its own has nothing in the step's further ones.
 
     Raises:
-        ConfigurationError: A number is not positive.
+        ConfigurationError: A number is negative, or nobody trains anything.
     """
 
     local: tuple[int, ...]
-    accumulation: int = 1
+    accumulation: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
         try:
             object.__setattr__(self, "local", tuple(index(size) for size in self.local))
-            object.__setattr__(self, "accumulation", index(self.accumulation))
+            object.__setattr__(self, "accumulation", _whole(self.accumulation))
         except TypeError as error:
             raise ConfigurationError(
                 f"local={self.local!r} and accumulation={self.accumulation!r}: samples and micro-steps are whole "
@@ -39,14 +41,26 @@ class GlobalBatch:
                 "local=() names no rank. Give the samples of each rank, such as (32, 32)."
             )
         for rank, size in enumerate(self.local):
-            if size <= 0:
+            if size < 0:
                 raise ConfigurationError(
-                    f"rank {rank} would train {size} samples a micro-step (local={self.local}). Every rank takes part "
-                    "in every step: give each at least 1, or leave the rank out of the process group."
+                    f"rank {rank} would train {size} samples a micro-step (local={self.local}). Give it 0 or more."
                 )
-        if self.accumulation < 1:
+        if not any(self.local):
             raise ConfigurationError(
-                f"accumulation={self.accumulation} micro-steps make no step. Give 1 for a step a backward."
+                f"local={self.local} trains nothing. Give at least one rank 1 sample or more."
+            )
+        if isinstance(self.accumulation, tuple):
+            if len(self.accumulation) != len(self.local):
+                raise ConfigurationError(
+                    f"accumulation={self.accumulation} is for {len(self.accumulation)} ranks, local={self.local} for "
+                    f"{len(self.local)}. Give one number for all, or one for each."
+                )
+            if len(set(self.accumulation)) == 1:
+                object.__setattr__(self, "accumulation", self.accumulation[0])
+        if min(self.micro_steps) < 1:
+            raise ConfigurationError(
+                f"accumulation={self.accumulation} micro-steps make no step. Give 1 for a step a backward; a rank that "
+                "shall train nothing has 0 samples in local."
             )
 
     @property
@@ -54,39 +68,46 @@ class GlobalBatch:
         return len(self.local)
 
     @property
+    def micro_steps(self) -> tuple[int, ...]:
+        """Micro-steps of each rank."""
+        if isinstance(self.accumulation, tuple):
+            return self.accumulation
+        return (self.accumulation,) * len(self.local)
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Micro-steps of a step: the largest number of any rank."""
+        return max(self.micro_steps)
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Samples of each rank in one step."""
+        return tuple(size * count for size, count in zip(self.local, self.micro_steps, strict=True))
+
+    @property
     def micro_size(self) -> int:
-        """Samples of one micro-step over all ranks."""
+        """Samples of one micro-step over all ranks: of the first one, in which every rank takes part."""
         return sum(self.local)
 
     @property
     def size(self) -> int:
         """Samples of one step over all ranks."""
-        return self.micro_size * self.accumulation
+        return sum(self.samples)
 
     @property
     def shares(self) -> tuple[float, ...]:
         """Each rank's fraction of the batch."""
-        return tuple(size / self.micro_size for size in self.local)
+        return tuple(count / self.size for count in self.samples)
+
+    def micro_step(self, place: int) -> tuple[int, ...]:
+        """Samples of each rank in micro-step `place` of a step, from 0."""
+        return tuple(
+            size if place < count else 0 for size, count in zip(self.local, self.micro_steps, strict=True)
+        )
 
     def cut(self, num_samples: int) -> tuple[int, ...]:
-        """Cut `num_samples`, not more than a micro-step's, by the ranks' shares: whole samples that add up.
-
-        Largest remainders first, lower ranks before higher ones; nobody is left without as long as there are as many
-        samples as ranks.
-        """
-        if num_samples == self.micro_size:
-            return self.local
-        spare = num_samples - self.num_ranks
-        if spare < 0:
-            return tuple(int(rank < num_samples) for rank in range(self.num_ranks))
-        whole = self.micro_size
-        floors = [spare * size // whole for size in self.local]
-        left = spare - sum(floors)
-        by_remainder = sorted(
-            range(self.num_ranks), key=lambda rank: (-(spare * self.local[rank] % whole), rank)
-        )
-        extra = set(by_remainder[:left])
-        return tuple(1 + floor + (rank in extra) for rank, floor in enumerate(floors))
+        """Cut `num_samples`, not more than a micro-step's, by the ranks' shares of it; see `cut_by`."""
+        return cut_by(self.local, num_samples)
 
     def __str__(self) -> str:
         ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
@@ -96,15 +117,53 @@ class GlobalBatch:
             words = f"{ranks} with {' + '.join(map(str, self.local))}"
         else:
             words = f"{ranks} with {min(self.local)} to {max(self.local)}"
-        if self.accumulation > 1:
+        if isinstance(self.accumulation, tuple):
+            words += f" x {' + '.join(map(str, self.accumulation))} micro-steps"
+        elif self.accumulation > 1:
             words += f" x {self.accumulation} micro-steps"
         return f"{words} = {self.size:,} samples"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers, for a checkpoint or JSON."""
-        return {"local": list(self.local), "accumulation": self.accumulation}
+        several = self.accumulation
+        return {
+            "local": list(self.local),
+            "accumulation": list(several) if isinstance(several, tuple) else several,
+        }
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> GlobalBatch:
         """Make the batch that `as_dict` described."""
-        return cls(tuple(state["local"]), int(state["accumulation"]))
+        several = state["accumulation"]
+        return cls(tuple(state["local"]), tuple(several) if isinstance(several, list) else several)
+
+
+def cut_by(sizes: Sequence[int], num_samples: int) -> tuple[int, ...]:
+    """Cut `num_samples`, not more than the sum of `sizes`, in proportion to them: whole samples that add up.
+
+    Largest remainders first, lower ranks before higher ones; nobody with a size is left without as long as there are
+    enough samples for that, and who has none gets none.
+    """
+    whole = sum(sizes)
+    if num_samples == whole:
+        return tuple(sizes)
+    takers = [rank for rank, size in enumerate(sizes) if size]
+    given = [0] * len(sizes)
+    spare = num_samples - len(takers)
+    if spare < 0:
+        for rank in takers[:num_samples]:
+            given[rank] = 1
+        return tuple(given)
+    for rank in takers:
+        given[rank] = 1 + spare * sizes[rank] // whole
+    left = num_samples - sum(given)
+    by_remainder = sorted(takers, key=lambda rank: (-(spare * sizes[rank] % whole), rank))
+    for rank in by_remainder[:left]:
+        given[rank] += 1
+    return tuple(given)
+
+
+def _whole(accumulation: Any) -> int | tuple[int, ...]:
+    if isinstance(accumulation, Sequence):
+        return tuple(index(count) for count in accumulation)
+    return index(accumulation)

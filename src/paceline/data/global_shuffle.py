@@ -5,29 +5,38 @@ Rules
    another number of them goes on in the same order.
 2. Batch after batch takes the next samples of the order; within a batch, rank after rank takes its part.
 3. Every sample is trained once an epoch (`last="drop"`: at most once). None is repeated to even things out.
-4. Every rank gets equally many batches, none of them empty: ranks take part in every step.
+4. Ranks take part in every step. In a loop over the loader every rank has samples in every micro-step; in a loop over
+   `steps` it may have none.
+5. Shares change between two steps, the same two on every rank: at a position in the order that no rank's loader has
+   reached. So nothing that was fetched ahead has to be fetched again, except to repeat a step that was given up.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sized
+import itertools
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from paceline.data.epoch_plan import EpochPlan, StepCut
 from paceline.data.global_batch import GlobalBatch
-from paceline.errors import ConfigurationError
+from paceline.errors import ConfigurationError, ProtocolError
 
 LAST = ("uneven", "drop")
+
+Batch = TypeVar("Batch")
 
 
 class GlobalShuffle(Sampler[list[int]]):
     """This rank's part of every micro-step, as indices: the `batch_sampler` of a `DataLoader`.
 
     Every new iteration is the next epoch, with another order, also if the last one was left early; `set_epoch` is
-    there for loops that call it.
+    there for loops that call it. Iterate over the loader, or over `steps(loader)`, which hands out step by step, so
+    that ranks may have any number of micro-batches, shares may change, and a step may be repeated.
 
     Args:
         dataset: The data set, or its number of samples.
@@ -38,6 +47,10 @@ class GlobalShuffle(Sampler[list[int]]):
             shares; if that would leave a rank without, they join the batch before, which is then larger by less than
             one sample a rank. Sizes differ then: `model.accumulate([batch], weight=...)` counts every sample alike.
             "drop": leave them out this epoch.
+
+    Attributes:
+        batch: What the steps train that have not been fetched yet.
+        step: What `steps` has handed out last; None outside of it.
 
     Contract:
         Local: no communication. Ranks with equal arguments get disjoint parts of the same order.
@@ -62,25 +75,35 @@ class GlobalShuffle(Sampler[list[int]]):
         self.rank = _own_rank() if rank is None else rank
         self.seed = seed
         self.last = last
+        self.step: StepCut | None = None
         self._epoch = 0
         self._start = 0  # samples of this epoch that were trained before the iteration that begins here
         self._num_given = 0  # batches of the iteration under way
         self._has_begun = False  # an iteration of this epoch
-        self._check()
+        self._steps_start: int | None = (
+            None  # while in `steps`: from where the loader's next iteration fetches
+        )
+        self._repeats = False  # the step that `steps` has handed out is to be handed out again
+        self._check(batch)
+        self._plan_from(0)
 
-    def _check(self) -> None:
-        if not 0 <= self.rank < self.batch.num_ranks:
+    def _plan_from(self, start: int) -> None:
+        self._start = self._fetched = start  # what is behind `_fetched` may still change
+        self._plan = EpochPlan(self.num_samples, self.last == "drop", start, self.batch)
+
+    def _check(self, batch: GlobalBatch) -> None:
+        if not 0 <= self.rank < batch.num_ranks:
             raise ConfigurationError(
-                f"rank={self.rank} has no part of a batch of {self.batch}: ranks are 0 to {self.batch.num_ranks - 1}."
+                f"rank={self.rank} has no part of a batch of {batch}: ranks are 0 to {batch.num_ranks - 1}."
             )
         if self.last not in LAST:
             raise ConfigurationError(
                 f"last={self.last!r} is no way to end an epoch. Give one of {', '.join(map(repr, LAST))}."
             )
-        least = self.batch.micro_size if self.last == "drop" else self.batch.num_ranks
+        least = batch.micro_size if self.last == "drop" else sum(size > 0 for size in batch.local)
         if self.num_samples < least:
             raise ConfigurationError(
-                f"{self.num_samples} samples do not make one batch: {self.batch} needs at least {least} with "
+                f"{self.num_samples} samples do not make one batch: {batch} needs at least {least} with "
                 f"last={self.last!r}. Use smaller batches or fewer ranks."
             )
 
@@ -91,21 +114,34 @@ class GlobalShuffle(Sampler[list[int]]):
         """The epoch under way, or the next one."""
         return self._epoch
 
+    @property
+    def fetched(self) -> int:
+        """How much of this epoch's order can no longer be cut in another way, in samples over all ranks.
+
+        Up to the end of the last step of which this rank's loader has asked for a batch.
+        """
+        return max(self._fetched, self._start if self.step is None else self.step.end)
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of `epoch`; a position that was loaded within that same epoch is kept."""
         if epoch != self._epoch or self._has_begun:
-            self._epoch, self._start = epoch, 0
+            self._epoch = epoch
+            self._plan_from(0)
         self._num_given, self._has_begun = 0, False
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, int]:
         """Return where training stands: the same on every rank.
 
         Args:
-            num_batches: How many batches of the iteration under way have been trained. None: as many as were handed
-                out, which is right with `num_workers=0`; worker processes of a `DataLoader` fetch ahead.
+            num_batches: How many batches of the iteration under way have been trained. None: in a loop over `steps` up
+                to the step handed out last, whatever worker processes have fetched ahead; else as many as were handed
+                out, which is right with `num_workers=0`.
         """
-        done = self._num_given if num_batches is None else num_batches
-        position = self._start + sum(sum(sizes) for sizes in self._cuts()[:done])
+        if num_batches is None and self.step is not None:
+            position = self.step.position if self._repeats else self.step.end
+        else:
+            done = self._num_given if num_batches is None else num_batches
+            position = self._start + sum(sum(sizes) for sizes in self._cuts()[:done])
         return {
             "epoch": self._epoch,
             "position": position,
@@ -124,10 +160,60 @@ class GlobalShuffle(Sampler[list[int]]):
                 f"the state is of a data set of {state['num_samples']} samples, this one has {self.num_samples}: the "
                 "order of the epoch would be another. Load it with the data set that it was saved with."
             )
-        self._epoch, self._start, self.seed = state["epoch"], state["position"], state["seed"]
+        self._epoch, self.seed = state["epoch"], state["seed"]
+        self._plan_from(state["position"])
         self._num_given, self._has_begun = 0, False
-        if not self._cuts():
-            self._epoch, self._start = self._epoch + 1, 0
+        if self._plan.step_at(self._start) is None:
+            self._epoch += 1
+            self._plan_from(0)
+
+    # ---- shares that change
+
+    def change(self, batch: GlobalBatch, position: int | None = None) -> None:
+        """Train `batch` in the steps from `position` of this epoch's order on, and in the epochs after it.
+
+        Args:
+            batch: Other shares, or another size.
+            position: Where a step ends; the same on every rank, and at least every rank's `fetched`. None: this rank's
+                own `fetched`, which is right if all ranks fetch equally far ahead.
+
+        Contract:
+            Local; on every rank with equal arguments, before the same step. A `DistributedDataParallel` that was given
+            this sampler compares the ranks' shares in every step.
+
+        Raises:
+            ConfigurationError: It has another number of ranks, or is larger than the data set.
+            ProtocolError: This rank has fetched samples beyond `position`; nothing was changed.
+        """
+        if batch.num_ranks != self.batch.num_ranks:
+            raise ConfigurationError(
+                f"a batch of {batch} cannot follow one of {self.batch} within a run. Start again with another number "
+                "of ranks from state_dict()."
+            )
+        self._check(batch)
+        at = self.fetched if position is None else position
+        if at < self.fetched:
+            raise ProtocolError(
+                f"rank {self.rank} was to train other shares from sample {at} of epoch {self._epoch} on, but has "
+                f"fetched up to {self.fetched}. Change shares between two steps of one loop over steps(loader)."
+            )
+        self.batch = batch
+        self._plan.change(at, batch)
+
+    def repeat(self, batch: GlobalBatch) -> None:
+        """Hand out the samples of the step under way once more, now and from now on in the shares of `batch`.
+
+        Contract:
+            Local; in a loop over `steps`, on every rank, for the same step. What the loader has fetched is dropped.
+        """
+        if self.step is None:
+            raise ProtocolError(
+                "there is no step to repeat: iterate over steps(loader), which hands them out."
+            )
+        self._check(batch)
+        self._repeats = True
+        self.batch = batch
+        self._plan.change(self.step.position, batch)
 
     # ---- batches
 
@@ -143,36 +229,100 @@ class GlobalShuffle(Sampler[list[int]]):
         return self._cuts()[index]
 
     def __len__(self) -> int:
-        """Batches of the iteration under way; after it, or before the first one, of the next."""
+        """Batches of the iteration under way; after it, or before the first one, of the next. As shares are now."""
         cuts = self._cuts()
         is_over = self._has_begun and self._num_given == len(cuts)
         return len(self._cuts(start=0)) if is_over else len(cuts)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        if self._has_begun:
-            self._epoch, self._start = self._epoch + 1, 0
-        self._num_given, self._has_begun = 0, True
-        order = self.order(self._epoch)
-        position = self._start
-        for sizes in self._cuts():
-            begin = position + sum(sizes[: self.rank])
-            position += sum(sizes)
-            self._num_given += 1
-            yield order[begin : begin + sizes[self.rank]].tolist()
-
     def _cuts(self, start: int | None = None) -> list[tuple[int, ...]]:
-        """The ranks' numbers of samples, batch by batch, from sample `start` of the order on; None: from this one's."""
-        left = self.num_samples - (self._start if start is None else start)
-        num_full, remainder = divmod(left, self.batch.micro_size)
-        cuts = [self.batch.local] * num_full
-        if self.last == "drop" or remainder == 0:
-            return cuts
-        if remainder >= self.batch.num_ranks:
-            return [*cuts, self.batch.cut(remainder)]
-        extra = self.batch.cut(remainder)
-        if cuts:
-            cuts[-1] = tuple(size + more for size, more in zip(cuts[-1], extra, strict=True))
-        return cuts
+        """The ranks' numbers of samples, micro-step by micro-step, from `start` on; None: from this iteration's."""
+        plan = (
+            self._plan if start is None else EpochPlan(self.num_samples, self.last == "drop", 0, self.batch)
+        )
+        steps = plan.steps(self._start if start is None else start)
+        return [sizes for step in steps if not self._is_rest(step) for sizes in step.micro_steps]
+
+    def _is_rest(self, step: StepCut) -> bool:
+        """Whether these are too few samples for all ranks that have a share, so that a loop over the loader ends."""
+        return step.size < sum(size > 0 for size in self.batch.local)
+
+    def _begin_iteration(self) -> None:
+        if self._has_begun:
+            self._epoch += 1
+            self._plan_from(0)
+        else:
+            self._plan_from(self._start)
+        self._num_given, self._has_begun = 0, True
+
+    def __iter__(self) -> Iterator[list[int]]:
+        is_plain = self._steps_start is None
+        if is_plain:
+            self._begin_iteration()
+        start = self._start if self._steps_start is None else self._steps_start
+        order = self.order(self._epoch)
+        for step in self._plan.steps(start):
+            if is_plain:
+                if self._is_rest(step):
+                    return
+                self._check_everybody_has_some(step)
+            elif not step.samples[self.rank]:
+                return  # `steps` begins another iteration once this rank has a share
+            for begin, size in step.parts(self.rank):
+                self._fetched = step.end
+                self._num_given += 1
+                yield order[begin : begin + size].tolist()
+
+    def _check_everybody_has_some(self, step: StepCut) -> None:
+        for sizes in step.micro_steps:
+            if not all(sizes):
+                raise ConfigurationError(
+                    f"rank {sizes.index(0)} has no samples in a micro-step of {self.batch}, and a loop over the loader "
+                    "gives every rank equally many batches. Iterate over steps(loader), and over each of its lists "
+                    "within model.accumulate."
+                )
+
+    def steps(self, loader: Iterable[Batch]) -> Generator[list[Batch], None, None]:
+        """The steps of the next epoch, or of the rest of one that was loaded: a list of this rank's batches for each.
+
+        A list is empty where this rank has no share. Not to be iterated over in two places at a time.
+
+        Args:
+            loader: A `DataLoader` with this sampler; its workers may be persistent, and may fetch ahead.
+
+        Raises:
+            ConfigurationError: The loader has another batch sampler.
+        """
+        given = getattr(loader, "batch_sampler", self)
+        if given is not self:
+            raise ConfigurationError(
+                f"steps(loader): the loader has {type(given).__name__} as its batch sampler. Make it with "
+                "DataLoader(dataset, batch_sampler=...) and this very sampler."
+            )
+        return self._hand_out(loader)
+
+    def _hand_out(self, loader: Iterable[Batch]) -> Generator[list[Batch], None, None]:
+        self._begin_iteration()
+        position = self._start
+        batches: Iterator[Batch] = iter(())
+        try:
+            while (step := self._plan.step_at(position)) is not None:
+                self._steps_start = position
+                num_own = len(step.parts(self.rank))
+                mine: list[Batch] = list(itertools.islice(batches, num_own))
+                if len(mine) < num_own:  # it ended where this rank had no share
+                    batches = iter(loader)
+                    mine = list(itertools.islice(batches, num_own))
+                self.step = step
+                yield mine
+                if self._repeats:
+                    self._repeats, self._fetched, batches = False, position, iter(())
+                else:
+                    position = step.end
+        finally:
+            if self.step is not None:
+                position = self.step.position if self._repeats else self.step.end
+            self._start, self._num_given, self._repeats = position, 0, False
+            self.step = self._steps_start = None
 
 
 def _own_rank() -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import traceback as traceback_module
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -21,8 +22,16 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from typing_extensions import Self
 
+from paceline.ddp.verdict import Status
 from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange
-from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
+from paceline.errors import (
+    ConfigurationError,
+    PeerAbortedError,
+    PeerLostError,
+    PeerOutOfMemoryError,
+    ProtocolError,
+)
+from paceline.numbers_given import number
 
 if TYPE_CHECKING:
     from paceline.ddp.coordinator import StepCoordinator
@@ -53,6 +62,17 @@ def _windows(batches: Iterator[Batch], steps: int) -> Iterator[list[Batch]]:
         yield window
 
 
+def _weight(given: object, place: int, num_batches: int) -> float:
+    weight = number(given)
+    if not 0 <= weight < math.inf:
+        words = repr(given) if math.isnan(weight) else weight
+        raise ConfigurationError(
+            f"micro-batch {place} of {num_batches} has weight {words}. A weight is a number of samples or tokens: "
+            "finite and not negative."
+        )
+    return weight
+
+
 class Window(Generic[Batch]):
     """One optimizer step's micro-batches: a context, and within it an iterator. Made by `model.accumulate`."""
 
@@ -71,6 +91,8 @@ class Window(Generic[Batch]):
         self._num_forwards = 0  # in this micro-step
         self._num_backwards = 0
         self._has_synchronized = False  # the last backward began
+        self.repeats = False
+        """Whether this step was given up because a rank ran out of memory, and its samples come again: `continue`."""
 
     @property
     def total_weight(self) -> float:
@@ -82,11 +104,12 @@ class Window(Generic[Batch]):
             raise ProtocolError(
                 "this window has not begun: write `with model.accumulate(batches) as micro_batches:`."
             )
-        try:
-            return self._exchange.finish()
-        except PeerLostError as error:
-            self._steps.reducer.recovery.fail(error)
-            raise
+        return self._steps.finish_exchange(self._exchange)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether micro-batches may count differently."""
+        return self._weight_of is not None or self._steps.setting.shares is not None
 
     # ---- the context
 
@@ -112,21 +135,48 @@ class Window(Generic[Batch]):
     def _weigh(self) -> Exception | None:
         """Find what counts; returns what is wrong, to be raised when the other ranks have been told."""
         try:
+            self._check_arguments()
             self._check_no_gradients()
-            weights = [1.0 if self._weight_of is None else float(self._weight_of(b)) for b in self._batches]
-            for place, weight in enumerate(weights):
-                if not (math.isfinite(weight) and weight >= 0):
-                    raise ConfigurationError(  # noqa: TRY301  as one of those that the user's function raises
-                        f"micro-batch {place} of {len(weights)} has weight {weight}. A weight is a number of samples "
-                        "or tokens: finite and not negative."
-                    )
+            weights = self._own_weights()
         except Exception as error:  # noqa: BLE001  whatever it is, the other ranks must not wait
             return error
         self._counted = [pair for pair in zip(self._batches, weights, strict=True) if pair[1] > 0]
         return None
 
+    def _check_arguments(self) -> None:
+        if self._weight_of is not None and not callable(self._weight_of):
+            raise ConfigurationError(
+                f"accumulate(weight={self._weight_of!r}): give a function that returns what a micro-batch counts, "
+                "such as weight=lambda batch: len(batch)."
+            )
+        if not hasattr(self._batches, "__len__") or isinstance(self._batches, str):
+            raise ConfigurationError(
+                f"accumulate({self._batches!r:.60}): give a list of the micro-batches of one step. "
+                "paceline.windows(loader, steps) cuts a loader into such lists."
+            )
+
+    def _own_weights(self) -> list[float]:
+        shares, num_batches = self._steps.setting.shares, len(self._batches)
+        if self._weight_of is not None:
+            if shares is not None:
+                shares.own_sizes()  # there is a step
+            weigh = self._weight_of
+            return [_weight(weigh(batch), place, num_batches) for place, batch in enumerate(self._batches)]
+        if shares is None:
+            return [1.0] * num_batches
+        sizes = shares.own_sizes()
+        if len(sizes) != num_batches:
+            raise ConfigurationError(
+                f"this window has {num_batches} micro-batches, but the step that steps(loader) handed out has "
+                f"{len(sizes)} on this rank. Give accumulate() that list, or weight=."
+            )
+        return list(map(float, sizes))
+
     def _check_no_gradients(self) -> None:
+        overlap = self._steps.forward_overlap
         for name, parameter in self._steps.reducer.managed.named().items():
+            if overlap is not None and overlap.will_drop_gradient(parameter):
+                continue
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
                 gradient = gradient._values()
@@ -150,14 +200,42 @@ class Window(Generic[Batch]):
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:
+    ) -> bool:
         try:
-            if isinstance(error, Exception):
-                self._give_up()
-            elif error is None:
-                self._complete()
+            if error is None:
+                try:
+                    self._complete()
+                except PeerOutOfMemoryError as told:
+                    if not self._makes_room(told):
+                        raise
+            elif isinstance(error, Exception):
+                self._give_up(Status.OUT_OF_MEMORY if is_out_of_memory(error) else Status.ABORTED)
+                return self._makes_room(error)
         finally:
             self._steps.close_window()
+        return False
+
+    def _makes_room(self, error: Exception) -> bool:
+        """Whether this step is repeated in other shares; the same answer on every rank.
+
+        Raises:
+            ConfigurationError: There is no room for the global batch; on every rank.
+        """
+        shares = self._steps.setting.shares
+        if isinstance(error, PeerOutOfMemoryError):
+            ranks = error.ranks
+        elif is_out_of_memory(error):
+            ranks = self._steps.reducer.out_of_memory
+        else:
+            return False
+        if shares is None or not shares.can_make_room or not ranks:
+            return False
+        traceback_module.clear_frames(error.__traceback__)  # they keep the activations that did not fit
+        if self._steps.device.type == "cuda":
+            torch.cuda.empty_cache()
+        shares.make_room(ranks)
+        self.repeats = True
+        return True
 
     def _complete(self) -> None:
         if self._has_synchronized:
@@ -173,9 +251,10 @@ class Window(Generic[Batch]):
             "without break; give a micro-batch that shall not count the weight 0."
         )
 
-    def _give_up(self) -> None:
-        """Complete the step's collectives, if the other ranks will be in them."""
+    def _give_up(self, status: Status = Status.ABORTED) -> None:
+        """Complete the step's collectives, if the other ranks will be in them, and tell these."""
         recovery = self._steps.reducer.recovery
+        self._steps.reducer.out_of_memory = ()
         if self._has_synchronized and not recovery.is_interrupted:
             return
         try:
@@ -183,7 +262,7 @@ class Window(Generic[Batch]):
         except PeerLostError:  # as the user has been told, or will be by whatever communicates next
             others_wait = False
         if others_wait:
-            recovery.abort()
+            recovery.abort(status)
         else:
             recovery.drop_gradients()
 
@@ -251,7 +330,8 @@ class Window(Generic[Batch]):
         weights = self._weights()
         raise_if_refused(self._steps, weights)
         self._has_synchronized = True
-        self._steps.reducer.weight = weights.factor(self._counted[self._place][1])
+        own = math.fsum(weight for _, weight in self._counted)
+        self._steps.set_weight(weights, self._counted[self._place][1], own)
         return True
 
 
@@ -277,4 +357,12 @@ def match_window(steps: StepCoordinator, weights: StepWeights) -> None:
     """
     raise_if_refused(steps, weights)
     if weights.total > 0:
+        steps.reducer.share = 0.0
         steps.reducer.run_without_autograd()  # by any weight: there are no gradients
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it says that a device or the host has no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -15,7 +15,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from paceline import reductions
 from paceline.compression import Compressor
+from paceline.data import Balance, GlobalShuffle
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.step_shares import StepShares
 from paceline.errors import ConfigurationError
 from paceline.reductions import NarrowMean, Reduction
 
@@ -25,6 +27,11 @@ def choose_process_groups(process_group: Any, device_mesh: Any) -> list[ProcessG
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
+        if not hasattr(device_mesh, "get_group"):
+            raise ConfigurationError(
+                f"device_mesh={device_mesh!r} is no device mesh. Make one: "
+                "torch.distributed.device_mesh.init_device_mesh(device_type, (num_ranks,))."
+            )
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
         return [device_mesh.get_group(mesh_dim=0)]
@@ -33,12 +40,33 @@ def choose_process_groups(process_group: Any, device_mesh: Any) -> list[ProcessG
     groups = list(process_group) if isinstance(process_group, (list, tuple)) else [process_group]
     if not groups:
         raise ValueError("process_group=[] names no process group; leave it out to use the default one.")
+    for group in groups:
+        if not isinstance(group, ProcessGroup):
+            raise ConfigurationError(f"process_group: {_no_group(group)}")
     members = [dist.get_process_group_ranks(group) for group in groups] if len(groups) > 1 else []
     if any(ranks != members[0] for ranks in members):
         raise ValueError(
             f"process_group: the groups that take turns must have the same ranks in the same order, got {members}."
         )
     return groups
+
+
+def _no_group(given: object) -> str:
+    """Why this is no process group, and what to do."""
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        return (
+            "this rank is not a member of the group, for torch.distributed.new_group gave it no group but a marker. "
+            "Wrap the module on the group's members only."
+        )
+    if isinstance(given, str):
+        hint = (
+            f"If it is a backend, torch.distributed.new_group(backend={given!r}) makes a group of all ranks."
+        )
+    elif isinstance(given, int):
+        hint = "torch.distributed.new_group(ranks) makes one of a list of ranks."
+    else:
+        hint = "torch.distributed.new_group() makes one; without the argument it is the default group."
+    return f"{given!r} is no process group. {hint}"
 
 
 def local_module_of_mesh(module: Module, device_mesh: Any) -> None:
@@ -54,6 +82,35 @@ def _root_of(device_mesh: Any) -> Any:
         return device_mesh._get_root_mesh()
     meshes: Any = torch.distributed.device_mesh  # torch 2.8 keeps roots in a table
     return meshes._mesh_resources.get_root_mesh(device_mesh)
+
+
+def check_is_module(module: object) -> None:
+    """Refuse what is no module, before anything looks into it."""
+    if not isinstance(module, Module):
+        is_class = isinstance(module, type) and issubclass(module, Module)
+        found = f"the class {module.__name__}" if is_class else repr(module)  # type: ignore[attr-defined]
+        hint = f"Make one: {module.__name__}(...)." if is_class else "Did what builds the model return it?"  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            f"DistributedDataParallel wraps a torch.nn.Module; it was given {found}. {hint}"
+        )
+
+
+def check_mixed_precision(given: object) -> None:
+    """Refuse what does not say the three dtypes."""
+    if given is not None and not all(
+        hasattr(given, f"{kind}_dtype") for kind in ("param", "reduce", "buffer")
+    ):
+        raise ConfigurationError(
+            f"mixed_precision={given!r} does not say which dtypes are used for what. Give "
+            "torch.nn.parallel.distributed._MixedPrecision(param_dtype=torch.bfloat16)."
+        )
+
+
+def check_flags(**given: object) -> None:
+    """Refuse a text where yes or no is asked for: "False" would count as yes."""
+    for name, value in given.items():
+        if isinstance(value, str):
+            raise ConfigurationError(f"{name}={value!r} is a text. Give True or False.")
 
 
 def check_module(parameters: Sequence[Parameter]) -> None:
@@ -81,6 +138,10 @@ def check_devices(
     parameters: Sequence[Parameter], device_ids: Sequence[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
     """Torch's rules for `device_ids` and `output_device`; returns both as indices."""
+    if device_ids is not None and (isinstance(device_ids, str) or not isinstance(device_ids, Sequence)):
+        raise ConfigurationError(
+            f"device_ids={device_ids!r} is no list. Give a list of the one device, such as [0], or nothing on the CPU."
+        )
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")
     devices = {parameter.device for parameter in parameters}
@@ -97,14 +158,19 @@ def check_devices(
     return indices, torch._utils._get_device_index(output, True)
 
 
+ONE_WRAPPER = (
+    "A module is synchronized by one wrapper: wrap the whole once, or its parts one by one and not the whole. A "
+    "framework that wraps by itself (accelerate.prepare, Trainer, Lightning) takes the bare module."
+)
+
+
 def check_not_wrapped(module: Module) -> None:
     """Refuse a module of which a part is synchronized already: its gradients would be moved away twice."""
     for name, part in module.named_modules():
         if isinstance(part, DistributedDataParallel):
             where = f"its part {name!r}" if name else "it"
             raise ConfigurationError(
-                f"cannot wrap this {type(module).__name__}: {where} is a {type(part).__name__} already. "
-                "Wrap the whole module once, or its parts one by one and not the whole."
+                f"cannot wrap this {type(module).__name__}: {where} is a {type(part).__name__} already. {ONE_WRAPPER}"
             )
 
 
@@ -133,7 +199,13 @@ def choose_buffer_policy(
 
 
 def check_delayed(named: Any, hooked: Any) -> None:
-    """Two arguments that only make sense together."""
+    """Two arguments that only make sense together, and pairs of which the first is made."""
+    pairs = named if isinstance(named, list | tuple) else ()  # an iterator can be read only once
+    if any(not (isinstance(pair, list | tuple) and len(pair) == 2) for pair in pairs):
+        raise ConfigurationError(
+            "delay_all_reduce_named_params holds something else than pairs of a name and its parameter. Give some of "
+            "list(module.named_parameters())."
+        )
     if (named is None) != (hooked is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
@@ -175,6 +247,32 @@ def choose_reduction(
     return NarrowMean(narrow) if narrow else reductions.choose_reduction(reduction, compression)
 
 
+def choose_shares(
+    batch_sampler: GlobalShuffle | None,
+    balance: Balance | str | None,
+    process_group: ProcessGroup,
+    device: torch.device,
+) -> StepShares | None:
+    """What connects the module with the sampler of its batches; None without one."""
+    if balance is not None and not isinstance(balance, Balance) and balance != "auto":
+        raise ConfigurationError(f'balance={balance!r}: give "auto", or a paceline.data.Balance.')
+    if batch_sampler is None:
+        if balance is not None:
+            raise ConfigurationError(
+                f"balance={balance!r} moves samples between ranks, so it needs the loader's GlobalShuffle as "
+                "batch_sampler=."
+            )
+        return None
+    if not isinstance(batch_sampler, GlobalShuffle):
+        raise ConfigurationError(
+            f"batch_sampler={type(batch_sampler).__name__}: a paceline.data.GlobalShuffle knows every rank's samples. "
+            "With another sampler leave it out, and give weight=."
+        )
+    chosen = Balance() if balance == "auto" else balance
+    assert not isinstance(chosen, str)
+    return StepShares(batch_sampler, chosen, process_group.rank(), process_group.size(), device)
+
+
 def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
     """Refuse sparse gradients beside a reduction that is not linear: they are always averaged."""
     sparse = [name for name, is_sparse in zip(managed.names, managed.sparse, strict=True) if is_sparse]
@@ -185,8 +283,66 @@ def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
         )
 
 
-def warn_of_ignored(check_reduction: bool, skip_unused: bool, static_graph: bool, find_unused: bool) -> None:
+def check_forward_overlap(
+    wanted: bool | str,
+    module: Module,
+    managed: ManagedParameters,
+    process_groups: Sequence[ProcessGroup],
+    reduction: Reduction,
+    mixed_precision: Any,
+    init_sync: bool,
+) -> None:
+    """Refuse `overlap_forward` with what it is not exact for.
+
+    Raises:
+        ConfigurationError: Naming it.
+    """
+    if wanted not in (True, "always", "debug"):
+        raise ConfigurationError(
+            f'overlap_forward={wanted!r} is none of True, False, "always" (without asking whether it pays) and "debug" '
+            "(always, and a read past the hooks raises)."
+        )
+    parts = list(module.modules())
+    named = managed.named()
+    not_here = {
+        "a module on an accelerator": any(p.device.type != "cpu" for p in managed.parameters),
+        "init_sync=False (it opens a process group)": not init_sync,
+        "several process groups": len(process_groups) > 1,
+        f"gradients combined by {reduction!r} (only the mean)": type(reduction) is not reductions.Mean,
+        "mixed_precision (it reads all parameters before forward; torch.autocast does not)": bool(
+            mixed_precision
+        ),
+        "sparse gradients": any(managed.sparse),
+        "a compiled or scripted part": any(
+            isinstance(part, torch.jit.ScriptModule)
+            or part._compiled_call_impl is not None
+            or hasattr(part, "_orig_mod")
+            for part in parts
+        ),
+        **{
+            f"{name}, a {type(p).__name__} (only torch.nn.Parameter)": type(p) is not Parameter
+            for name, p in named.items()
+        },
+    }
+    found = [what for what, is_there in not_here.items() if is_there]
+    if found:
+        raise ConfigurationError(
+            f"overlap_forward is not possible with {'; nor with '.join(found[:3])}. Leave out overlap_forward; the "
+            "guide's page on it says what it supports."
+        )
+
+
+def warn_of_ignored(
+    check_reduction: bool, skip_unused: bool, static_graph: bool, find_unused: bool, lazy_buckets: bool
+) -> None:
     """Say which arguments have no effect."""
+    if lazy_buckets:
+        warnings.warn(
+            "lazy_bucket_allocation=True is ignored: torch's class then frees the buckets between backwards, of which "
+            "its gradients are copies. Paceline's gradients are the buckets, so there is no second copy to be freed.",
+            UserWarning,
+            stacklevel=3,
+        )
     if check_reduction:
         warnings.warn(
             "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",

@@ -129,15 +129,16 @@ class Arrivals:
     # ---- the order
 
     def agree_on_order(
-        self, otherwise: Sequence[int], device: torch.device, group: ProcessGroup, peers: Peers
-    ) -> list[int]:
-        """The order that rank 0 has observed; stops recording it.
+        self, otherwise: Sequence[int], size: int, device: torch.device, group: ProcessGroup, peers: Peers
+    ) -> tuple[list[int], int]:
+        """The order that rank 0 has observed, and its `size`; stops recording the order.
 
         Contract:
             Collective: every rank, at the end of its first synchronized backward.  Blocks: yes.
 
         Args:
             otherwise: The order of what rank 0 has not observed.
+            size: Of this rank's batch.
             device: On which the group can broadcast.
             group: Over whom.
             peers: For waiting.
@@ -145,11 +146,11 @@ class Arrivals:
         for recorder in self._recorders:
             recorder.remove()
         self._recorders = []
-        order = torch.tensor(list(dict.fromkeys([*self.order, *otherwise])), device=device)
+        order = torch.tensor([*dict.fromkeys([*self.order, *otherwise]), size], device=device)
         if group.size() > 1:
             peers.wait(launch_broadcast(order, group, source=0), "agreeing on the order of buckets")
-        agreed: list[int] = order.tolist()
-        return agreed
+        *agreed, first_size = order.tolist()
+        return agreed, first_size
 
 
 class _Listener:

@@ -71,6 +71,9 @@ class Bucket(Protocol):
     def touched_slots(self) -> list[int]:
         """Slots as autograd finished them; one may occur more than once."""
 
+    def slots_with_gradients(self) -> set[int]:
+        """Slots that autograd finished with a gradient; it may also find out that there is none."""
+
     def is_complete(self) -> bool:
         """Whether the touches counted came from as many different parameters (no parameter twice, another never)."""
 

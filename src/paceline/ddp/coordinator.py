@@ -7,8 +7,10 @@ a module again would find both.
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,15 +20,20 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from paceline.comm.collectives import device_for_words
+from paceline.comm.gradient_group import group_for_pieces, on_one_host
 from paceline.comm.peers import Peers
-from paceline.ddp import arguments
+from paceline.ddp import arguments, inputs_outputs
+from paceline.ddp.accumulation import raise_if_refused
 from paceline.ddp.buffers import Broadcast, Buffers
+from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import JoinState, NextStep, agree_on_source, notify
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer, ReducerOptions
 from paceline.ddp.replicas import Description, verify
-from paceline.ddp.weights import WeightExchange
+from paceline.ddp.step_shares import NO_REPORT, StepShares
+from paceline.ddp.weights import StepWeights, WeightExchange
+from paceline.errors import ConfigurationError, PeerLostError
 from paceline.reductions import Reduction
 
 if TYPE_CHECKING:
@@ -43,6 +50,7 @@ class Wrapped(Protocol):
     forward_sync_buffers: bool
     find_unused_parameters: bool
     static_graph: bool
+    mixed_precision: Any
 
 
 @dataclass
@@ -55,6 +63,8 @@ class Setting:
         caps: When a bucket is full.
         chosen_caps: What was asked for, equal on all ranks also where defaults depend on the rank.
         delayed: Parameters that are reduced after all others.
+        weight: What this rank's batch counts, by the forward's inputs, in steps outside of windows.
+        shares: Connects the module with its batches' sampler.
         make_reducer: The reducer's class.
         take_over_optimizers: Finds optimizers that step within backward, before each forward; returns what to call for
             a parameter whose gradient is reduced, if there are any.
@@ -65,6 +75,8 @@ class Setting:
     caps: BucketCaps
     chosen_caps: object
     delayed: list[Parameter]
+    weight: Callable[..., float] | None
+    shares: StepShares | None
     make_reducer: type[Reducer]
     take_over_optimizers: Callable[[Iterable[Parameter]], Callable[[Parameter], None] | None]
 
@@ -82,6 +94,7 @@ class StepCoordinator:
         reduce_groups: The process groups that carry gradients.
         window: Of micro-batches, while within one.
         join: What is known of ranks without batches.
+        forward_overlap: What puts the end of steps off into the next forward, if anything does.
     """
 
     def __init__(
@@ -101,6 +114,9 @@ class StepCoordinator:
         self.join = JoinState()
         self._number = int(name.rpartition("/")[-1])  # among the modules over this group
         self._frozen: list[Parameter] = []
+        # A weighed forward outside of windows was run.
+        self._plain_step: tuple[WeightExchange, float] | None = None
+        self.forward_overlap: ForwardOverlap | None = None
         self.reducer: Reducer
 
     @property
@@ -112,8 +128,15 @@ class StepCoordinator:
 
     # ---- the model, on all ranks
 
-    def verify(self, managed: ManagedParameters) -> None:
-        """Make sure that all ranks wrap the same module. Collective; blocks.
+    def verify(self, managed: ManagedParameters, *more: tuple[str, object]) -> list[bool]:
+        """Make sure that all ranks wrap the same module, with the same arguments. Collective; blocks.
+
+        Args:
+            managed: The parameters to synchronize.
+            more: Names and values of further arguments.
+
+        Returns:
+            For each rank whether it has the module on a CPU.
 
         Raises:
             ReplicaMismatchError: They do not; on every rank.
@@ -123,14 +146,25 @@ class StepCoordinator:
             for name, p in self._module.named_parameters()
             if name not in self._ignored and not p.requires_grad
         ]
-        options = [
-            ("bucket caps", self.setting.chosen_caps),
-            ("number of process groups", len(self.setting.process_groups)),
-            ("reduction", repr(self.setting.reduction)),
+        wrapped, setting = self.wrapped, self.setting
+        options: list[tuple[str, object]] = [
+            ("bucket caps", setting.chosen_caps),
+            ("number of process groups", len(setting.process_groups)),
+            ("reduction", repr(setting.reduction)),
+            ("weight", setting.weight is not None),
+            ("balance", None if setting.shares is None else repr(setting.shares.balance)),
+            ("find_unused_parameters", wrapped.find_unused_parameters),
+            ("static_graph", wrapped.static_graph),
+            ("forward_sync_buffers", wrapped.forward_sync_buffers),
+            ("mixed_precision", wrapped.mixed_precision),
+            *more,
         ]
         description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
-        where = device_for_words(self.process_group, self.device)
-        self._number = verify(description, self.process_group, self.peers, where, self._number)
+        words_on = device_for_words(self.process_group, self.device)
+        on_cpu, self._number = verify(
+            description, self.process_group, self.peers, words_on, self.device.type == "cpu", self._number
+        )
+        return on_cpu
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
         """Give all ranks the parameters, and buffers if asked for, of rank `source`. Collective; blocks."""
@@ -155,15 +189,39 @@ class StepCoordinator:
         self.reducer.synchronizes = self._synchronizes
         self.reducer.reduction = setting.reduction
         self.reducer.module_number = self._number
+        self.reducer.forward_overlap = self.forward_overlap
         self._frozen = [p for p in self._parameters if not p.requires_grad]
+
+    def overlap_forward(self, wanted: bool | str, managed: ManagedParameters) -> None:
+        """Make what puts the end of steps off into the next forward, where that may pay. Collective if `wanted`."""
+        is_forced = wanted in ("always", "debug")
+        if not wanted or self.process_group.size() == 1 or (on_one_host() and not is_forced):
+            return
+        self.forward_overlap = ForwardOverlap(
+            self._module,
+            managed.parameters,
+            self.process_group,
+            group_for_pieces(self.process_group),
+            self.peers,
+            is_forced,
+            poisons=wanted == "debug",
+        )
+
+    def check_outputs(self, outputs: Iterable[Tensor]) -> None:
+        """Debug: see `ForwardOverlap.check_outputs`. Local."""
+        if self.forward_overlap is not None:
+            names = {id(p): name for name, p in self.reducer.managed.named().items()}
+            self.forward_overlap.check_outputs(outputs, lambda parameter: names[id(parameter)])
 
     def rebuild_reducer(self, managed: ManagedParameters) -> None:
         """Put another reducer in the place of the one that there is. Local."""
-        setting, timings = self.setting, self.reducer.timings
+        setting, timings, num_steps = self.setting, self.reducer.timings, self.reducer.num_steps
+        if self.forward_overlap is not None:
+            self.forward_overlap.follow(self._module, managed.parameters)
         setting.reduction.prepare(managed.named(), self.process_group)
         self.reducer.remove_hooks()
         self.build_reducer(managed)
-        self.reducer.timings = timings
+        self.reducer.timings, self.reducer.num_steps = timings, num_steps
 
     def let_go(self) -> None:
         """The wrapper is gone: leave the parameters alone, and keep nothing of the module alive."""
@@ -191,8 +249,8 @@ class StepCoordinator:
 
     # ---- before a step
 
-    def prepare_forward(self) -> None:
-        """Before a forward that may be differentiated.
+    def prepare_forward(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a forward of these arguments that may be differentiated.
 
         Contract:
             Collective if its backward will synchronize: buffers; parameters that were unfrozen; joined ranks.
@@ -200,31 +258,115 @@ class StepCoordinator:
         self.reducer.prepare()
         self._follow_changes()
         self.reducer.open_forwards.begin(counts=self.wrapped.training)
+        if not self.reducer.has_rebuilt_buckets:
+            self.reducer.unweighed_size = 0 if self._weighs() else inputs_outputs.batch_size(inputs, kwargs)
         if self.window is not None:
             self.window.note_forward()
             return
         will_synchronize = self.wrapped.require_backward_grad_sync
-        notify(self, NextStep(will_synchronize, opens_window=False))
+        weight = self._weigh_plain(inputs, kwargs)
+        since_s = time.perf_counter()
+        notify(self, NextStep(will_synchronize, opens_window=weight is not None))
+        if weight is not None:
+            self._plain_step = self.exchange_weights(weight, 1, begins_step=True), weight
         self._synchronize_buffers(will_synchronize)
+        self._note_wait(since_s)
+
+    def _weighs(self) -> bool:
+        """Whether the step under way counts its batches by weights."""
+        if self.window is not None:
+            return self.window.has_weights
+        return self.setting.weight is not None or self.setting.shares is not None
+
+    def _weigh_plain(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+        """What the batch of a forward outside of windows counts; None: nothing is to be exchanged."""
+        setting = self.setting
+        if not (self._weighs() and self.wrapped.training) or self._plain_step is not None:
+            return None
+        if not self.wrapped.require_backward_grad_sync:
+            raise ConfigurationError(
+                "no_sync() in a model that weighs its batches (weight=, batch_sampler=): several micro-batches of a "
+                "step are weighed by `with model.accumulate(batches) as micro_batches:`, which needs no no_sync()."
+            )
+        if setting.weight is None and setting.shares is not None:
+            sizes = setting.shares.own_sizes()
+            if len(sizes) != 1:
+                raise ConfigurationError(
+                    f"this rank has {len(sizes)} micro-batches in this step. Train them within "
+                    "`with model.accumulate(batches) as micro_batches:`, which takes any number."
+                )
+            return float(sizes[0])
+        assert setting.weight is not None
+        weight = float(setting.weight(*inputs, **kwargs))
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigurationError(
+                f"weight= says that this batch counts {weight}. A weight is a number of samples or tokens: finite and "
+                "not negative."
+            )
+        return weight
+
+    def _note_wait(self, since_s: float) -> None:
+        if self.setting.shares is not None:
+            self.setting.shares.waited(time.perf_counter() - since_s)
 
     def open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
         """What a window of micro-batches communicates before its first forward. Collective."""
         self.reducer.prepare()
         self._follow_changes()
+        since_s = time.perf_counter()
         notify(self, NextStep(synchronizes=False, opens_window=True))
-        exchange = self.exchange_weights(weight, num_micro_steps)
+        exchange = self.exchange_weights(weight, num_micro_steps, begins_step=True)
         self._synchronize_buffers(will_synchronize=True)
+        self._note_wait(since_s)
         return exchange
 
     def close_window(self) -> None:
         """What follows is a step of its own again. Local."""
         self.window = None
         self.wrapped.require_backward_grad_sync = True
-        self.reducer.weight = 1.0
+        self.reducer.weight, self.reducer.share = 1.0, None
 
-    def exchange_weights(self, weight: float = 0.0, num_micro_steps: int = 0) -> WeightExchange:
+    def exchange_weights(
+        self, weight: float = 0.0, num_micro_steps: int = 0, begins_step: bool = False
+    ) -> WeightExchange:
         """Tell the other ranks what this rank's micro-batches of a step count; by default nothing. Collective."""
-        return WeightExchange(weight, num_micro_steps, self.process_group, self.peers, self.device)
+        shares = self.setting.shares
+        report: Sequence[float] = ()
+        if shares is not None:
+            report = shares.report(self.reducer.timings.last) if begins_step else NO_REPORT
+        take = None if shares is None else shares.take
+        return WeightExchange(
+            weight, num_micro_steps, self.process_group, self.peers, self.device, report, take
+        )
+
+    def finish_exchange(self, exchange: WeightExchange) -> StepWeights:
+        """Wait for what the ranks' micro-batches count.
+
+        Raises:
+            PeerLostError: A rank died or hangs.
+            ProtocolError: The ranks do not train the same step.
+        """
+        since_s = time.perf_counter()
+        try:
+            return exchange.finish()
+        except PeerLostError as error:
+            self.reducer.recovery.fail(error)
+            raise
+        finally:
+            self._note_wait(since_s)
+
+    def set_weight(self, weights: StepWeights, weight: float, total: float) -> None:
+        """The backward that synchronizes begins. Local.
+
+        Args:
+            weights: Of the step.
+            weight: What the micro-batch counts in whose units gradients are.
+            total: What all of this rank's micro-batches count.
+        """
+        self.reducer.weight = weights.factor(weight, self.reducer.reduction.divides_by_all)
+        self.reducer.share = total / weights.total if weights.total > 0 else None
+        if self.setting.shares is not None:
+            self.setting.shares.backward_begins()
 
     def _follow_changes(self) -> None:
         """Take in what was done to the parameters since the last forward. Collective if some were unfrozen."""
@@ -266,7 +408,15 @@ class StepCoordinator:
 
     def _synchronizes(self) -> bool:
         """Whether the backward that begins now does."""
-        return self._says_the_wrapper() if self.window is None else self.window.note_backward()
+        if self.window is not None:
+            return self.window.note_backward()
+        synchronizes = self._says_the_wrapper()
+        if synchronizes and self._plain_step is not None:
+            (exchange, weight), self._plain_step = self._plain_step, None
+            weights = self.finish_exchange(exchange)
+            raise_if_refused(self, weights)
+            self.set_weight(weights, weight, weight)
+        return synchronizes
 
     def _says_the_wrapper(self) -> bool:
         return (wrapped := self._wrapped()) is None or wrapped.require_backward_grad_sync

@@ -7,7 +7,9 @@ Rules
    is on the wire. What it produces meanwhile (reentrant checkpointing) is fresh, hence *late*, and is added afterwards.
 3. A view aliases the buffer without being an autograd view of it: `.grad.detach_()` works, and each gradient has its
    own version counter.
-4. A parameter that nobody used gets back exactly what `.grad` it had.
+4. A parameter that nobody used gets back exactly what `.grad` it had. One for which autograd finds no gradient (a
+   function that returns None) was not used, although autograd calls its hooks; where `.grad` aliases the zeroed buffer,
+   nobody wrote there, which the view's version tells.
 """
 
 from __future__ import annotations
@@ -65,8 +67,10 @@ def gradient_views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     return views
 
 
-_GRAD = vars(torch._C.TensorBase)["grad"]  # the attribute itself: reached by `map` without the interpreter
+# The attributes themselves: reached by `map` without the interpreter.
+_GRAD = vars(torch._C.TensorBase)["grad"]
 _gradient_of = _GRAD.__get__
+_version_of = vars(torch._C.TensorBase)["_version"].__get__
 
 
 def _set_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
@@ -127,6 +131,7 @@ class DenseBucket:
         self._entered: set[int] = set()  # large slots already in the buffer, scaled
         self._is_detached = False  # small parameters have no `.grad` until `attach`
         self._installed = False  # small gradients were None and now alias the zeroed buffer
+        self._versions: list[int] = []  # of the small views when they were installed
         self._untouched: list[int] = []
         self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
         self._with_graph: dict[int, Tensor] = {}  # made under create_graph: the graph outlives the step
@@ -155,6 +160,7 @@ class DenseBucket:
             return False
         self._small.zero_()
         _set_gradients(self._small_parameters, self._small_views)
+        self._versions = list(map(_version_of, self._small_views))
         return True
 
     def disarm(self) -> None:
@@ -164,6 +170,26 @@ class DenseBucket:
 
     def touched_slots(self) -> list[int]:
         return [self._slots[id(parameter)] for parameter in self.touched]
+
+    def slots_with_gradients(self) -> set[int]:
+        return {slot for slot in set(self.touched_slots()) if self._has_gradient(slot)}
+
+    def _has_gradient(self, slot: int) -> bool:
+        gradient, small = self.parameters[slot].grad, slot - self.num_large
+        if small >= 0 and self._installed and gradient is self.views[slot]:
+            return gradient._version != self._versions[small]
+        return gradient is not None or slot in self._entered
+
+    def _all_have_gradients(self) -> bool:
+        """As `_has_gradient` for all slots, without the interpreter for the small ones."""
+        gradients: Iterable[object]
+        if self._installed:
+            gradients = map(operator.ne, map(_version_of, self._small_views), self._versions)
+        else:
+            gradients = map(
+                operator.is_not, map(_gradient_of, self._small_parameters), itertools.repeat(None)
+            )
+        return all(gradients) and all(map(self._has_gradient, range(self.num_large)))
 
     def is_complete(self) -> bool:
         self._touched_once = len(set(map(id, self.touched))) == len(self.touched)
@@ -178,10 +204,10 @@ class DenseBucket:
         if gradient is None or gradient.is_sparse or gradient.requires_grad:
             return
         if slot in self._entered:
-            view.add_(gradient, alpha=scale)
+            if scale:
+                view.add_(gradient, alpha=scale)
         elif gradient is view:
-            if scale != 1.0:
-                view.mul_(scale)
+            _multiply(view, scale)
         else:
             _write(view, gradient, scale)
         self._entered.add(slot)
@@ -200,8 +226,9 @@ class DenseBucket:
         """As `Bucket.collect` (rule 2); once backward has ended, small parameters may keep their `.grad`."""
         scale = scales.input
         self._num_touched_at_collect = len(self.touched)
-        if not (self._touched_once and len(self.touched) == len(self.members)):
-            touched = set(self.touched_slots())
+        is_complete = self._touched_once and len(self.touched) == len(self.members)
+        if not (is_complete and self._all_have_gradients()):
+            touched = self.slots_with_gradients()
             self._untouched = [
                 slot
                 for slot, member in enumerate(self.members)
@@ -212,8 +239,7 @@ class DenseBucket:
         for slot in range(self.num_large):
             if slot not in self._entered:
                 self._gather(slot)
-                if scale != 1.0:
-                    self.views[slot].mul_(scale)
+                _multiply(self.views[slot], scale)
                 self.parameters[slot].grad = None
         gradients = map(_gradient_of, self._small_parameters)
         is_stray = list(map(operator.is_not, gradients, self._small_views))
@@ -223,8 +249,8 @@ class DenseBucket:
             self._gather_strays(strays)
         if not has_ended:
             _set_gradients(self._small_parameters, itertools.repeat(None))
-        if scale != 1.0 and self._small_parameters:
-            self._small.mul_(scale)
+        if self._small_parameters:
+            _multiply(self._small, scale)
         self.not_finite = self._sample.times_zero()
         self.launched = True
 
@@ -319,7 +345,7 @@ class DenseBucket:
     def drop_installed(self) -> None:
         if not self._installed:
             return
-        touched = set(self.touched_slots())
+        touched = self.slots_with_gradients()
         small = zip(self._small_parameters, self._small_views, strict=True)
         for slot, (parameter, view) in enumerate(small, start=self.num_large):
             if slot not in touched and parameter.grad is view:
@@ -332,8 +358,18 @@ class DenseBucket:
                 parameter.grad = view.copy_(gradient)
 
 
+def _multiply(flat: Tensor, scale: float) -> None:
+    """Scale in place; what counts nothing becomes 0, also where it is no number: a mean over no tokens."""
+    if scale == 0.0:
+        flat.zero_()
+    elif scale != 1.0:
+        flat.mul_(scale)
+
+
 def _write(view: Tensor, gradient: Tensor, scale: float) -> None:
-    if scale == 1.0:
+    if scale == 0.0:
+        view.zero_()
+    elif scale == 1.0:
         view.copy_(gradient)
     elif gradient.dtype == view.dtype:
         torch.mul(gradient, scale, out=view)

@@ -39,7 +39,12 @@ class Flight:
 
     Contract:
         Collective: the same buckets in the same order on every rank. Bucket i goes to process group i mod k.
+
+    Attributes:
+        is_awaited_at_end: Backward ends when all buckets are back, and the last of them carries the control words.
     """
+
+    is_awaited_at_end = True
 
     def __init__(self, reduction: Reduction, process_groups: Sequence[ProcessGroup], peers: Peers) -> None:
         self._reduction = reduction

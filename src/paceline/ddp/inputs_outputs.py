@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +11,14 @@ from torch import Tensor
 from torch.distributed.rpc import is_available as rpc_is_available
 from torch.nn import Module
 from torch.nn.utils.rnn import PackedSequence
+
+
+def batch_size(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The first dimension of the first tensor among a forward's arguments; 0 if there is none."""
+    for value in (*inputs, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value.size(0) if value.dim() else 0
+    return 0
 
 
 def find_tensors(output: Any) -> Iterator[Tensor]:

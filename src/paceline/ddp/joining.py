@@ -9,7 +9,7 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from paceline.comm.collectives import launch_maximum, launch_sum
-from paceline.ddp.accumulation import match_window
+from paceline.ddp.accumulation import match_window, raise_if_refused
 
 if TYPE_CHECKING:
     from paceline.ddp.coordinator import StepCoordinator
@@ -57,14 +57,18 @@ class Shadow(JoinHook):
         reducer.prepare()
         reducer.synchronizes_buffers = False
         reducer.recovery.drop_gradients()
-        if exchange is None:
-            reducer.run_without_autograd()
-        else:
+        reducer.share = None if exchange is None else 0.0
+        if exchange is not None and not others.synchronizes:
             match_window(steps, exchange.finish())
+        else:
+            if exchange is not None:
+                raise_if_refused(steps, exchange.finish())
+            reducer.run_without_autograd()
         reducer.recovery.drop_gradients()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody takes the model of a rank that trained to the end."""
+        self._steps.reducer.share = None
         self._steps.take_final_model(is_last_joiner)
         self._joinable._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it enabled
 
@@ -75,7 +79,8 @@ class NextStep:
 
     Attributes:
         synchronizes: Whether any of them runs a backward that synchronizes, next.
-        opens_window: Whether they open a window of micro-batches, of which one backward will.
+        opens_window: Whether they exchange weights: for a window of micro-batches, of which one backward synchronizes,
+            or, if `synchronizes` too, for the one batch of a step.
     """
 
     synchronizes: bool

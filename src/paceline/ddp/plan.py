@@ -14,8 +14,12 @@ default cap for CPUs of several hosts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+
+from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 
 MEBIBYTE = 1024 * 1024
 DEFAULT_BUCKET_CAP_MB = 25
@@ -42,14 +46,19 @@ class BucketCaps:
     @classmethod
     def from_arguments(cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps | None:
         """Read torch's two arguments: a list wins; one cap holds for the first bucket too. None: use a default."""
-        if cap_mb_list:
-            return cls(tuple(int(cap * MEBIBYTE) for cap in cap_mb_list))
+        if cap_mb_list is not None:
+            if not isinstance(cap_mb_list, list | tuple) or not cap_mb_list:
+                raise ConfigurationError(
+                    f"bucket_cap_mb_list={cap_mb_list!r} is no list of caps. Give the MiB that make the first, second, "
+                    "... bucket full, such as [1, 25]; or leave it out."
+                )
+            return cls(tuple(_cap_bytes(cap, "bucket_cap_mb_list") for cap in cap_mb_list))
         if cap_mb is not None:
-            return cls((int(cap_mb * MEBIBYTE),))
+            return cls((_cap_bytes(cap_mb, "bucket_cap_mb"),))
         return None
 
     @classmethod
-    def default(cls, size_bytes: int, on_cpu: bool, on_one_host: bool) -> BucketCaps:
+    def default(cls, size_bytes: int, any_on_cpu: bool, on_one_host: bool) -> BucketCaps:
         """1 MiB, then 25 MiB; for CPUs of several hosts a 48th of all gradients, 1 to 5 MiB.
 
         Nothing hides the last bucket, and the wire idles until the first two are full. With n equal buckets that
@@ -60,16 +69,26 @@ class BucketCaps:
 
         Args:
             size_bytes: Of all gradients.
-            on_cpu: Where they are.
+            any_on_cpu: Whether any rank's are on a CPU. Ranks have to agree on that (`replicas.verify`): by its own
+                device each would cut other buckets.
             on_one_host: Whether all ranks are.
         """
-        if on_one_host or not on_cpu:
+        if on_one_host or not any_on_cpu:
             return cls((DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE))
         share = min(max(size_bytes // MANY_HOSTS_BUCKETS, MEBIBYTE), MANY_HOSTS_CAP_MB * MEBIBYTE)
         return cls((DEFAULT_FIRST_BUCKET_BYTES, share))
 
     def of(self, bucket_number: int) -> int:
         return self.caps_bytes[min(bucket_number, len(self.caps_bytes) - 1)]
+
+
+def _cap_bytes(cap_mb: float, argument: str) -> int:
+    if not 0 <= number(cap_mb) < math.inf:
+        raise ConfigurationError(
+            f"{argument}: {cap_mb!r} cannot be a cap. It is a number of MiB, 0 or more, that make a bucket full; 25 is "
+            "the default."
+        )
+    return int(float(cap_mb) * MEBIBYTE)
 
 
 @dataclass

@@ -20,6 +20,7 @@ import torch
 from torch.nn import Parameter
 
 from paceline.ddp.open_forwards import OpenForwards
+from paceline.ddp.verdict import Status
 from paceline.errors import ProtocolError
 
 
@@ -53,7 +54,7 @@ class Interruptible(Protocol):
     def arm(self, backward: Backward) -> None:
         """A backward begins."""
 
-    def complete_aborted(self) -> None:
+    def complete_aborted(self, status: Status) -> None:
         """Perform what is left of the collectives of the last backward, and tell the other ranks that it raised."""
 
     def rest(self) -> None:
@@ -154,8 +155,11 @@ class Recovery:
 
     # ---- giving up a step
 
-    def recover(self) -> None:
+    def recover(self, status: Status = Status.ABORTED) -> None:
         """Complete the collectives of a backward that raised, tell the others, drop this rank's gradients.
+
+        Args:
+            status: What the others are told.
 
         Contract:
             Collective if that backward synchronizes: matches the other ranks' backward.  Blocks: yes.
@@ -165,7 +169,7 @@ class Recovery:
         if self._synchronizes:
             set_since = [parameter.grad if raised else None for parameter in self._parameters]
             try:
-                self._reducer.complete_aborted()
+                self._reducer.complete_aborted(status)
             except Exception as error:
                 self._failure = error
                 raise
@@ -174,8 +178,11 @@ class Recovery:
                 parameter.grad = gradient
         self._reducer.rest()
 
-    def abort(self) -> None:
+    def abort(self, status: Status = Status.ABORTED) -> None:
         """Give up this step: complete its collectives, tell the other ranks, drop this rank's gradients.
+
+        Args:
+            status: What the others are told.
 
         Contract:
             Collective: matches the other ranks' synchronized backward, whether this rank's has begun or not.
@@ -183,7 +190,7 @@ class Recovery:
         if not (self.is_interrupted and self._synchronizes):
             self._reducer.rest()
             self._reducer.arm(Backward(True, _never_ended, by_autograd=False))
-        self.recover()
+        self.recover(status)
         self._open_forwards.forget()
 
     def drop_gradients(self) -> None:

@@ -37,13 +37,15 @@ from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.bucket import Bucket, Scales
 from paceline.ddp.buffers import Buffers
 from paceline.ddp.flight import Flight
+from paceline.ddp.forward_overlap import ForwardOverlap
+from paceline.ddp.forward_overlap.flight import PieceFlight
 from paceline.ddp.layout import GradientMemory, ManagedParameters
 from paceline.ddp.non_finite import Suspicion
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.recovery import Backward, Recovery
 from paceline.ddp.verdict import Status, Verdict
-from paceline.errors import PeerAbortedError
+from paceline.errors import PeerAbortedError, ProtocolError
 from paceline.observe import StepTiming, StepTimings
 from paceline.observe.stations import station
 from paceline.reductions import Mean, Reduction
@@ -79,9 +81,14 @@ class Reducer:
         num_steps: Synchronized backwards that ended well.
         num_averaged: What to divide by, if not all ranks (`join` leaves some out).
         weight: Of this rank's gradients in the mean; over the ranks, weights average to 1.
+        share: This rank's fraction of all that counts in the step; None: it is not weighed.
+        unweighed_size: Samples of this rank's batch, to be compared with rank 0's in the first step; 0: not known, or
+            their number is accounted for by weights.
+        out_of_memory: In the last backward that this rank gave up: who ran out of memory, if nothing else went wrong.
         synchronizes: Asked when a backward begins: whether it reduces gradients.
         synchronizes_buffers: Whether the end of the next synchronized backward brings rank 0's buffers.
         on_reduced: Called for every parameter once its gradient is reduced (optimizers that step in backward).
+        forward_overlap: Puts the end of steps off into the next forward; None: backward waits for its gradients.
     """
 
     def __init__(
@@ -101,9 +108,13 @@ class Reducer:
         self.num_steps = 0
         self.num_averaged: int | None = None
         self.weight = 1.0
+        self.share: float | None = None
+        self.unweighed_size = 0
+        self.out_of_memory: tuple[int, ...] = ()
         self.synchronizes: Callable[[], bool] = lambda: True
         self.synchronizes_buffers = False
         self.on_reduced: Callable[[Parameter], None] | None = None
+        self.forward_overlap: ForwardOverlap | None = None
         self.has_rebuilt_buckets = False
 
         self._peers = peers
@@ -188,16 +199,26 @@ class Reducer:
         with station("started"):
             self.recovery.watch(backward)
             self._by_autograd = backward.by_autograd
-            self._flight = Flight(self.reduction, self.process_groups, self._peers)
+            self._flight = self._new_flight(backward.synchronizes)
             self._launches_early = not any(map(self._shares_group_with, _under_way))
             num_averaged = self.num_averaged or self._num_ranks
             if backward.synchronizes:
                 _under_way.append(self)
                 self.reduction.begin_step()
+                if self.share is not None:
+                    self.reduction.weigh(self.share)
             self._scales = Scales(
                 input=self.weight * self.reduction.input_scale(num_averaged), mean=self.weight / num_averaged
             )
             self.arrivals.arm(backward.synchronizes, backward.started_s)
+
+    def _new_flight(self, synchronizes: bool) -> Flight | PieceFlight:
+        overlap, flight = self.forward_overlap, None
+        if overlap is not None:
+            overlap.settle()  # the buffers are needed
+            if synchronizes:
+                flight = overlap.new_flight(self.buckets, self.num_steps, self.timings, self.forward_s)
+        return flight or Flight(self.reduction, self.process_groups, self._peers)
 
     def _shares_group_with(self, other: Reducer) -> bool:
         is_active = other is not self and other.recovery.current() is not None
@@ -294,7 +315,7 @@ class Reducer:
 
     def _end_unsynchronized(self) -> None:
         for bucket in self.buckets:
-            self._used_before.update(bucket.members[slot] for slot in bucket.touched_slots())
+            self._used_before.update(bucket.members[slot] for slot in bucket.slots_with_gradients())
             bucket.drop_installed()
 
     def _finish(self, backward: Backward) -> None:
@@ -314,30 +335,68 @@ class Reducer:
         waited_s = time.perf_counter() - ended_s
         try:
             has_late = self._verdict.reach(self.num_steps + 1, self.reduction)
-        except PeerAbortedError:
+        except ProtocolError:
+            self._land()
             self.recovery.drop_gradients()
             raise
-        if has_late:
-            self._reduce_late()
-        self._attach(unused)
-        self._suspect()
+        is_put_off = self._may_put_off(backward, has_late)
+        if not is_put_off:
+            self._land()
+            if has_late:
+                self._reduce_late()
+            self._attach(unused)
+            self._suspect()
         if backward.by_autograd:
             self._note_unused(unused)
         self.arrivals.expected.learn(self.buckets)
         self.num_steps += 1
         self._peers.note_step(self.num_steps)
         self._used_before.clear()
-        buckets = self._flight.timings()
+        record = functools.partial(self._record, self._flight, self.num_steps, backward.started_s, ended_s)
+        if is_put_off:
+            self._put_off(unused, lambda later_s: record(waited_s + later_s))
+        else:
+            record(waited_s)
+
+    def _record(
+        self, flight: Flight | PieceFlight, step: int, started_s: float, ended_s: float, waited_s: float
+    ) -> None:
+        """All gradients of a step have arrived, and it has waited so long for them."""
+        buckets = flight.timings()
         timing = StepTiming(
-            step=self.num_steps,
+            step=step,
             forward_s=self.forward_s,
-            started_s=backward.started_s,
-            backward_s=ended_s - backward.started_s,
+            started_s=started_s,
+            backward_s=ended_s - started_s,
             exposed_s=min(waited_s, sum(bucket.waited_s for bucket in buckets)),
             buckets=buckets,
         )
         self.timings.add(timing)
         self.reduction.end_step(timing)
+
+    def _land(self) -> None:
+        """Wait for what may be put off, but is not."""
+        if not self._flight.is_awaited_at_end:
+            self._flight.wait()
+
+    def _may_put_off(self, backward: Backward, has_late: bool) -> bool:
+        is_plain = backward.by_autograd and self.on_reduced is None and not has_late
+        overlap = self.forward_overlap
+        return (
+            isinstance(self._flight, PieceFlight)
+            and is_plain
+            and overlap is not None
+            and overlap.may_take_over()
+        )
+
+    def _put_off(self, unused: list[int], record: Callable[[float], None]) -> None:
+        """Let each bucket be attached when the next forward needs it."""
+        assert self.forward_overlap is not None, "nobody to put it off"
+        assert isinstance(self._flight, PieceFlight), "what is awaited here cannot be put off"
+        is_used = self._verdict.control.is_used().__getitem__ if unused else _is_used
+        self.forward_overlap.take_over(
+            self._flight, self.buckets, lambda bucket: bucket.attach(is_used), record
+        )
 
     def _own_status(self) -> Status:
         if not any(bucket.has_late_gradients() for bucket in self.buckets):
@@ -362,8 +421,10 @@ class Reducer:
             self._launch(bucket)
         if self.synchronizes_buffers and self.reduction.carries_words:
             self._buffers.launch()
-        self._flight.wait()
-        if not self.reduction.carries_words or self.buckets[-1].words is None:
+        is_awaited = self._flight.is_awaited_at_end
+        if is_awaited or status is Status.ABORTED:
+            self._flight.wait()
+        if not (is_awaited and self.reduction.carries_words) or self.buckets[-1].words is None:
             self._exchange_words()
         if self.synchronizes_buffers:
             if not self.reduction.carries_words:
@@ -425,7 +486,12 @@ class Reducer:
         if self.has_rebuilt_buckets:
             return
         device = self._verdict.control.words.device
-        order = self.arrivals.agree_on_order(self._order, device, self.process_groups[0], self._peers)
+        size = self.unweighed_size
+        order, first_size = self.arrivals.agree_on_order(
+            self._order, size, device, self.process_groups[0], self._peers
+        )
+        if size and first_size and size != first_size:
+            self._verdict.warn_of_unequal_batches(size, first_size)
         self.has_rebuilt_buckets = True
         if order != self._order:
             self._recut(order)
@@ -463,10 +529,11 @@ class Reducer:
         self.arm(backward)
         backward.end()
 
-    def complete_aborted(self) -> None:
+    def complete_aborted(self, status: Status) -> None:
         """Perform what is left of the last backward's collectives, and tell the other ranks that it raised."""
         self.arrivals.expect_nothing()
-        self._complete(Status.ABORTED)
+        self._complete(status)
+        self.out_of_memory = self._verdict.only_out_of_memory()
 
     def wait_at_end(self, futures: list[torch.futures.Future[Any]]) -> None:
         """Wait for these, too, when the next synchronized backward ends."""
@@ -491,3 +558,7 @@ class Reducer:
     def remove_hooks(self) -> None:
         """Leave the parameters alone from now on."""
         self.arrivals.stop()
+
+
+def _is_used(_: int) -> bool:
+    return True

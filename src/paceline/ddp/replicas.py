@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from paceline import version
 from paceline.comm.collectives import device_for_words, launch_gather
 from paceline.comm.peers import Peers, next_name
 from paceline.ddp.layout import ManagedParameters
@@ -20,7 +21,7 @@ from paceline.errors import ReplicaMismatchError
 
 @dataclass(frozen=True)
 class Description:
-    """What has to be equal on all ranks, as lines of text: a title, and what this rank has."""
+    """What has to be equal on all ranks, as lines of text: a title, and what this rank has. The version comes first."""
 
     lines: tuple[tuple[str, str], ...]
 
@@ -34,10 +35,11 @@ class Description:
         options: Sequence[tuple[str, object]],
     ) -> Description:
         """Describe a module: parameters in order, buffers, what is left out, and the options that shape buckets."""
-        lines = [("number of trainable parameters", str(len(managed)))]
+        lines = [(VERSION, version.__version__), ("number of trainable parameters", str(len(managed)))]
         for index, (name, parameter) in enumerate(zip(managed.names, managed.parameters, strict=True)):
-            sparse = ", sparse gradient" if managed.sparse[index] else ""
-            lines.append((f"params[{index}]", f"{name}: {_facts(parameter)}, requires_grad=True{sparse}"))
+            kind = ", sparse gradient" if managed.sparse[index] else ""
+            kind += ", delayed" if index in managed.delayed else ""
+            lines.append((f"params[{index}]", f"{name}: {_facts(parameter)}, requires_grad=True{kind}"))
         for name, tensor in frozen:
             lines.append((f"parameter {name}", f"{name}: {_facts(tensor)}, requires_grad=False"))
         lines += [(f"buffer {name}", f"{name}: {_facts(buffer)}") for name, buffer in buffers]
@@ -48,7 +50,7 @@ class Description:
     @classmethod
     def of_refusal(cls, error: Exception) -> Description:
         """What a rank says that cannot wrap its module at all."""
-        return cls(((REFUSAL, str(error)),))
+        return cls(((VERSION, version.__version__), (REFUSAL, str(error))))
 
     def encode(self) -> bytes:
         return json.dumps(self.lines).encode()
@@ -63,15 +65,32 @@ def _facts(tensor: Tensor) -> str:
 
 
 def verify(
-    description: Description, process_group: ProcessGroup, peers: Peers, device: torch.device, number: int = 0
-) -> int:
-    """Make sure that every rank described the same model; returns rank 0's `number`.
+    description: Description,
+    process_group: ProcessGroup,
+    peers: Peers,
+    device: torch.device,
+    on_cpu: bool,
+    number: int = 0,
+) -> tuple[list[bool], int]:
+    """Make sure that every rank described the same model, and say where each has it, and what it is called.
+
+    Args:
+        description: Of this rank's.
+        process_group: Whose ranks are compared.
+        peers: The same, for waiting.
+        device: Where the words that are exchanged lie.
+        on_cpu: Whether this rank's model is on the CPU. Ranks may differ in that.
+        number: Among the modules over this group, as far as this rank knows.
+
+    Returns:
+        One `on_cpu` a rank: what defaults that depend on the device have to be made from, so that all ranks make
+        the same. And rank 0's number.
 
     Contract:
         Collective: every rank.  Blocks: yes.
 
     Cost:
-        One all-gather of 6 words a rank; a second one, of the whole description, only where ranks differ.
+        One all-gather of 7 words a rank; a second one, of the whole description, only where ranks differ.
 
     Raises:
         ReplicaMismatchError: On every rank, with the same message, naming rank and parameter.
@@ -79,9 +98,11 @@ def verify(
     encoded = description.encode()
     digest = hashlib.sha256(encoded).digest()
     words = [len(encoded)] + [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
-    gathered = _gather(torch.tensor([*words, number], device=device), process_group, peers)
-    if all(row[:-1] == gathered[0][:-1] for row in gathered):
-        return gathered[0][-1]
+    gathered = _gather(torch.tensor([*words, on_cpu, number], device=device), process_group, peers)
+    numbers = [row.pop() for row in gathered]
+    all_on_cpu = [bool(row.pop()) for row in gathered]
+    if all(row == gathered[0] for row in gathered):
+        return all_on_cpu, numbers[0]
     longest = max(row[0] for row in gathered)
     padded = torch.tensor(list(encoded.ljust(longest)), dtype=torch.uint8, device=device)
     texts = _gather(padded, process_group, peers)
@@ -100,7 +121,7 @@ def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch
     where = device_for_words(process_group, device)
     peers = Peers(process_group, next_name(process_group, is_collective=True), in_slices=where.type == "cpu")
     with suppress(ReplicaMismatchError):  # what the others raise
-        verify(Description.of_refusal(error), process_group, peers, where)
+        verify(Description.of_refusal(error), process_group, peers, where, device.type == "cpu")
 
 
 def _gather(row: Tensor, process_group: ProcessGroup, peers: Peers) -> list[list[int]]:
@@ -111,12 +132,15 @@ def _gather(row: Tensor, process_group: ProcessGroup, peers: Peers) -> list[list
 
 def _difference(described: Sequence[Description]) -> str:
     """The first difference from rank 0, in words."""
-    for rank, description in enumerate(described):
-        if description.lines[0][0] == REFUSAL:
-            return f"rank {rank} could not wrap its model: {description.lines[0][1]} {REMEDY}"
-    ours = dict(described[0].lines)
-    for rank, description in enumerate(described[1:], start=1):
-        theirs = dict(description.lines)
+    facts = [dict(description.lines) for description in described]
+    versions = [lines.get(VERSION, "of a version that does not say") for lines in facts]
+    if (other_version := version.difference(versions)) is not None:
+        return other_version
+    for rank, lines in enumerate(facts):
+        if REFUSAL in lines:
+            return f"rank {rank} could not wrap its model: {lines[REFUSAL]} {REMEDY}"
+    ours = facts[0]
+    for rank, theirs in enumerate(facts[1:], start=1):
         count = "number of trainable parameters"
         if ours[count] != theirs[count]:
             lacking = _first_missing(ours, theirs, rank) or _first_missing(theirs, ours, 0)
@@ -133,6 +157,7 @@ def _difference(described: Sequence[Description]) -> str:
     return f"the ranks describe their models in different orders. {REMEDY}"
 
 
+VERSION = "version of Paceline"
 REFUSAL = "refusal"
 REMEDY = (
     "Build the same model, with the same arguments, on every rank before wrapping it; no value was changed."

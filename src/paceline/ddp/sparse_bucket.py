@@ -51,6 +51,9 @@ class SparseBucket:
     def touched_slots(self) -> list[int]:
         return [0] * len(self.touched)
 
+    def slots_with_gradients(self) -> set[int]:
+        return {0} if self.touched and self.parameters[0].grad is not None else set()
+
     def is_complete(self) -> bool:
         return len(self.touched) == 1
 
@@ -63,9 +66,9 @@ class SparseBucket:
     def collect(self, scales: Scales, used_before: set[int], has_ended: bool) -> None:
         parameter = self.parameters[0]
         self._num_touched_at_collect = len(self.touched)
-        self._used = bool(self.touched) or self.members[0] in used_before
+        self._used = bool(self.slots_with_gradients()) or self.members[0] in used_before
         self._kept = None if self._used else parameter.grad
-        self.message = _as_sparse(parameter) * scales.mean
+        self.message = _scaled(_as_sparse(parameter), scales.mean)
         self.size_bytes = self.message._values().numel() * self.message._values().element_size()
         parameter.grad = None
         self.launched = True
@@ -90,7 +93,7 @@ class SparseBucket:
         return self.launched and len(self.touched) > self._num_touched_at_collect
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Pending:
-        late = _as_sparse(self.parameters[0]) * scale
+        late = _scaled(_as_sparse(self.parameters[0]), scale)
         self.parameters[0].grad = None  # as after `collect`
         return launch_sparse_sum(late, group, self._keep_late)
 
@@ -117,3 +120,8 @@ def _as_sparse(parameter: Parameter) -> Tensor:
         values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
         return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
     return gradient.detach().coalesce() if gradient.is_sparse else gradient.detach().to_sparse(1)
+
+
+def _scaled(gradient: Tensor, scale: float) -> Tensor:
+    """The gradient times `scale`; times 0 it is 0, also where it is no number."""
+    return gradient * scale if scale else torch.zeros_like(gradient)

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.comm.peers import describe
 from paceline.ddp.non_finite import Suspicion
 from paceline.ddp.open_forwards import NOT_COUNTED, OpenForwards, differences
-from paceline.errors import PeerAbortedError, ProtocolError
+from paceline.errors import PeerAbortedError, PeerOutOfMemoryError, ProtocolError
 from paceline.reductions import Reduction
 
 
@@ -28,6 +28,7 @@ class Status(IntEnum):
     GOOD = 0
     LATE_GRADIENTS = 1  # some gradients arrived after their bucket had left: everybody reduces once more
     ABORTED = 2  # an exception ended it: nobody may use this step's gradients
+    OUT_OF_MEMORY = 3  # likewise, and smaller batches may help
 
 
 # A status word is a status, plus so many times the number of open forwards, plus this if gradients are not finite, plus
@@ -50,7 +51,7 @@ class ControlWords:
 
     def place(self, words: Tensor) -> None:
         """Use `words`, shape (num_words,), from now on: the end of the last bucket's buffer, or a tensor of its own."""
-        self.words = words
+        self.words = words.copy_(self.words)  # so that the last step's can still be read
 
     def write(
         self, unused: Sequence[int], status: Status, num_open_forwards: int, not_finite: Sequence[Tensor] = ()
@@ -168,8 +169,22 @@ class Verdict:
                     "of this step are undefined, the parameters are untouched."
                 )
 
+    def only_out_of_memory(self) -> tuple[int, ...]:
+        """Ranks that ran out of memory, if no backward raised anything else; once all words are there."""
+        self.control.read()
+        full = tuple(self.control.ranks_with(Status.OUT_OF_MEMORY))
+        return () if self.control.ranks_with(Status.ABORTED) else full
+
     def _raise_if_aborted(self, step: int) -> None:
         aborted = self.control.ranks_with(Status.ABORTED)
+        full = tuple(self.control.ranks_with(Status.OUT_OF_MEMORY))
+        if full and not aborted:
+            raise PeerOutOfMemoryError(
+                f"rank {self._rank}: {describe_ranks(full)} ran out of memory in step {step}. This step's gradients "
+                "are undefined on every rank and were dropped; parameters are untouched. Give that rank smaller "
+                'batches, or let balance="auto" do so.',
+                full,
+            )
         if aborted:
             raise PeerAbortedError(
                 f"rank {self._rank}: the backward of rank {aborted[0]} raised an exception in step {step}. This "
@@ -243,6 +258,14 @@ class Verdict:
             "Its gradients stay on this rank, as with torch; call the wrapped model to have them averaged.",
         )
 
+    def warn_of_unequal_batches(self, own: int, first: int) -> None:
+        self._warn(
+            "unequal",
+            f"this rank's batch has {own} samples, rank 0's has {first} (the first dimension of the first tensor that "
+            "the model was given), but both ranks' gradients count the same, so that samples do not. Say what a batch "
+            "counts: DistributedDataParallel(..., weight=len), or model.accumulate(batches, weight=...).",
+        )
+
     def warn_of_none_unused(self) -> None:
         self._warn(
             "none unused",
@@ -254,3 +277,8 @@ class Verdict:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(f"rank {self._rank}: {text}", UserWarning, stacklevel=2)
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Which ranks, in words."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

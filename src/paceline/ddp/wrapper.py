@@ -22,9 +22,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.comm.gradient_group import gradient_groups, on_one_host
 from paceline.comm.peers import next_name
 from paceline.compression import Compressor
+from paceline.data import Balance, GlobalShuffle
 from paceline.ddp import arguments, inputs_outputs, sync_batch_norm
 from paceline.ddp.accumulation import Batch, Window
 from paceline.ddp.coordinator import Setting, StepCoordinator
+from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Shadow
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.mixed_precision import LowPrecision, cast_buffers
@@ -33,8 +35,9 @@ from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import tell_of_refusal
 from paceline.ddp.torch_compat import state_names
-from paceline.ddp.torch_compat.dynamo import may_compile, skip_package
+from paceline.ddp.torch_compat.dynamo import is_compiling, may_compile, skip_package
 from paceline.ddp.torch_compat.torch_surface import TorchsReducer, TorchSurface, take_over_optimizers
+from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings
 from paceline.reductions import Mean, Reduction
 
@@ -52,7 +55,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         * A parameter that is not used counts as zero, with a warning; `find_unused_parameters` lets its bucket leave
           earlier.
         * Buffers are not synchronized in evaluation forwards, so one rank may evaluate alone.
-        * `state_dict()` has no `module.` prefix; `load_state_dict()` takes both forms.
+        * `load_state_dict()` takes names with and without torch's prefix `module.`, which `state_dict()` has.
 
     Args:
         module: The module; its parameters and buffers are overwritten by rank 0's.
@@ -75,9 +78,21 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         bucket_cap_mb_list: Caps of the first, second, ... bucket; the last one repeats.
         batched_grad_copy: Always so; the argument is accepted.
         forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
+        lazy_bucket_allocation: Of torch 2.15; warned about and ignored: gradients are the buckets, never a second copy.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
+        overlap_forward: Let the next forward run while gradients are still under way: backward returns when autograd is
+            done on all ranks, and a module's forward waits for its own parameters only. For an optimizer that went
+            through `paceline.optim.overlap`, on CPUs of several hosts, over Gloo; used where it is predicted to shorten
+            a step. "always": without asking. "debug": always, and a read past the hooks raises. Not torch's.
         compression: Send fewer bytes for the mean: "fp16", "bf16", "int8", "onebit", "topk", "randomk", "powersgd", a
             `paceline.compression.Compressor`, or a reduction that compresses; "auto": only where that shortens a step.
+            Not torch's.
+        weight: What this rank's batch counts in the mean over ranks, as a function of the forward's arguments: its
+            samples, tokens, unmasked targets. For steps of one forward in training mode, outside of `accumulate`; of
+            several forwards before a backward the first one's. None: every rank counts the same. Not torch's.
+        batch_sampler: The `paceline.data.GlobalShuffle` of the loader, whose `steps(loader)` are trained. Samples count
+            alike then without `weight`, and shares may change between steps. Not torch's.
+        balance: "auto": move samples of `batch_sampler` from slow ranks to fast ones; or a `paceline.data.Balance`.
             Not torch's.
 
     Contract:
@@ -115,13 +130,30 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        lazy_bucket_allocation: bool = False,
         reduction: Reduction | str | None = None,
         compression: Compressor | Reduction | str | None = None,
+        weight: Callable[..., float] | None = None,
+        batch_sampler: GlobalShuffle | None = None,
+        balance: Balance | str | None = None,
+        overlap_forward: bool | str = False,
     ) -> None:
         Module.__init__(self)
         Joinable.__init__(self)
         self._logged_error: dict[str, Any] = {}
         try:
+            arguments.check_is_module(module)
+            arguments.check_flags(
+                broadcast_buffers=broadcast_buffers,
+                init_sync=init_sync,
+                find_unused_parameters=find_unused_parameters,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                static_graph=static_graph,
+                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+                batched_grad_copy=batched_grad_copy,
+                forward_sync_buffers=forward_sync_buffers,
+            )
+            arguments.check_mixed_precision(mixed_precision)
             arguments.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
             self._process_groups = arguments.choose_process_groups(process_group, device_mesh)
             arguments.local_module_of_mesh(module, device_mesh)
@@ -139,11 +171,23 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             managed = arguments.manage(module, self.parameters_to_ignore, self._delay_all_reduce_params)
             self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
             arguments.check_linear(managed, self._reduction)
+            if overlap_forward:
+                arguments.check_forward_overlap(
+                    overlap_forward,
+                    module,
+                    managed,
+                    self._process_groups,
+                    self._reduction,
+                    mixed_precision,
+                    init_sync,
+                )
             if mixed_precision is not None and mixed_precision.param_dtype is not None:
                 check_precision(module, mixed_precision.param_dtype, mixed_precision.buffer_dtype)
             self._reduction.prepare(managed.named(), self._process_groups[0])
+            device = self._module_parameters[0].device
+            self._shares = arguments.choose_shares(batch_sampler, balance, self._process_groups[0], device)
+            self._weight = weight
         except (RuntimeError, ValueError) as error:
-            self._logged_error = {"has_error": 1, "error": str(error), "iteration": 0}
             if init_sync and hasattr(self, "_process_groups"):
                 known = getattr(self, "_module_parameters", None) or [torch.empty(0)]
                 tell_of_refusal(error, self._process_groups[0], known[0].device)
@@ -155,12 +199,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.dim = dim
         self.device = self._module_parameters[0].device
         self.device_type = self.device.type
-        trainable = [p for p in self._module_parameters if p.requires_grad]
-        size_bytes = sum(p.numel() * p.element_size() for p in trainable)
-        is_on_one_host = on_one_host() is not False
-        self._caps = given_caps or BucketCaps.default(size_bytes, self.device_type == "cpu", is_on_one_host)
-        self._chosen_caps = given_caps or f"default on {'one host' if is_on_one_host else 'several hosts'}"
+        self._caps = given_caps or self._default_caps(any_on_cpu=self.device_type == "cpu")
+        self._chosen_caps = given_caps or f"default on {'one host' if _is_on_one_host() else 'several hosts'}"
         self.bucket_bytes_cap_default = given_caps is None
+        self.bucket_bytes_cap_list = [] if bucket_cap_mb_list is None else list(self._caps.caps_bytes)
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
         self.forward_sync_buffers, init_sync_buffers = arguments.choose_buffer_policy(
             broadcast_buffers, forward_sync_buffers
@@ -168,17 +210,29 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
+        self.overlaps_forward = bool(overlap_forward)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         arguments.warn_of_ignored(
-            check_reduction, skip_all_reduce_unused_params, static_graph, find_unused_parameters
+            check_reduction,
+            skip_all_reduce_unused_params,
+            static_graph,
+            find_unused_parameters,
+            lazy_bucket_allocation,
         )
-        self._set_up(managed, init_sync, init_sync_buffers)
+        self._set_up(managed, init_sync, init_sync_buffers, overlap_forward)
 
-    def _set_up(self, managed: ManagedParameters, init_sync: bool, init_sync_buffers: bool) -> None:
+    def _set_up(
+        self,
+        managed: ManagedParameters,
+        init_sync: bool,
+        init_sync_buffers: bool,
+        overlap_forward: bool | str = False,
+    ) -> None:
         """Everything that depends on the process group and cannot be pickled; collective if `init_sync`."""
         self._init_torch_surface()
         setting = Setting(
@@ -187,6 +241,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._caps,
             self._chosen_caps,
             self._delay_all_reduce_params,
+            self._weight,
+            self._shares,
             make_reducer=TorchsReducer,
             take_over_optimizers=take_over_optimizers,
         )
@@ -194,9 +250,12 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._steps = steps = StepCoordinator(self, self._module_parameters, setting, name)
         if steps.has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
-        if init_sync:
-            steps.verify(managed)
-        steps.reduce_groups = gradient_groups(self._process_groups, self.device, init_sync)
+        more = (("broadcast_buffers", init_sync_buffers), ("overlap_forward", overlap_forward))
+        on_cpu = steps.verify(managed, *more) if init_sync else []
+        if on_cpu and self.bucket_bytes_cap_default:
+            self._caps = setting.caps = self._default_caps(any(on_cpu))
+        # Where only some ranks have their gradients in host memory, none of them may open a group for those.
+        steps.reduce_groups = gradient_groups(self._process_groups, bool(on_cpu) and all(on_cpu))
         if init_sync:
             steps.broadcast_model(source=0, with_buffers=init_sync_buffers)
             if steps.has_sync_batch_norm:
@@ -206,12 +265,36 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._low_precision: LowPrecision | None = None
         if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
             self._low_precision = LowPrecision(self.module, self.mixed_precision.param_dtype)
+        steps.overlap_forward(overlap_forward, managed)
         steps.build_reducer(managed)
         weakref.finalize(self, steps.let_go)
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
-        self._register_state_dict_hook(state_names.strip)  # type: ignore[no-untyped-call]
         self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(state_names.take_back)  # type: ignore[no-untyped-call]
+
+    def _default_caps(self, any_on_cpu: bool) -> BucketCaps:
+        size_bytes = sum(p.numel() * p.element_size() for p in self._module_parameters if p.requires_grad)
+        return BucketCaps.default(size_bytes, any_on_cpu, _is_on_one_host())
+
+    @property
+    def forward_overlap(self) -> ForwardOverlap | None:
+        """What puts the end of steps off into the next forward: `is_on`, `gain`. None without `overlap_forward`."""
+        return self._steps.forward_overlap
+
+    def settle(self) -> None:
+        """Complete the steps that `overlap_forward` has put off: every gradient arrives, every parameter is stepped.
+
+        Whoever reads a parameter or a gradient waits for it anyway; this is for reads that torch does not see, and for
+        measuring.
+
+        Contract:
+            Local: waits for what the ranks have launched.  Mutates: parameters, gradients, the optimizer's state.
+
+        Raises:
+            PeerLostError: A rank died or hangs; the model cannot be used any more.
+        """
+        if self.forward_overlap is not None:
+            self.forward_overlap.settle()
 
     @property
     def reducer(self) -> Reducer:  # type: ignore[override]
@@ -227,12 +310,14 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
             output = self._post_forward(output)
+            if self._steps.forward_overlap is not None:
+                self._steps.check_outputs(inputs_outputs.find_tensors(output))
             self.reducer.forward_s = time.perf_counter() - began_s
             return output
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._trains():
-            self._steps.prepare_forward()
+            self._steps.prepare_forward(inputs, kwargs)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             moved_inputs, moved_kwargs = _to_kwargs(
@@ -247,6 +332,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         return torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._check_not_within(TorchDDP._active_ddp_module)
+        if self._steps.forward_overlap is not None and is_compiling():
+            self.settle()  # what dynamo makes of a module does not run its hooks
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
             if self._low_precision is not None:
@@ -291,9 +379,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
         Args:
             batches: This rank's micro-batches. Ranks may have different numbers of them, or none.
-            weight: What a micro-batch counts: its number of samples or tokens. None: each counts the same. One of
-                weight 0 is left out. A reduction other than the mean is given gradients that are multiplied by their
-                weight relative to the average rank's.
+            weight: What a micro-batch counts: its number of samples or tokens. None: each counts the same, or, in a
+                model that was given its `batch_sampler`, its samples. One of weight 0 is left out. A reduction other
+                than the mean is given gradients that are multiplied by their weight relative to the average rank's.
 
         Contract:
             Collective: entering, and the last backward (leaving, on a rank without micro-batches).
@@ -301,6 +389,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
         Raises:
             ConfigurationError: A weight that is negative or not finite; gradients from before; a window in a window.
+            PeerOutOfMemoryError: A rank ran out of memory. Not raised with `balance`: the window's `repeats` is True
+                then, there are no gradients, and `steps` hands out the same samples again, in other shares.
             ProtocolError: A micro-batch without, or with more than one, backward; a loop that was left early. Whatever
                 is raised within the window, the other ranks get a PeerAbortedError and no gradients.
         """
@@ -318,6 +408,21 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def reduction(self) -> Reduction:
         """What combines the ranks' gradients; its `state_dict()` is this rank's own, to be saved by every rank."""
         return self._reduction
+
+    def balance_report(self) -> dict[str, Any]:
+        """What `balance` has learnt and done, for JSON; empty without it. Local; the same on every rank."""
+        shares = self._shares
+        if shares is None or shares.balance is None:
+            return {}
+        return shares.balance.report(shares.sampler.batch)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as torch's; those that are still under way once they have been used."""
+        overlap = self.forward_overlap
+        if overlap is not None and overlap.has_outstanding:
+            overlap.zero_grad_of(self._module_parameters, set_to_none)
+        else:
+            super().zero_grad(set_to_none)
 
     def gradients_are_finite(self) -> bool:
         """Whether no `.grad` holds an infinity or a NaN: if one does, skip the optimizer's step, on all ranks alike.
@@ -348,6 +453,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             enable: False: do nothing.
             throw_on_early_termination: Raise on all ranks as soon as one has no more batches.
         """
+        if self.forward_overlap is not None:
+            raise ConfigurationError(
+                "join() and overlap_forward: a rank without batches has no forward to overlap with, and would keep the "
+                "others waiting. Leave out overlap_forward, or give all ranks equally many batches."
+            )
         return Join(
             [self],
             enable,
@@ -371,12 +481,20 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        left_out = {"process_group", "_process_groups", "_steps", "logger", "device_mesh", "_low_precision"}
+        left_out = {
+            "process_group",
+            "_process_groups",
+            "_steps",
+            "logger",
+            "device_mesh",
+            "_shares",
+            "_low_precision",
+        }
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        state["_state_dict_hooks"] = type(self._state_dict_hooks)()
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         state["_load_state_dict_post_hooks"] = type(self._load_state_dict_post_hooks)()
         state["_comm_hook"] = None
+        state["_shares"] = state["_weight"] = None  # a copy is trained by itself
         if not self._reduction.is_ours:
             state["_reduction"] = Mean()  # a hook's state need not survive a copy; torch leaves it out, too
         return state
@@ -391,6 +509,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
         self._reduction.prepare(managed.named(), self.process_group)
         self._set_up(managed, init_sync=False, init_sync_buffers=False)
+
+
+def _is_on_one_host() -> bool:
+    return on_one_host() is not False
 
 
 # Dynamo compiles the wrapped module and leaves alone what runs around it; all of that has been imported by now.

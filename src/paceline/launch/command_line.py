@@ -26,7 +26,9 @@ from torch.distributed import run as torchrun
 
 from paceline.errors import ConfigurationError
 from paceline.integrations import at_start
+from paceline.launch import rendezvous
 
+_FILLED_IN = ("rdzv_backend", "node_rank", "master_addr")
 LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1", "[::1]")
 
 
@@ -41,6 +43,8 @@ class LaunchArguments:
         local_port: The port that this machine is asked to listen on, if one was named.
         num_machines: How many may take part, at most.
         environment: Variables that the ranks get besides the launcher's own.
+        words: The command line itself.
+        is_first: Whether this machine has to say where the others come to.
     """
 
     torchrun: argparse.Namespace
@@ -49,6 +53,8 @@ class LaunchArguments:
     local_port: int | None
     num_machines: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    is_first: bool = False
 
 
 def num_cores() -> int:
@@ -65,6 +71,7 @@ def parse(arguments: list[str]) -> LaunchArguments:
     args = _parser().parse_args(arguments)
     _check_script(args)
     num_nodes = _num_nodes(args.nnodes)
+    is_first = rendezvous.choose_backend(args, num_nodes)
     num_local_ranks = _num_local_ranks(args.nproc_per_node)
     _check_devices(num_local_ranks, _num_devices(), share=args.share_devices)
     if args.max_restarts < 0:
@@ -76,6 +83,8 @@ def parse(arguments: list[str]) -> LaunchArguments:
         local_port=_local_port(args, num_nodes),
         num_machines=num_nodes,
         environment=_rank_environment(args),
+        words=tuple(arguments),
+        is_first=is_first,
     )
 
 
@@ -84,24 +93,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.prog = "paceline run"
     parser.usage = "paceline run [options] training_script [the script's own options]"
     parser.description = "Start a script once a rank, as torchrun does, with torchrun's flags."
-    own = parser.add_argument_group("options of paceline", "all others below are torchrun's")
+    own = parser.add_argument_group("options of paceline", "the others, below, are torchrun's")
     parser._action_groups.insert(0, parser._action_groups.pop())  # ours first
+    for action in parser._actions:  # to tell what was given from torch's defaults; see `rendezvous`
+        if action.dest in _FILLED_IN and f"PET_{action.dest.upper()}" not in os.environ:
+            action.default = None
     own.add_argument(
         "--share-devices",
         "--share_devices",
         action="store_true",
         help="Allow more ranks than this machine has accelerators.",
     )
-    parser.add_argument(
+    own.add_argument(
         "--replace-ddp",
         "--replace_ddp",
         action="store_true",
         help="Make torch's DistributedDataParallel be Paceline's in every rank; the script stays as it is.",
     )
-    parser.add_argument(
+    own.add_argument(
         "--reduction", help="With --replace-ddp: what combining gradients means, for example adasum."
     )
-    parser.add_argument(
+    own.add_argument(
         "--compression", help="With --replace-ddp: send fewer bytes, for example bf16, powersgd or auto."
     )
     known = sorted(option for option in parser._option_string_actions if option.startswith("--"))

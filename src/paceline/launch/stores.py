@@ -1,18 +1,24 @@
-"""Binds the stores that torch's launcher opens to one address, where torch's own listen on every interface.
+"""Opens the stores of torch's launcher: bound to one address, where torch's own listen on every interface.
 
 Rules
 1. A store listens on the address that its host's name has on this machine: with one machine usually loopback.
 2. With several machines a name that means loopback here may mean something else there (Debian's 127.0.1.1): such a
    store listens everywhere, as torch's does, and the launcher says so.
-3. Only this process is changed, and only while it launches.
+3. The first store of a launch over several machines is where they meet (`machines`), before torch's rendezvous.
+4. A file by which machines meet is its user's alone, holds the job's token, and goes with the last launcher.
+5. Only this process is changed, and only while it launches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
+import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,22 +28,30 @@ from torch.distributed.elastic.rendezvous import (
     static_tcp_rendezvous,
 )
 
+from paceline.comm import TOKEN
+from paceline.launch.machines import Meeting
+
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048
+_TOKEN_KEY, _IN_FILE = "paceline token", "paceline launchers"
 
 
 @contextlib.contextmanager
-def bound(num_machines: int, note: Callable[[str], None]) -> Iterator[None]:
+def bound(num_machines: int, note: Callable[[str], None], meeting: Meeting | None = None) -> Iterator[None]:
     """Within this context torch's launcher opens its stores on one address each.
 
     Args:
         num_machines: That may take part; with one nobody reaches the stores from elsewhere.
-        note: Called with one line if a store has to listen on every interface.
+        note: Called with one line for what the user should know.
+        meeting: What the machines compare in the first store; None: nothing.
     """
-    listening = _Listening(num_machines, note)
+    listening = _Listening(num_machines, note, meeting)
     with contextlib.ExitStack() as stack:
-        for module in (c10d_rendezvous_backend, static_tcp_rendezvous):
-            stack.enter_context(_replaced(module, "TCPStore", listening.store))
+        stack.callback(listening.leave)
+        may_serve = functools.partial(listening.store, serves_if_mine=True)
+        stack.enter_context(_replaced(c10d_rendezvous_backend, "TCPStore", may_serve))
+        stack.enter_context(_replaced(c10d_rendezvous_backend, "FileStore", listening.file_store))
+        stack.enter_context(_replaced(static_tcp_rendezvous, "TCPStore", listening.store))
         handler: Any = dynamic_rendezvous.DynamicRendezvousHandler
         if hasattr(handler, "_create_tcp_store_server"):
 
@@ -59,12 +73,16 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _Listening:
-    """Makes stores in place of `TCPStore`, with its arguments."""
+    """Makes stores in place of `TCPStore` and `FileStore`, with their arguments."""
 
-    def __init__(self, num_machines: int, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, num_machines: int, note: Callable[[str], None], meeting: Meeting | None = None
+    ) -> None:
         self._num_machines = num_machines
         self._note = note
+        self._meeting = meeting
         self._has_told = False
+        self._file: tuple[Path, dist.Store] | None = None
 
     def store(
         self,
@@ -73,20 +91,53 @@ class _Listening:
         world_size: int | None = None,
         is_master: bool = False,
         *rest: Any,
+        serves_if_mine: bool = False,
         **options: Any,
     ) -> dist.Store:
         place = self._place(host_name) if is_master else None
         listener = None if place is None else _listen(place, port)
+        if serves_if_mine and not is_master and self._num_machines > 1:
+            # Torch knows fewer of a machine's addresses than the kernel. Only one launcher of a machine can bind.
+            place = next(iter(addresses_here(host_name)), None)
+            listener = None if place is None else _listen(place, port)
+            is_master = listener is not None
         make: Any = dist.TCPStore
         if listener is not None:  # else torch says what is wrong with the port
             host_name, port = str(place), listener.getsockname()[1]
             options["master_listen_fd"] = listener.detach()  # it is the store's from now on
         store: dist.Store = make(host_name, port, world_size, is_master, *rest, **options)
+        self._meet(store, is_master)
         return store
+
+    def file_store(self, path: str) -> dist.Store:
+        """Open the file by which machines meet."""
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        store = dist.FileStore(path)  # without a number of users it stays until `leave`
+        self._file = Path(path), store
+        if TOKEN not in os.environ:  # whoever may read the file belongs to the job
+            os.environ[TOKEN] = store.compare_set(_TOKEN_KEY, "", secrets.token_hex(16)).decode()
+        store.add(_IN_FILE, 1)
+        self._meet(store, is_server=False)
+        return store
+
+    def leave(self) -> None:
+        """Remove the file by which the machines met, if this is the last to leave it."""
+        if self._file is not None:
+            path, store = self._file
+            with contextlib.suppress(RuntimeError, OSError):
+                if store.add(_IN_FILE, -1) <= 0:
+                    path.unlink()
+
+    def _meet(self, store: dist.Store, is_server: bool) -> None:
+        """Compare the machines, in the first store of the launch."""
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.hold(store, is_server, self._note)
 
     def _place(self, host_name: str) -> str | None:
         """The address to listen on; None for every one."""
-        addresses = _addresses(host_name)
+        addresses = addresses_here(host_name)
         if self._num_machines == 1:
             return next(iter(addresses), LOOPBACK)
         outside = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
@@ -101,7 +152,7 @@ class _Listening:
         return None
 
 
-def _addresses(host_name: str) -> list[str]:
+def addresses_here(host_name: str) -> list[str]:
     """The addresses behind a name that are this machine's own, IPv4 first."""
     try:
         found = socket.getaddrinfo(host_name or LOOPBACK, None, type=socket.SOCK_STREAM)

@@ -7,6 +7,7 @@ from paceline.optim.lamb import LAMB
 from paceline.optim.lars import LARS
 from paceline.optim.learning_rate import Curve, CurveLR, MomentumCorrection, rate_factor
 from paceline.optim.local_steps import LocalSGD
+from paceline.optim.overlap import overlap
 from paceline.optim.parameter_groups import parameter_groups
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "MomentumCorrection",
     "Polynomial",
     "Step",
+    "overlap",
     "parameter_groups",
     "rate_factor",
 ]

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from paceline import version
 from paceline.comm.collectives import device_for_words, launch_broadcast, launch_gather
 from paceline.comm.peers import Peers, next_name
 from paceline.errors import ConfigurationError, ReplicaMismatchError
@@ -95,14 +96,15 @@ class AcrossRanks(Optimizer, ABC):
             {f"parameter {index}": parameter for index, parameter in enumerate(parameters)},  # type: ignore[misc]
             self._group,
         )
-        layout = repr([(tuple(p.shape), p.dtype) for p in parameters]) + self._settings()
+        settings = f"{self._settings()}, Paceline {version.__version__}"
+        layout = repr([(tuple(p.shape), p.dtype) for p in parameters]) + settings
         digests = self._gather(hashlib.sha256(layout.encode()).digest())
         if len(set(digests)) > 1:
             other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             raise ReplicaMismatchError(
-                f"rank {other} gave its {type(self).__name__} other parameters, or another reduction or setting, than "
-                f"rank 0. This is rank {self._group.rank()} with {len(parameters)} parameters of "
-                f"{sum(p.numel() for p in parameters):,} elements and {self._settings()}. Every rank gives the same "
+                f"rank {other} gave its {type(self).__name__} other parameters, or another reduction, setting or "
+                f"version, than rank 0. This is rank {self._group.rank()} with {len(parameters)} parameters of "
+                f"{sum(p.numel() for p in parameters):,} elements and {settings}. Every rank gives the same "
                 "parameters in the same order."
             )
         self._flats = flatten(parameters)

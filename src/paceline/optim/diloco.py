@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 from paceline.optim.flat_parameters import FlatParameters
 from paceline.optim.local_steps import LocalSteps
 from paceline.reductions import Reduction
@@ -60,10 +61,10 @@ class DiLoCo(LocalSteps):
         buffers: Iterable[Tensor] = (),
         compression: Compressor | Reduction | str | None = None,
     ) -> None:
-        if not (0 < outer_lr < math.inf and 0 <= outer_momentum < 1):
+        if not (0 < number(outer_lr) < math.inf and 0 <= number(outer_momentum) < 1):
             raise ConfigurationError(
-                f"DiLoCo: outer_lr={outer_lr} and outer_momentum={outer_momentum}: a rate is positive and finite, a "
-                "momentum at least 0 and less than 1. The paper has 0.7 and 0.9."
+                f"DiLoCo: outer_lr={outer_lr!r} and outer_momentum={outer_momentum!r}: a rate is positive and finite, "
+                "a momentum at least 0 and less than 1. The paper has 0.7 and 0.9."
             )
         self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
         self._velocities: list[Tensor] = []

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 from paceline.optim.layerwise import (
     LayerwiseOptimizer,
     Tensors,
@@ -87,10 +88,10 @@ class LAMB(LayerwiseOptimizer):
     def _check(self, group: dict[str, Any]) -> None:
         check_numbers("LAMB", group, ("lr", "eps", "weight_decay"))
         check_max_trust_ratio("LAMB", group)
-        if not all(0 <= beta < 1 for beta in group["betas"]):
+        if not all(0 <= number(beta) < 1 for beta in group["betas"]):
             raise ConfigurationError(f"LAMB: betas={group['betas']} have to be at least 0 and less than 1.")
         low, high = group["weight_norm_bounds"]
-        if not 0 <= low <= high:
+        if not 0 <= number(low) <= number(high):
             raise ConfigurationError(
                 f"LAMB: weight_norm_bounds={group['weight_norm_bounds']}: a lower bound of at least 0, then an upper "
                 "one that is not less."

@@ -5,7 +5,8 @@ Rules
 2. The ratio is 1 where the parameter's or the update's norm is 0, and in groups with `layerwise=False`.
 3. No gradient (`.grad` is None): no update, and no change of state.
 4. The work of a step is a few passes over a group's tensors, by torch's foreach functions. On the host a large tensor
-   is taken by itself, all passes before the next one's, while it is in the cache: a third less time.
+   is taken by itself, all passes before the next one's, while it is in the cache: a third less time. There a
+   parameter's step is bitwise the same whichever others are stepped with it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 
 LARGE_ELEMENTS = 2**14
 SMALL_ELEMENTS = 2048  # up to here a call for each tensor costs more than copying it
@@ -70,9 +72,14 @@ def scale(targets: list[Tensor], factor: float) -> None:
     torch._foreach_mul_(targets, torch.tensor(factor, dtype=torch.float64) if on_host else factor)
 
 
+def _is_one_large(tensors: list[Tensor]) -> bool:
+    """Whether a call for the tensor itself is faster. Depends on its size alone, so that a step's bits do, too."""
+    return len(tensors) == 1 and tensors[0].numel() > LARGE_ELEMENTS
+
+
 def divide(denominators: list[Tensor], numerators: list[Tensor]) -> None:
     """`denominators[k] = numerators[k] / denominators[k]`. In place: a fresh tensor costs more than a pass."""
-    if len(denominators) == 1:
+    if _is_one_large(denominators):
         torch.div(numerators[0], denominators[0], out=denominators[0])
     else:
         torch._foreach_reciprocal_(denominators)
@@ -87,7 +94,7 @@ def add(targets: list[Tensor], tensors: list[Tensor], factors: Sequence[float]) 
         tensors: Of the same shapes; may be `targets`.
         factors: K numbers.
     """
-    if len(targets) == 1:
+    if _is_one_large(targets):
         targets[0].add_(tensors[0], alpha=factors[0])
     else:  # a foreach addition takes one factor for all; multiplying by 1 does not
         one = torch.ones((), dtype=targets[0].dtype, device=targets[0].device)
@@ -213,9 +220,9 @@ def check_numbers(owner: str, group: dict[str, Any], names: tuple[str, ...]) -> 
         ConfigurationError: Naming the first.
     """
     for name in names:
-        if not (group[name] >= 0 and math.isfinite(group[name])):
+        if not 0 <= number(group[name]) < math.inf:
             raise ConfigurationError(
-                f"{owner}: {name}={group[name]} has to be a finite number of at least 0."
+                f"{owner}: {name}={group[name]!r} has to be a finite number of at least 0."
             )
 
 
@@ -226,9 +233,9 @@ def check_max_trust_ratio(owner: str, group: dict[str, Any]) -> None:
         ConfigurationError: It is not.
     """
     bound = group["max_trust_ratio"]
-    if bound is not None and not bound > 0:
+    if bound is not None and not number(bound) > 0:
         raise ConfigurationError(
-            f"{owner}: max_trust_ratio={bound} has to be positive, or None for no bound."
+            f"{owner}: max_trust_ratio={bound!r} has to be positive, or None for no bound."
         )
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 from paceline.optim.decays import Decay, choose_decay
 
 SCALING_RULES: dict[str, Callable[[float], float]] = {
@@ -46,9 +47,9 @@ def rate_factor(scaling: str, batch: int, reference_batch: int) -> float:
             f"scaling={scaling!r} is not a rule for the rate. Give one of {', '.join(map(repr, SCALING_RULES))}."
         )
     for name, size in (("batch", batch), ("reference_batch", reference_batch)):
-        if not 0 < size < math.inf:
+        if not 0 < number(size) < math.inf:
             raise ConfigurationError(
-                f"{name}={size} is not a positive number of samples. Give the samples of one step over all ranks."
+                f"{name}={size!r} is not a positive number of samples. Give the samples of one step over all ranks."
             )
     return SCALING_RULES[scaling](batch / reference_batch)
 
@@ -77,12 +78,12 @@ class Curve:
     decay: Decay | str = "none"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.total) and self.total > 0):
+        if not 0 < number(self.total) < math.inf:
             raise ConfigurationError(
-                f"total={self.total} is not a length of training. Give a positive number of epochs or steps."
+                f"total={self.total!r} is not a length of training. Give a positive number of epochs or steps."
             )
-        if not self.warmup >= 0:
-            raise ConfigurationError(f"warmup={self.warmup} is not a length. Give 0 for no warm-up.")
+        if not number(self.warmup) >= 0:
+            raise ConfigurationError(f"warmup={self.warmup!r} is not a length. Give 0 for no warm-up.")
         if self.warmup > self.total:
             raise ConfigurationError(
                 f"the warm-up ({self.warmup:g}) is longer than training ({self.total:g}), so the rate would never "
@@ -133,9 +134,9 @@ class CurveLR(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, curve: Curve, factor: float = 1.0, last_epoch: int = -1) -> None:
-        if not (math.isfinite(factor) and factor > 0):
+        if not 0 < number(factor) < math.inf:
             raise ConfigurationError(
-                f"factor={factor} makes no rate. Give the peak rate over the reference rate, such as "
+                f"factor={factor!r} makes no rate. Give the peak rate over the reference rate, such as "
                 "rate_factor('linear', batch=1024, reference_batch=256)."
             )
         self.curve = curve

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 from paceline.planning.step_time import (
     ReductionCost,
     StepProfile,
@@ -32,10 +33,10 @@ class Rules:
     off_ratio: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.off_ratio <= self.on_ratio < 1:
+        if not 0 <= number(self.off_ratio) <= number(self.on_ratio) < 1:
             raise ConfigurationError(
-                f"a codec is turned on where it saves {self.on_ratio} of a step and off below {self.off_ratio}: the "
-                "first is at least the second, and both are from 0 to below 1."
+                f"a codec is turned on where it saves {self.on_ratio!r} of a step and off below {self.off_ratio!r}: "
+                "the first is at least the second, and both are from 0 to below 1."
             )
 
 

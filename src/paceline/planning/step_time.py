@@ -1,13 +1,8 @@
 """Predicts the duration of a training step whose buckets are reduced in a given way.
 
-    computing   |--bucket 0--(launch 0)--bucket 1--(launch 1)----bucket 2--(launch 2)|(finish 0)(finish 1)   (finish 2)
-    wire                                |------ 0 ------|        |------ 1 ------|---- 2 ----|
-
 Rules
-1. Launching blocks the thread that computes gradients, so it delays all later buckets. Finishing happens after
-   backward, bucket by bucket, while later ones may still be on the wire.
-2. The wire carries one reduction at a time, in launch order. Each takes a fixed time plus a time for each byte of
-   gradients, which include compressing and decompressing.
+1. How buckets follow each other is `replay`'s; here is what each of them costs.
+2. A reduction takes a fixed time plus a time for each byte of gradients, which include compressing and decompressing.
 3. Processor time for compressing, taken from cores that are busy computing, delays gradients as launching does.
 4. Times are those of the slowest rank and count from the end of the step before, so a step's duration is the time at
    which its last bucket is finished.
@@ -23,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigurationError
+from paceline.planning.replay import Wire, replay
 
 _EXTREME = 2.0**20  # the most by which a link is assumed faster or slower
 _HALVINGS = 60
@@ -165,20 +161,18 @@ class Prediction:
 
 
 def predict(profile: StepProfile, cost: ReductionCost) -> Prediction:
-    """Simulate a step: its buckets pass through launching, the wire and finishing."""
-    late_s = wire_free_s = 0.0
-    arrivals_s = []
-    for bucket in profile.buckets:
-        start_s = bucket.ready_s + late_s
-        launch_s = cost.launch.of(bucket.size_bytes)
-        late_s += launch_s
-        wire_free_s = max(wire_free_s, start_s + launch_s) + cost.wire.of(bucket.size_bytes)
-        arrivals_s.append(wire_free_s)
-    now_s = computed_s = profile.backward_end_s + late_s
-    for bucket, arrival_s in zip(profile.buckets, arrivals_s, strict=True):
-        now_s = max(now_s, arrival_s) + cost.finish.of(bucket.size_bytes)
-    now_s += cost.closing_s
-    return Prediction(now_s, now_s - computed_s)
+    """Replay a step: its buckets pass through launching, the wire and finishing."""
+    sizes = [bucket.size_bytes for bucket in profile.buckets]
+    wire_s = [cost.wire.of(size) for size in sizes]
+    done = replay(
+        [bucket.ready_s for bucket in profile.buckets],
+        [Wire(0.0, seconds, seconds) for seconds in wire_s],
+        profile.backward_end_s,
+        [cost.launch.of(size) for size in sizes],
+        [cost.finish.of(size) for size in sizes],
+        cost.closing_s,
+    )
+    return Prediction(done.end_s, done.exposed_s)
 
 
 def crossover_slowdown(profile: StepProfile, plain: ReductionCost, other: ReductionCost) -> float:

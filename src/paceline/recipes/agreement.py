@@ -68,19 +68,14 @@ def agree_on_batch(mine: OwnPart, process_group: ProcessGroup | None, device: to
         ranks = [other.tolist() for other in rows]
     if mine.problem is not None:
         raise mine.problem
-    for rank, (_, micro_steps, settings, has_problem) in enumerate(ranks):
+    for rank, (_, _, settings, has_problem) in enumerate(ranks):
         if has_problem:
             raise ConfigurationError(
                 f"rank {rank} could not make its recipe, so none can: its own error says why. No rate was set."
             )
-        if micro_steps != ranks[0][1]:
-            raise ConfigurationError(
-                f"rank {rank} accumulates {micro_steps} micro-steps a step, rank 0 {ranks[0][1]}. Give every rank "
-                "the same accumulation; ranks of different speed get different local batches."
-            )
         if settings != ranks[0][2]:
             raise ConfigurationError(
                 f"rank {rank} follows another recipe than rank 0 (this rank's: {mine.settings}). Build the recipe "
-                "with the same rates, batches and curve on every rank; only the local batch may differ."
+                "with the same rates and curve on every rank; only the local batch and its micro-steps may differ."
             )
-    return GlobalBatch(tuple(row[0] for row in ranks), mine.accumulation)
+    return GlobalBatch(tuple(row[0] for row in ranks), tuple(row[1] for row in ranks))

@@ -13,6 +13,7 @@ from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 
 
 class GhostBatchNorm(_BatchNorm):
@@ -43,9 +44,9 @@ class GhostBatchNorm(_BatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
     ) -> None:
-        if num_samples < 1:
+        if not (number(num_samples) >= 1 and number(num_samples) % 1 == 0):
             raise ConfigurationError(
-                f"num_samples={num_samples} has no statistics. Give the samples that are normalised together, such "
+                f"num_samples={num_samples!r} has no statistics. Give the samples that are normalised together, such "
                 "as 32."
             )
         super().__init__(num_features, eps, momentum, affine, track_running_stats)

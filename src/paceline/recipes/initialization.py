@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _EDGE = 16  # of the noise: stays positive through a few strides within one block
@@ -81,8 +82,8 @@ def init_output_layer(module: Module, std: float = 0.01) -> str:
             f"this {type(module).__name__} has no torch.nn.Linear to initialise as its output layer. Leave "
             "init_output_layer out."
         )
-    if not std >= 0:
-        raise ConfigurationError(f"std={std} is not a standard deviation. The paper's is 0.01.")
+    if not number(std) >= 0:
+        raise ConfigurationError(f"std={std!r} is not a standard deviation. The paper's is 0.01.")
     name, layer = linear[-1]
     nn.init.normal_(layer.weight, 0.0, std)
     if layer.bias is not None:

@@ -6,7 +6,8 @@ Rules
 2. Time is counted in samples. So a change of the batch moves neither the warm-up's end nor a milestone of the decay: it
    changes the peak rate, from the next step on, and how many steps are left.
 3. The global batch is learnt from the ranks, never assumed: local batch of each rank x micro-steps.
-4. Whatever changes the batch is recorded, with the sample at which it happened, and can be forbidden.
+4. Whatever changes the batch is recorded, with the sample at which it happened, and can be forbidden. Shares that move
+   within a batch of the same size change no rate, and need not be told.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ class LargeMinibatch(LRScheduler):
         reference_batch: Samples of one step for which the optimizer's rates are right.
         batch: This rank's samples of one micro-step, which may differ between ranks; or the whole `GlobalBatch`, if it
             is known, for example of ranks that one process imitates: then nothing is communicated.
-        accumulation: Micro-steps of a step; a `GlobalBatch` has its own.
+        accumulation: This rank's micro-steps of a step; a `GlobalBatch` has its own.
         curve: Warm-up, decay and total; in epochs if `epoch_samples` is given, otherwise in steps of the first batch.
         epoch_samples: Size of the training set.
         scaling: "linear", "sqrt" or "none".
         process_group: Over whom; None is the default group, or this process alone if there is none.
-        fixed_world: Refuse any change of the batch instead of following it.
+        fixed_world: Refuse another number of ranks or samples instead of following it. Shares may move.
         noise: The model's `GradientNoiseScale`, to be reported along.
 
     Contract:
@@ -200,13 +201,15 @@ class LargeMinibatch(LRScheduler):
         Raises:
             ConfigurationError: `fixed_world` forbids it; nothing was changed.
         """
-        micro_steps = self.batch.accumulation if accumulation is None else accumulation
         if isinstance(batch, GlobalBatch):
             new = batch
         elif self._local is not None:
-            new = self._agree(self._local if batch is None else batch, micro_steps)
+            local = self._local if batch is None else batch
+            new = self._agree(local, self._own_micro_steps() if accumulation is None else accumulation)
         elif batch is None:
-            new = GlobalBatch(self.batch.local, micro_steps)
+            new = GlobalBatch(
+                self.batch.local, self.batch.accumulation if accumulation is None else accumulation
+            )
         else:
             raise ConfigurationError(
                 f"batch={batch} is one rank's, but this recipe was made with a GlobalBatch and asks no other rank. "
@@ -220,8 +223,14 @@ class LargeMinibatch(LRScheduler):
             self.changes.append(BatchChange(self.samples, str(new), self.factor))
         self._set_rates()
 
+    def _own_micro_steps(self) -> int:
+        group = world(self._process_group)
+        rank = 0 if group is None else group.rank()
+        return self.batch.micro_steps[min(rank, self.batch.num_ranks - 1)]  # a rank may be new
+
     def _check_may_become(self, before: GlobalBatch, after: GlobalBatch) -> None:
-        if self.fixed_world and before != after:
+        only_shares_move = (before.num_ranks, before.size) == (after.num_ranks, after.size)
+        if self.fixed_world and not only_shares_move:
             raise ConfigurationError(
                 f"this recipe has a fixed world, but it was {before} and would become {after}. Go on with the same "
                 "ranks, batches and accumulation, or make the recipe with fixed_world=False, which re-derives the rate."

@@ -72,6 +72,10 @@ def _find(given: object, argument: str, table: dict[str, Callable[[], Reduction]
         return given
     if isinstance(given, str) and given in table:
         return table[given]()
+    if isinstance(given, type) and issubclass(given, Compressor | Reduction):
+        raise ConfigurationError(
+            f"{argument}={given.__name__} is a class. Make one of it: {given.__name__}()."
+        )
     what = "a paceline.reductions.Reduction"
     if argument == "compression":
         what = "a paceline.compression.Compressor, or " + what

@@ -13,6 +13,7 @@ from paceline.comm.collectives import launch_gather
 from paceline.comm.traffic import gathered
 from paceline.compression import Compressor, Layout, Seeds, accumulation_dtype
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 from paceline.reductions.error_feedback import RESIDUAL, VELOCITY, Memory
 from paceline.reductions.lossy import Finish, Lossy
 from paceline.reductions.ordered_mean import launch_mean, sent_for_mean
@@ -56,8 +57,8 @@ class Compressed(Lossy):
                 f"Compressed({compressor!r}): a Compressor is needed; paceline.compression has them."
             )
         feeds_back = compressor.needs_feedback if error_feedback is None else error_feedback
-        if not 0 <= momentum < 1:
-            raise ConfigurationError(f"Compressed: momentum={momentum} must be at least 0 and less than 1.")
+        if not 0 <= number(momentum) < 1:
+            raise ConfigurationError(f"Compressed: momentum={momentum!r} must be at least 0 and less than 1.")
         if momentum and not (compressor.is_sparse and feeds_back):
             raise ConfigurationError(
                 f"Compressed: momentum={momentum} corrects the momentum of elements that wait for their turn, and with "

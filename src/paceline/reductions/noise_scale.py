@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from paceline.comm.collectives import launch_sum
 from paceline.comm.pending import Chain, Pending
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 from paceline.observe import StepTiming
 from paceline.reductions.by_name import choose_reduction
 from paceline.reductions.reduction import Message, Reduction
@@ -44,14 +45,14 @@ class GradientNoiseScale(Reduction):
 
     Args:
         inner: The reduction that is measured: "mean" or a `Reduction`.
-        shares: Each rank's fraction of the batch, if they are not equal (`GlobalBatch.shares`); gradients must be
-            weighed by them, as `model.accumulate(..., weight=...)` does.
+        shares: Each rank's fraction of the batch, if they are not equal (`GlobalBatch.shares`) and the loop weighs
+            gradients by itself. What `DistributedDataParallel` weighs is known in each step.
         memory_steps: The time constant of its exponential averages, in measured steps; single ones are far too noisy.
         every: Measure one step in `every`; the others cost nothing.
 
     Cost:
         In a measured step two passes over the gradients, one before and one after they are reduced, and an all-reduce
-        of 8 bytes after the last bucket.
+        of 16 bytes after the last bucket.
 
     Source:
         McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1.
@@ -65,15 +66,15 @@ class GradientNoiseScale(Reduction):
         every: int = 1,
     ) -> None:
         self._inner = choose_reduction(inner)
-        if not memory_steps >= 1:
+        if not number(memory_steps) >= 1:
             raise ConfigurationError(
-                f"memory_steps={memory_steps} averages over less than a step. Give 1 or more; 50 is usual."
+                f"memory_steps={memory_steps!r} averages over less than a step. Give 1 or more; 50 is usual."
             )
-        if every < 1:
-            raise ConfigurationError(f"every={every} measures no step. Give 1 for each, 10 for one in ten.")
-        if shares is not None and (min(shares, default=0) <= 0 or abs(sum(shares) - 1) > 1e-6):
+        if not (number(every) >= 1 and number(every) % 1 == 0):
+            raise ConfigurationError(f"every={every!r} measures no step. Give 1 for each, 10 for one in ten.")
+        if shares is not None and not _are_fractions(shares):
             raise ConfigurationError(
-                f"shares={shares} are not fractions of a batch: each must be positive, and their sum 1. "
+                f"shares={shares!r} are not fractions of a batch: each must be positive, and their sum 1. "
                 "GlobalBatch((32, 16)).shares makes them."
             )
         if not self._inner.is_linear:
@@ -84,7 +85,9 @@ class GradientNoiseScale(Reduction):
         self._given_shares = shares
         self._first_parameter: Callable[[], Parameter | None] = lambda: None  # of the model; a weak reference
         self._memory_steps = memory_steps
-        self._concentration = 0.0  # q
+        self._concentration = 0.0  # q, if nothing else is known
+        self._prepared_share = self._share = 1.0  # of this rank: as prepared, and in the step under way
+        self._agreed = torch.zeros(2, dtype=torch.float64)  # X and q of the step under way, over all ranks
         self._to_mean = 1.0
         self._parts = torch.zeros((), dtype=torch.float64)  # X of the step under way
         self._whole = torch.zeros((), dtype=torch.float64)  # Y of the step under way
@@ -134,7 +137,7 @@ class GradientNoiseScale(Reduction):
             )
         self._first_parameter = (lambda: None) if first is None else weakref.ref(first)
         self._concentration = sum(share * share for share in shares)
-        self._num_ranks = num_ranks
+        self._prepared_share = shares[process_group.rank()]
         self._inner.prepare(named_parameters, process_group)
 
     @property
@@ -143,10 +146,15 @@ class GradientNoiseScale(Reduction):
 
     def begin_step(self) -> None:
         self._is_agreed = False
+        self._share = self._prepared_share
         self._measures = self._num_begun_steps % self._every == 0
         self._num_begun_steps += 1
         self._parts, self._whole = torch.zeros(2, dtype=torch.float64).unbind()
         self._inner.begin_step()
+
+    def weigh(self, share: float) -> None:
+        self._share = share
+        self._inner.weigh(share)
 
     def input_scale(self, num_ranks: int) -> float:
         scale = self._inner.input_scale(num_ranks)
@@ -172,7 +180,8 @@ class GradientNoiseScale(Reduction):
 
     def _agree(self, message: Message) -> Pending:
         self._is_agreed = True
-        return launch_sum(self._parts, message.process_group)
+        self._agreed = torch.stack([self._parts, self._parts.new_tensor(self._share**2)])
+        return launch_sum(self._agreed, message.process_group)
 
     def launch_sparse(
         self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
@@ -184,21 +193,25 @@ class GradientNoiseScale(Reduction):
 
     def end_step(self, timing: StepTiming) -> None:
         if self._is_agreed:
-            self.add(self._parts, self._whole)
+            parts, concentration = self._agreed.unbind()
+            self.add(parts, self._whole, concentration)
         self._inner.end_step(timing)
 
     # ---- the estimate
 
-    def add(self, parts: Tensor, whole: Tensor) -> None:
-        """Add one step to the averages; one that is not finite changes nothing.
+    def add(self, parts: Tensor, whole: Tensor, concentration: Tensor | None = None) -> None:
+        """Add one step to the averages; one that is not finite, or that one rank trained alone, changes nothing.
 
         Args:
             parts: X, the sum over the ranks of the squared norms of their contributions to the mean; a scalar.
             whole: Y, the squared norm of the mean; a scalar.
+            concentration: q, the sum of the squares of the ranks' shares; None: of those given to the constructor.
         """
-        q = self._concentration
+        q = whole.new_tensor(self._concentration) if concentration is None else concentration.to(whole.device)
         fresh = 1.0 / self._memory_steps
-        counts = (parts + whole).isfinite()  # not read here, so that nothing waits for the device
+        counts = (parts + whole).isfinite() & (
+            q < 1 - 1e-9
+        )  # not read here, so that nothing waits for the device
         signal, noise = self._signal.to(whole.device), self._noise.to(whole.device)
         self._signal = torch.where(
             counts, signal * (1.0 - fresh) + (whole - parts) / (1.0 - q) * fresh, signal
@@ -269,3 +282,9 @@ def _squared_norm(flat: Tensor) -> Tensor:
     lengths: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=wide).double()
     rest: Tensor = torch.linalg.vector_norm(flat[whole:], dtype=wide).double()
     return lengths.dot(lengths) + rest.square()
+
+
+def _are_fractions(shares: object) -> bool:
+    """Whether these are positive numbers whose sum is 1."""
+    numbers = [number(share) for share in shares] if isinstance(shares, Sequence) else []
+    return all(share > 0 for share in numbers) and abs(sum(numbers) - 1) <= 1e-6

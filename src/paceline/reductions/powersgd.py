@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from paceline.compression import Layout, accumulation_dtype
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 from paceline.observe import StepTiming
 from paceline.reductions.error_feedback import RESIDUAL, Memory
 from paceline.reductions.lossy import Finish, Lossy
@@ -76,16 +77,16 @@ class PowerSGD(Lossy):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if not rank >= 1 or rank % 1 != 0:
+        if not (number(rank) >= 1 and number(rank) % 1 == 0):
             raise ConfigurationError(
-                f"PowerSGD: rank={rank} must be a whole number of at least 1; 1 to 4 are usual."
+                f"PowerSGD: rank={rank!r} must be a whole number of at least 1; 1 to 4 are usual."
             )
-        if not min_compression_rate > 0:
+        if not number(min_compression_rate) > 0:
             raise ConfigurationError(
-                f"PowerSGD: min_compression_rate={min_compression_rate} must be more than 0."
+                f"PowerSGD: min_compression_rate={min_compression_rate!r} must be more than 0."
             )
-        if not start_step >= 0:
-            raise ConfigurationError(f"PowerSGD: start_step={start_step} must be at least 0.")
+        if not number(start_step) >= 0:
+            raise ConfigurationError(f"PowerSGD: start_step={start_step!r} must be at least 0.")
         self.rank = int(rank)
         self.min_compression_rate = min_compression_rate
         self.start_step = start_step

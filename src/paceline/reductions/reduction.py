@@ -58,6 +58,9 @@ class Reduction(ABC):
     is_linear: bool = True
     """Whether reducing two parts of a gradient one after the other gives what reducing their sum gives."""
 
+    divides_by_all: bool = True
+    """Whether a rank that has nothing in a step counts as one with a zero gradient; else as if it were not there."""
+
     def __repr__(self) -> str:
         """Class and settings, equal on all ranks: `ddp` compares them, so that ranks with different ones raise."""
         return type(self).__name__
@@ -87,6 +90,9 @@ class Reduction(ABC):
 
     def begin_step(self) -> None:  # noqa: B027  most have nothing to do
         """A synchronized backward begins. Local."""
+
+    def weigh(self, share: float) -> None:  # noqa: B027  most have nothing to do
+        """The step that has begun is weighed: this rank's part is the fraction `share` of it. Local."""
 
     def input_scale(self, num_ranks: int) -> float:
         """The factor that `ddp` multiplies gradients by as it copies them into the bucket; called after `begin_step`.

@@ -74,6 +74,12 @@ def check_hook(hook: Any) -> None:
         )
 
 
+def name_of(hook: Any) -> str:
+    """What torch's logging data calls a hook: the function's qualified name, of an object its class's."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
 def _portable(hook: Any) -> Hook:
     if isinstance(hook, functools.partial) and hook.func in STAND_INS:
         return functools.partial(STAND_INS[hook.func], *hook.args, **hook.keywords)

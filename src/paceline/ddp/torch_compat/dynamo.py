@@ -35,6 +35,11 @@ def _skip(value: object, module_name: str) -> None:
         _skip_function(value)
 
 
+def is_compiling() -> bool:
+    """Whether what this thread calls now may be compiled: it runs under `torch.compile`."""
+    return callable(_eval_frame.get_eval_frame_callback())
+
+
 def may_compile(function: Function) -> Function:
     """Mark a function of a skipped package as one that dynamo may look into."""
     function._may_compile = True  # type: ignore[attr-defined]

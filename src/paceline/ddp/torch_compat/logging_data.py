@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from statistics import mean
 from types import SimpleNamespace
@@ -24,13 +25,17 @@ NAMES_IN_CPP = {
     "complex64": "c10::complex<float>",
     "complex128": "c10::complex<double>",
 }
+EPOCH_NS = time.time_ns() - time.perf_counter_ns()
+"""What turns our moments into those of a clock on the wall, as torch's are; one for all, so that they only grow."""
+
 ENVIRONMENT = {
     "master_addr": "MASTER_ADDR",
     "master_port": "MASTER_PORT",
     "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
     "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
-    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
-    "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
+}
+OF_GLOO = {"gloo_socket_ifname": "GLOO_SOCKET_IFNAME", "gloo_device_transport": "GLOO_DEVICE_TRANSPORT"}
+OF_NCCL = {
     "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
     "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
     "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -42,7 +47,13 @@ ENVIRONMENT = {
 
 def logging_data(wrapped: DistributedDataParallel) -> dict[str, Any]:
     """A flat dictionary of strings and integers; times in nanoseconds."""
-    return _construction(wrapped) | _environment() | _runtime(wrapped) | wrapped._logged_error
+    return (
+        _construction(wrapped)
+        | _environment(wrapped)
+        | _used(wrapped)
+        | _runtime(wrapped)
+        | wrapped._logged_error
+    )
 
 
 class Logger:
@@ -82,10 +93,18 @@ def _construction(wrapped: DistributedDataParallel) -> dict[str, Any]:
         "is_multi_device_module": int(wrapped.is_multi_device_module),
         "iteration": max(0, reducer.num_steps - 1),  # torch counts the step that is under way
         "backend_name": backend_of(wrapped.process_group),
+        "gloo_num_threads": 2,
+    }
+
+
+def _used(wrapped: DistributedDataParallel) -> dict[str, Any]:
+    """What is there only where it was asked for."""
+    asked = {
         "comm_hook": wrapped._comm_hook_name,
         "join_uneven_inputs": int(wrapped._steps.join.was_used),
-        "gloo_num_threads": 2,
-    } | ({"static_graph": 1} if wrapped.static_graph else {})
+        "static_graph": int(wrapped.static_graph),
+    }
+    return {key: value for key, value in asked.items() if value}
 
 
 def _name_in_cpp(dtype: torch.dtype) -> str:
@@ -93,8 +112,9 @@ def _name_in_cpp(dtype: torch.dtype) -> str:
     return NAMES_IN_CPP.get(plain, plain)
 
 
-def _environment() -> dict[str, Any]:
-    return {key: os.environ.get(variable, "N/A") for key, variable in ENVIRONMENT.items()}
+def _environment(wrapped: DistributedDataParallel) -> dict[str, Any]:
+    of_backend = {"gloo": OF_GLOO, "nccl": OF_NCCL}.get(backend_of(wrapped.process_group), {})
+    return {key: os.environ.get(variable, "N/A") for key, variable in (ENVIRONMENT | of_backend).items()}
 
 
 def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
@@ -103,11 +123,7 @@ def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
     rebuilt = reducer.has_rebuilt_buckets
     data: dict[str, Any] = {
         "has_rebuilt_buckets": int(rebuilt),
-        "rebuilt_bucket_sizes": _join(bucket.size_bytes for bucket in buckets) if rebuilt else "",
-        "rebuilt_per_bucket_param_indices": _join((_words(b.members) for b in buckets), ", ")
-        if rebuilt
-        else "",
-        "prev_iteration_grad_ready_order_indices": _words(dict.fromkeys(reducer.arrivals.order)),
+        "prev_iteration_grad_ready_order_indices": _join(dict.fromkeys(reducer.arrivals.order)),
         "num_buckets_reduced": len(buckets) if reducer.num_steps else 0,
         "unused_parameter_size": sum(
             parameters[index].numel() * parameters[index].element_size()
@@ -116,6 +132,9 @@ def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
             if not reducer.managed.sparse[index]
         ),
     }
+    if rebuilt:
+        data["rebuilt_bucket_sizes"] = _join(bucket.size_bytes for bucket in buckets)
+        data["rebuilt_per_bucket_param_indices"] = _join(_words(bucket.members) for bucket in buckets)
     steps = reducer.timings.recent()
     if steps:
         last, times = _times(steps[-1]), [_times(step) for step in steps]
@@ -125,23 +144,29 @@ def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
 
 
 def _times(step: StepTiming) -> dict[str, int]:
+    """Durations as torch defines them: communication from the first launch on, overlap until backward has computed."""
+    moments = _moments(step)
+    started, ended = moments["backward_comm_time_start"], moments["backward_comm_time_end"]
     return {
         "forward_compute_time": _ns(step.forward_s),
         "backward_compute_time": _ns(step.backward_s),
-        "backward_comm_time": _ns(step.communication_s),
-        "backward_compute_comm_overlap_time": _ns(step.overlapped_s),
+        "backward_comm_time": ended - started,
+        "backward_compute_comm_overlap_time": max(
+            0, min(ended, moments["backward_compute_time_end"]) - started
+        ),
     }
 
 
 def _moments(step: StepTiming) -> dict[str, int]:
     started = step.started_s
-    return {
-        "forward_compute_time_start": _ns(started - step.forward_s),
-        "backward_compute_time_start": _ns(started),
-        "backward_compute_time_end": _ns(started + step.backward_s),
-        "backward_comm_time_start": _ns(step.buckets[0].launched_s),
-        "backward_comm_time_end": _ns(max(bucket.done_s for bucket in step.buckets)),
+    moments = {
+        "forward_compute_time_start": started - step.forward_s,
+        "backward_compute_time_start": started,
+        "backward_compute_time_end": started + step.backward_s,
+        "backward_comm_time_start": step.buckets[0].launched_s,
+        "backward_comm_time_end": max(bucket.done_s for bucket in step.buckets),
     }
+    return {key: EPOCH_NS + _ns(moment_s) for key, moment_s in moments.items()}
 
 
 def _ns(seconds: float) -> int:

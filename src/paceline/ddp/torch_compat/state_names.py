@@ -1,30 +1,13 @@
-"""State dicts without the wrapper's `module.` prefix, and loading with or without it."""
+"""Loading a state dict with or without torch's prefix `module.`, which our own has, too."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import MutableMapping
 from typing import Any
 
 from torch.nn import Module
 
 PREFIX = "module."
-# Torch's checkpoint utilities take the prefix off themselves and insist on finding it.
-STRIPS_PREFIX_ITSELF = "torch.distributed.checkpoint.state_dict"
-OURS = "paceline.ddp"
-
-
-def strip(wrapper: Module, state: MutableMapping[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """State-dict hook: `<prefix>module.weight` becomes `<prefix>weight`, in place, keeping the order."""
-    if _is_asked_by(STRIPS_PREFIX_ITSELF):
-        return
-    inner = prefix + PREFIX
-    for name in list(state):
-        state[prefix + name.removeprefix(inner) if name.startswith(inner) else name] = state.pop(name)
-    modules = getattr(state, "_metadata", None)
-    if modules is not None:
-        for name in [name for name in modules if (name + ".").startswith(inner)]:
-            modules[(prefix + (name + ".").removeprefix(inner)).removesuffix(".")] = modules.pop(name)
 
 
 def restore(
@@ -68,11 +51,3 @@ def take_back(wrapper: Module, incompatible: Any) -> None:
     modules, lent = wrapper.__dict__.pop("_lent_versions", ({}, {}))
     for name in lent:
         modules.pop(name, None)
-
-
-def _is_asked_by(caller: str) -> bool:
-    """Whether the state dict was asked for by this module, be it through parents of ours."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.nn.modules", OURS)):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and frame.f_globals.get("__name__") == caller

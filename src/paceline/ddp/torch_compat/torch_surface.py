@@ -6,26 +6,49 @@ reducer (`scatter`, `gather`, `to_kwargs`, `train`).
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
+from torch.nn.parallel.distributed import (
+    _BufferCommHook,
+    _BufferCommHookLocation,
+    _setup_mixed_precision_params,
+)
 
 from paceline.comm.collectives import backend_of
+from paceline.ddp.arguments import ONE_WRAPPER
 from paceline.ddp.buffers import BROADCAST_BYTES, BufferHook
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.torch_compat.logging_data import Logger, logging_data
+from paceline.errors import ConfigurationError
 from paceline.reductions import Mean, NarrowMean, Reduction
 
 if TYPE_CHECKING:
     from paceline.ddp.coordinator import StepCoordinator
     from paceline.ddp.plan import BucketCaps
+
+
+class WrappedAlready:
+    """An attribute that is not there, except to torch's constructor, which is told that it cannot wrap the module."""
+
+    def __get__(self, wrapped: Any, owner: type) -> Any:
+        if (
+            wrapped is not None
+            and sys._getframe(1).f_globals.get("__name__") == "torch.nn.parallel.distributed"
+        ):
+            raise ConfigurationError(
+                f"cannot wrap this {owner.__name__}: it is Paceline's DistributedDataParallel, so it synchronizes its "
+                f"gradients already. {ONE_WRAPPER}"
+            )
+        raise AttributeError("_ddp_params_and_buffers_to_ignore")
 
 
 class TorchSurface:
@@ -36,6 +59,7 @@ class TorchSurface:
         process_group: Any
         parameters_to_ignore: set[str]
         static_graph: bool
+        mixed_precision: Any
         _process_groups: list[Any]
         _steps: StepCoordinator
         _caps: BucketCaps
@@ -59,8 +83,6 @@ class TorchSurface:
         self.buffer_hook: _BufferCommHook | None = None
         self.broadcast_bucket_size = BROADCAST_BYTES
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        self.bucket_bytes_cap = max(self._caps.caps_bytes)
-        self.bucket_bytes_cap_list = list(self._caps.caps_bytes)
         self._comm_hook: tuple[Any, Any] | None = None
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._comm_hook_name = ""
@@ -68,6 +90,27 @@ class TorchSurface:
         self._use_python_reducer = False
         self._lazy_init_ran = True
         self._ddp_sink_clone = True
+        if self.mixed_precision is not None:
+            importlib.import_module(
+                "torch.distributed._functional_collectives"  # torch relies on it; heavy
+            )
+            # Sets `_mp_param` and `_fp_param` of the parameters that are not ignored, for those who look at them.
+            _setup_mixed_precision_params(self.mixed_precision, self.module)
+
+    # What torch's constructor reads first of a module that it is to wrap.
+    _ddp_params_and_buffers_to_ignore = WrappedAlready()
+
+    def _check_not_within(self, outer: Any) -> None:
+        """Refuse to be a part of another wrapper's module, deeper than its constructor can be told so."""
+        if outer is not None and outer is not self and any(part is self for part in outer.modules()):
+            raise ConfigurationError(
+                f"this {type(self).__name__} is a part of what a {type(outer).__name__} wraps, which would reduce its "
+                f"gradients a second time. {ONE_WRAPPER}"
+            )
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        return max(self._caps.caps_bytes)
 
     # ---- communication hooks
 
@@ -86,19 +129,31 @@ class TorchSurface:
         Raises:
             TypeError, ValueError, RuntimeError: In torch's words.
         """
-        from paceline.ddp.torch_compat.comm_hooks import make_reduction  # noqa: PLC0415 (torch's hooks are slow to import)
+        from paceline.ddp.torch_compat.comm_hooks import make_reduction, name_of  # noqa: PLC0415 (torch's hooks are slow)
 
+        try:
+            reduction = make_reduction(state, hook, backend_of(self.process_group))
+        except (TypeError, ValueError) as error:
+            self._log_and_throw(type(error), str(error))
         if self._comm_hook is not None:
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        if not isinstance(self._reduction, Mean | NarrowMean):
-            raise RuntimeError(  # noqa: TRY004  as torch for a second hook
-                f"register_comm_hook: gradients are combined by reduction={self._reduction!r}, which the hook would "
-                "replace. Leave out either."
+            self._log_and_throw(
+                RuntimeError, "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
-        reduction = make_reduction(state, hook, backend_of(self.process_group))
+        if not isinstance(self._reduction, Mean | NarrowMean):
+            self._log_and_throw(  # as torch for a second hook
+                RuntimeError,
+                f"register_comm_hook: gradients are combined by reduction={self._reduction!r}, which the hook would "
+                "replace. Leave out either.",
+            )
+        if self._steps.forward_overlap is not None:
+            self._log_and_throw(
+                RuntimeError,
+                "register_comm_hook and overlap_forward: pieces of buckets are summed, which the hook would replace. "
+                "Leave out either.",
+            )
         self._comm_hook = (hook, state)
         self._comm_hooks.append((hook, state))
-        self._comm_hook_name = reduction.name
+        self._comm_hook_name = name_of(hook)
         self._reduction = reduction
         self._steps.reduce_by(reduction)
 
@@ -174,7 +229,9 @@ class TorchSurface:
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Checked as torch does; every step is recorded whatever the rate."""
         if sample_rate < 1:
-            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+            self._log_and_throw(
+                ValueError, "DDP runtime logging sample rate should be equal or greater than 1"
+            )
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -189,6 +246,7 @@ class TorchSurface:
     def _set_static_graph(self) -> None:
         """Declare the graph static, before the first step."""
         if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
         self.reducer.set_static_graph()
         self.static_graph = True
@@ -214,6 +272,11 @@ class TorchSurface:
         Args:
             new_process_group: A group that contains this rank; every member must switch in the same step.
         """
+        if self._steps.forward_overlap is not None:
+            raise RuntimeError(
+                "_update_process_group and overlap_forward: gradients travel in a process group that was opened with "
+                "the module. Leave out overlap_forward."
+            )
         self.process_group = new_process_group
         self._process_groups = [new_process_group]
         self._steps.move_to(new_process_group)
@@ -222,37 +285,39 @@ class TorchSurface:
         managed = self._steps.managed()
         return list(managed.parameters), list(managed.sparse)
 
-    def _build_debug_param_to_name_mapping(self, parameters: Iterable[Any]) -> dict[int, str]:
-        return dict(enumerate(self.reducer.managed.names))
-
-    def _get_parameters(self, m: Module, recurse: bool = True) -> Iterator[Any]:
-        yield from m.parameters(recurse)
-
     def _check_default_group(self) -> None:
         if len(self._process_groups) > 1 or self.process_group != dist.distributed_c10d._get_default_group():
-            raise RuntimeError(
+            self._log_and_throw(
+                RuntimeError,
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
-                "when you have called init_process_group and have not passed process_group argument to DDP constructor"
+                "when you have called init_process_group and have not passed process_group argument to DDP constructor",
             )
 
-    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
-        self._logged_error = {"has_error": 1, "error": err_msg, "iteration": 0}
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        self._logged_error = {"has_error": 1, "error": f"{err_type}: {err_msg}"}
         raise err_type(err_msg)
 
 
 class TorchsReducer(Reducer):
     """A reducer with the methods of torch's that frameworks call."""
 
+    _last_unused: list[int] | None = None  # by the last synchronized backward
+    _is_graph_static = True
+
     def _get_local_used_map(self) -> Tensor:
-        """1 for every parameter that the last step used on this rank."""
-        unused = self.unused_parameters()
-        return torch.tensor(
-            [int(index not in unused) for index in range(len(self.managed))], dtype=torch.int32
-        )
+        """How many ranks used each parameter in the last synchronized backward, shape (parameters,), int32."""
+        words = self._verdict.control.words[: len(self.managed)]
+        return words.real.round().to(torch.int32)
+
+    def _note_unused(self, unused: list[int]) -> None:
+        super()._note_unused(unused)
+        if self.options.find_unused_parameters:
+            self._is_graph_static &= self._last_unused in (None, unused)
+            self._last_unused = unused
 
     def _ddp_graph_static(self) -> bool:
-        """Whether the graph has looked static so far."""
-        return not self.arrivals.expected.predicts and not self.arrivals.expected.defers
+        """Whether every backward used the same parameters here, as far as they were looked for."""
+        return self._is_graph_static
 
     # What Lightning calls itself where a training step runs its own backwards within forward.
 

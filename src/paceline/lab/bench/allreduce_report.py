@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,8 @@ from paceline.lab.bench.provenance import collect
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import Ranks
 from paceline.lab.emulation.quantities import show_size
-from paceline.lab.report.figures import save_lines
+from paceline.lab.report.figures import Line, Lines, draw_figure, show_time
+from paceline.lab.report.look import LIMIT, look_of
 from paceline.lab.report.publication import Report
 from paceline.lab.report.summary import Summary, ratios
 
@@ -133,24 +133,54 @@ def _memory_notes(measured: Measured, ranks: Ranks) -> tuple[str, ...]:
     return (note,)
 
 
-def draw(result: Report, path: Path) -> bool:
-    """Draw busbw over size, one line a side. Returns whether it was drawn."""
-    lines: dict[str, list[tuple[float, Summary]]] = {}
-    for case in result.summaries["cases"]:
-        busbw = Summary(**case["busbw_bytes_per_s"])
-        in_mb = dataclasses.replace(
-            busbw,
-            median=busbw.median * 1e-6,
-            lower_quartile=busbw.lower_quartile * 1e-6,
-            upper_quartile=busbw.upper_quartile * 1e-6,
-        )
-        lines.setdefault(case["side"], []).append((float(case["size_bytes"]), in_mb))
-    case = result.summaries["cases"][-1]
-    reference = {}
-    if case["link_s"] is not None:
-        reference["link"] = (
-            case["link_share"] and case["busbw_bytes_per_s"]["median"] / case["link_share"] * 1e-6
-        )
-    return save_lines(
-        path, result.question, ("bytes", "busbw, MB/s"), lines, log_x=True, references=reference
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw time over size, one line a side, both logarithmic. Returns whether it was drawn.
+
+    Args:
+        record: A report of this module, as it is stored.
+        path: Gets the picture.
+    """
+    points: dict[str, list[tuple[float, Summary]]] = {}
+    link: dict[float, float] = {}
+    for case in record["summaries"]["cases"]:
+        size, time = float(case["size_bytes"]), Summary(**case["time_s"])
+        points.setdefault(case["side"], []).append((size, time))
+        if case["link_s"] is not None:
+            link[size] = case["link_s"]
+    lines = []
+    for side, found in points.items():
+        look = look_of(side)
+        name = f"{look.name}: {show_time(found[-1][1].median)}"
+        lines.append(Line.of(name, found, look.color))
+    if link:
+        last = show_time(list(link.values())[-1])
+        lines.append(Line(f"flat ring at the link's rate: {last}", list(link.items()), LIMIT, ":", ""))
+    medians = [time.median for found in points.values() for _, time in found]
+    decades, steps = range(-6, 2), (1,) if max(medians) > 100 * min(medians) else (1, 2, 5)
+    ticks = [step * 10.0**decade for decade in decades for step in steps]
+    sizes = [size for size, _ in next(iter(points.values()))]
+    panel = Lines(
+        "",
+        "size of the message",
+        "time",
+        lines,
+        ticks={size: show_size(size) for size in sizes},
+        log_x=True,
+        y_ticks={tick: f"{1e3 * tick:g} ms" for tick in ticks},
+    )
+    place, num_ranks = record["place"], record["provenance"]["num_ranks"]
+    where = "one host"
+    if "rate" in place:
+        num_hosts, num_each = place["hosts x ranks"].split(" x ")
+        where = f"{num_hosts} emulated hosts, ranks on each: {num_each}, links of {place['rate']}"
+    fastest = min(points, key=lambda side: points[side][-1][1].median)
+    base = points[next(iter(points))][-1][1].median
+    title = (
+        f"{look_of(fastest).name} reduces {show_size(sizes[-1])} among {num_ranks} ranks "
+        f"{base / points[fastest][-1][1].median:.1f} times as fast as {look_of(next(iter(points))).name}"
+    )
+    if fastest == next(iter(points)):
+        title = f"Among {num_ranks} ranks, {look_of(fastest).name} is the fastest for {show_size(sizes[-1])}"
+    return draw_figure(
+        path, title, [panel], f"{where}; calls back to back; medians, in the band of their quartiles."
     )

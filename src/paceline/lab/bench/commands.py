@@ -95,7 +95,7 @@ def bench_step(options: StepOptions, place: Ranks, folder: Path, as_json: bool) 
         outcome = run_step(config, ranks)
         result = report(config, outcome, ranks, load_before)
     publish(result, prepared.path, as_json)
-    draw(result, figure_path(result, prepared.path))
+    draw(result.record(), figure_path(result, prepared.path))
     return result
 
 
@@ -124,7 +124,7 @@ def bench_allreduce(
         choices = allreduce_report.explain(config, ranks) if explain else ()
         result = allreduce_report.report(config, measured, ranks, load_before, choices)
     publish(result, prepared.path, as_json)
-    allreduce_report.draw(result, figure_path(result, prepared.path))
+    allreduce_report.draw(result.record(), figure_path(result, prepared.path))
     return result
 
 

@@ -55,8 +55,9 @@ def local_command(num_ranks: int, folder: Path, *, tcp_only: bool) -> list[str]:
 
 def cluster_command(cluster: EmulatedCluster, folder: Path, agent: Path, *, tcp_only: bool) -> list[str]:
     """Return the words that start the task on the hosts of a cluster; `agent` stands in for ssh."""
-    first, slots = cluster.hosts[0], cluster.spec.ranks_per_host
-    hosts = ",".join(f"{host.address}:{slots}" for host in cluster.hosts)
+    first = cluster.hosts[0]
+    slots = zip(cluster.hosts, cluster.spec.ranks_per_host, strict=True)
+    hosts = ",".join(f"{host.address}:{ranks}" for host, ranks in slots)
     network = ["--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", first.interface]
     network += [
         "--mca",

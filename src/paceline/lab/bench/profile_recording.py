@@ -8,7 +8,6 @@ that is done before one that should come earlier gets 0.
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -21,35 +20,9 @@ from torch.utils._pytree import tree_map
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.layer_profile import Layer, LayerTime, Profile, layers_of, owners
 from paceline.lab.workloads import Workload, make_workload
+from paceline.observe.device_clock import CudaClock, HostClock
 
 WARM_UP_STEPS = 2
-
-
-class HostClock:
-    """Times of a device that computes when it is told to."""
-
-    def mark(self) -> Any:
-        """Note this moment."""
-        return time.perf_counter()
-
-    def between_s(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks."""
-        return float(end - start)
-
-
-class CudaClock:
-    """Times of a device that computes later: marks are queued between its kernels."""
-
-    def mark(self) -> Any:
-        """Note the moment at which the device gets here."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between_s(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks; waits for the second."""
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e-3
 
 
 @dataclass(frozen=True)

@@ -216,14 +216,14 @@ class ClusterRanks(Ranks):
 
 
 def choose_place(
-    hosts: int | None, ranks: int | None, *, ranks_per_host: int = 1, **links: str | None
+    hosts: int | None, ranks: int | None, *, ranks_per_host: int | str = 1, **links: str | None
 ) -> Ranks:
     """Return where to run; not entered yet.
 
     Args:
         hosts: Of an emulated cluster; None: loopback.
         ranks: Processes on loopback.
-        ranks_per_host: On each host of a cluster.
+        ranks_per_host: On each host of a cluster; or one number a host, separated by commas.
         links: What ClusterSpec.parse takes, as strings; None: its default.
 
     Raises:
@@ -231,7 +231,7 @@ def choose_place(
     """
     given: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
     if hosts is None:
-        if given or ranks_per_host != 1:
+        if given or str(ranks_per_host) != "1":
             names = ", ".join("--" + name.replace("_", "-") for name in (given or ["ranks_per_host"]))
             raise ConfigurationError(
                 f"{names} shapes the links of an emulated cluster, and there is none on loopback. Pass --hosts N, "
@@ -255,7 +255,7 @@ def slowest_rate_bytes_per_s(spec: ClusterSpec) -> float | None:
 
 def _label(spec: ClusterSpec) -> str:
     rates = sorted({rate for rate in spec.rate_bits_per_s if rate is not None})
-    words = [f"{spec.hosts}x{spec.ranks_per_host}", *[f"{rate / 1e6:g}mbit" for rate in rates[:1]]]
+    words = [spec.shape, *[f"{rate / 1e6:g}mbit" for rate in rates[:1]]]
     return "-".join(words)
 
 

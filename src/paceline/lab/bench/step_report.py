@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline.lab.bench.limit import StepLimit, backward_and_communication_s, ring_bytes_per_rank
@@ -13,7 +14,8 @@ from paceline.lab.bench.ranks import Ranks
 from paceline.lab.bench.sides import StepTimes, labels
 from paceline.lab.bench.step import StepConfig, StepOutcome, per_round
 from paceline.lab.bench.timed_model import scaled
-from paceline.lab.report.figures import save_bars
+from paceline.lab.report.figures import Bars, bars_of, draw_figure, show_ratio
+from paceline.lab.report.look import look_of, workload_name
 from paceline.lab.report.publication import Report
 from paceline.lab.report.summary import Summary, ratios, slowest_rank
 
@@ -208,13 +210,58 @@ def _compute_notes(config: StepConfig) -> tuple[str, ...]:
     )
 
 
-def draw(result: Report, path: Any) -> bool:
-    """Draw a bar a side, and lines at computing alone, the ideal and no overlap. Returns whether it was drawn."""
-    limit, sides = result.summaries["limit"], result.summaries["sides"]
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw a bar a side, and lines at computing alone, the ideal and no overlap. Returns whether it was drawn.
+
+    Args:
+        record: A report of this module, as it is stored.
+        path: Gets the picture.
+    """
+    limit, sides = record["summaries"]["limit"], record["summaries"]["sides"]
     compute_s = limit["forward_s"] + limit["backward_s"] + limit["optimizer_s"]
-    lines = {"computing alone": compute_s, "ideal overlap": limit["ideal_s"]}
-    if limit["reachable_s"] is not None:
-        lines["least that can be reached"] = limit["reachable_s"]
-    lines["no overlap"] = limit["no_overlap_s"]
-    bars = {name: Summary(**side["step_s"]) for name, side in sides.items()}
-    return save_bars(path, result.question, "seconds a step", bars, lines)
+    marks = {"computing alone": compute_s}
+    if limit["reachable_s"] is None:
+        marks["ideal overlap"] = limit["ideal_s"]
+    elif limit["reachable_s"] < 1.01 * limit["ideal_s"]:
+        marks["ideal overlap, the least that can be reached"] = limit["ideal_s"]
+    else:
+        marks |= {"ideal overlap": limit["ideal_s"], "least that can be reached": limit["reachable_s"]}
+    marks["no overlap"] = limit["no_overlap_s"]
+    bars = bars_of({name: side["step_s"] for name, side in sides.items()}, 1e3)
+    panel = Bars("", "ms a step", bars, {name: 1e3 * mark for name, mark in marks.items()})
+    return draw_figure(path, _finding(record), [panel], _condition(record))
+
+
+def _finding(record: Mapping[str, Any]) -> str:
+    sides = record["summaries"]["sides"]
+    names = list(sides)
+    base, workload = names[record["config"]["baseline"]], workload_name(record["config"]["workload"])
+    ours = next((name for name in names if name.startswith("ours")), names[0])
+    ratio = sides[ours]["ratio"]["median"]
+    whose = f"{look_of(base).name}'s"
+    words = f"{workload}: a step under {look_of(ours).name} is {show_ratio(ratio, whose)}"
+    best = min(names, key=lambda name: sides[name]["ratio"]["median"])
+    if best not in (ours, base, f"{ours} (again)"):
+        shorter = show_ratio(sides[best]["ratio"]["median"], "that")
+        words += f"; the shortest, {look_of(best).name}, is {shorter}"
+    return words
+
+
+def _condition(record: Mapping[str, Any]) -> str:
+    place, summaries = record["place"], record["summaries"]
+    if "hosts x ranks" in place:
+        hosts, ranks = place["hosts x ranks"].split(" x ")
+        rate = "no rate" if place["rate"].startswith("no") else place["rate"]
+        each = "a rank" if ranks == "1" else f"{ranks} ranks"
+        where = f"{hosts} emulated hosts with {each} each, links: {rate}"
+    else:
+        where = f"{place['ranks']} ranks on one host"
+    computing = {
+        "timed": "layers sleep for their published time, gradients and traffic are real",
+        "real": "layers compute, on cores that communication takes part of",
+    }[summaries["compute"]]
+    megabytes = summaries["limit"]["bytes_per_rank"] / 1e6
+    repeated = any("(again)" in name for name in summaries["sides"])
+    twice = " (again): the same once more, to show the noise." if repeated else ""
+    size = f"A ring sends {megabytes:,.0f} MB a rank and step."
+    return f"{where}; {computing}. {size} Medians; whiskers: quartiles.{twice}"

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.layer_profile import Profile, Shape
 from paceline.lab.workloads.workload import Workload
+from paceline.planning import LayerTimes
+from paceline.planning import Workload as RecordedWorkload
 
 _STEP = 1 / 256  # between two values of a gradient
 _PRIME = 7919  # how far apart the windows of neighbouring parameters begin
@@ -206,6 +208,24 @@ def scaled(shape: Shape, scale: float) -> Shape:
 def gradient_bytes(profile: Profile, scale: float = 1.0) -> int:
     """Return the float32 bytes of all gradients."""
     return sum(4 * math.prod(scaled(shape, scale)) for layer in profile.layers for shape in layer.shapes)
+
+
+def planned(profile: Profile, scale: float = 1.0) -> RecordedWorkload:
+    """Return what the simulator takes: the profile's times, and float32 bytes divided by `scale`."""
+    return RecordedWorkload(
+        profile.workload,
+        profile.source,
+        tuple(
+            LayerTimes(
+                layer.name,
+                layer.forward_s,
+                layer.backward_s,
+                tuple(4 * math.prod(scaled(shape, scale)) for shape in layer.shapes),
+            )
+            for layer in profile.layers
+        ),
+        profile.optimizer_s,
+    )
 
 
 def _untouched(shape: Shape) -> nn.Parameter:

@@ -14,7 +14,9 @@ import torch
 
 from paceline import __version__
 from paceline.lab.demo.progress_pipe import Progress, RankOutcome
-from paceline.lab.report import ReportFolder, lines_figure, stacked_bars_figure
+from paceline.lab.report import ReportFolder
+from paceline.lab.report.figures import Line, Lines, Stacks, draw_figure
+from paceline.lab.report.look import BASELINE, LIMIT, OURS
 from paceline.launch import num_cores
 
 if TYPE_CHECKING:
@@ -142,19 +144,54 @@ def _training_row(training: Training) -> dict[str, object]:
     }
 
 
-def write_figures(folder: ReportFolder, parallel: Training, single: Training) -> list[Path]:
-    """Draw the losses of both trainings, and where a step's time goes."""
-    losses = lines_figure(
-        "Training loss: both trainings see the same global batches",
-        "epoch",
-        "loss",
-        {parallel.name: parallel.losses, single.name: single.losses},
+def write_figures(folder: ReportFolder, parallel: Training, single: Training, dtype: str) -> list[Path]:
+    """Draw the losses of both trainings and how far they are apart, and where a step's time goes."""
+    paths = [folder.path / "losses.png", folder.path / "step.png"]
+    _draw_losses(paths[0], parallel, single, dtype)
+    _draw_step(paths[1], parallel, single)
+    return paths
+
+
+def _draw_losses(path: Path, parallel: Training, single: Training, dtype: str) -> None:
+    epochs = range(1, len(single.losses) + 1)
+    ticks = {float(epoch): str(epoch) for epoch in epochs}
+    losses = [
+        Line(parallel.name, list(zip(epochs, parallel.losses, strict=True)), OURS),
+        Line(single.name, list(zip(epochs, single.losses, strict=True)), BASELINE, "--"),
+    ]
+    apart = [abs(ours / one - 1) for ours, one in zip(parallel.losses, single.losses, strict=True)]
+    rounding, allowed = float(np.finfo(dtype).eps), ALLOWED_DIFFERENCE[dtype]
+    nothing = rounding / 10  # where the logarithmic axis has its zero
+    differences = [
+        Line("of the losses", [(x, max(y, nothing)) for x, y in zip(epochs, apart, strict=True)], OURS),
+        Line(f"one rounding of a {dtype}", [(x, rounding) for x in epochs], LIMIT, ":", ""),
+        Line("the demo fails (parameters)", [(x, allowed) for x in epochs], LIMIT, "--", ""),
+    ]
+    decades = {10.0**n: f"1e{n}" for n in range(-16, 0, 2) if rounding < 10.0**n}
+    draw_figure(
+        path,
+        f"{parallel.name} learn what {single.name} learns: losses differ by at most {max(apart):.0e} of their value",
+        [
+            Lines("training loss, mean of an epoch", "epoch", "loss", losses, ticks),
+            Lines("relative difference", "epoch", "", differences, ticks, y_ticks={nothing: "0", **decades}),
+        ],
+        f"Both see the same global batches, in {dtype}; what is left is the order in which numbers are added up.",
+        columns=1,
     )
+
+
+def _draw_step(path: Path, parallel: Training, single: Training) -> None:
     milliseconds = {
-        training.name: tuple(1e3 * part_s for part_s in mean_parts_s(training))
+        training.name: [
+            (part, 1e3 * part_s) for part, part_s in zip(STEP_PARTS, mean_parts_s(training), strict=True)
+        ]
         for training in (parallel, single)
     }
-    steps = stacked_bars_figure(
-        "Where a step's time goes (mean over ranks)", "milliseconds per step", STEP_PARTS, milliseconds
+    parts_ms = dict(milliseconds[parallel.name])
+    draw_figure(
+        path,
+        f"{parallel.name} wait for communication in {parts_ms['exposed communication']:.2f} of the "
+        f"{sum(parts_ms.values()):.2f} ms of a step",
+        [Stacks("", "ms a step, mean over ranks", milliseconds)],
+        "The same global batch: one process computes all of it, each of several its share.",
     )
-    return [folder.write_figure("losses.png", losses), folder.write_figure("step.png", steps)]

@@ -99,7 +99,7 @@ def run_demo(settings: DemoSettings, screen: Screen) -> dict[str, object]:
         apart = difference(parallel.parameters, single.parameters, settings.dtype)
     result = rows(settings, images.name, parallel, single, apart)
     folder.write_rows("rows.json", result)
-    figures = write_figures(folder, parallel, single)
+    figures = write_figures(folder, parallel, single, settings.dtype)
     screen.end(parallel, single, apart, [*figures, folder.path / "rows.json"])
     if not (parallel.ranks_agree and apart.is_rounding):
         raise PromiseBrokenError(

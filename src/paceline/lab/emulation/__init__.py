@@ -3,5 +3,6 @@
 from paceline.lab.emulation.cluster import Counters, EmulatedCluster, EmulatedHost
 from paceline.lab.emulation.cluster_job import Outcome
 from paceline.lab.emulation.cluster_spec import ClusterSpec
+from paceline.lab.emulation.scenario import Change, Scenario
 
-__all__ = ["ClusterSpec", "Counters", "EmulatedCluster", "EmulatedHost", "Outcome"]
+__all__ = ["Change", "ClusterSpec", "Counters", "EmulatedCluster", "EmulatedHost", "Outcome", "Scenario"]

@@ -15,8 +15,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from paceline.errors import ConfigurationError, EmulationError, UnsupportedError
 from paceline.lab.emulation import namespaces, owned_resources
 from paceline.lab.emulation.cluster_job import Job, Outcome
 from paceline.lab.emulation.cluster_spec import ClusterSpec
+from paceline.lab.emulation.scenario import Change, Director, Scenario
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -88,9 +90,19 @@ class EmulatedHost:
 
     def set_link(self, *, up: bool, link: int = 0) -> None:
         """Take one of the host's links down at the switch, or up again."""
-        if not 0 <= link < self._cluster.spec.links:
-            raise ConfigurationError(f"{self.name} has no link {link}; it has {self._cluster.spec.links}.")
-        self._cluster._ask({"do": "set_link", "host": self.index, "link": link, "up": up})
+        self._cluster.change(Change("link", self.index, float(up), link))
+
+    def set_cores(self, cores: str) -> None:
+        """Give the host other cores, as --cpu: `50%`. It needs some from the start."""
+        self._cluster.change(Change.parse("cores", self.index, cores))
+
+    def set_rate(self, rate: str) -> None:
+        """Give the host's links another rate, in both directions, as --rate: `100Mbit`. What queues stays queued."""
+        self._cluster.change(Change.parse("rate", self.index, rate))
+
+    def set_loss(self, loss: str) -> None:
+        """Have the switch lose other packets of the host, as --loss: `1%`. It needs a cluster without offload."""
+        self._cluster.change(Change.parse("loss", self.index, loss))
 
 
 class EmulatedCluster:
@@ -102,7 +114,7 @@ class EmulatedCluster:
         spec: What to emulate.
 
     Attributes:
-        spec: The same.
+        spec: The same, with what was changed since.
         hosts: The hosts, while the cluster stands.
         folder: For temporary files; goes with the cluster.
 
@@ -115,6 +127,7 @@ class EmulatedCluster:
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
         self.hosts: list[EmulatedHost] = []
+        self._asking = threading.Lock()
 
     def __enter__(self) -> Self:
         _check_machine(self.spec)
@@ -158,6 +171,7 @@ class EmulatedCluster:
         on_line: Callable[[int, int | None, str], None] | None = None,
         timeout_s: float | None = None,
         environment: Mapping[str, str] | None = None,
+        scenario: Scenario | None = None,
     ) -> Outcome:
         """Run a script on every rank: one agent a host, as `torchrun --nnodes` on real hosts.
 
@@ -167,30 +181,52 @@ class EmulatedCluster:
                 output, from one thread at a time; None prints each with its prefix.
             timeout_s: The job is ended after this long.
             environment: Added to the ranks'.
+            scenario: What changes meanwhile; told as lines of no host (-1).
 
         Contract:
             Blocks: until every host's agent has ended. A host that fails ends the others after a grace in which
             they can say why themselves. Afterwards no process of the job is left.
 
         Raises:
-            ConfigurationError: There is nothing to run; nothing was started.
+            ConfigurationError: There is nothing to run, or the scenario is not possible; nothing was started.
             EmulationError: The cluster was lost.
         """
+        on_line = on_line or print_line
         before = self.counters()
-        started = Job(self, argv, on_line or print_line, environment or {})
-        try:
-            ended = started.wait(timeout_s)
-        finally:
-            started.close()
+        with contextlib.ExitStack() as stack:
+            listen = on_line
+            if scenario is not None:
+                scenario.check(self.spec)
+                listen = stack.enter_context(_directed(scenario, self, on_line))
+            started = Job(self, argv, listen, environment or {})
+            try:
+                ended = started.wait(timeout_s)
+            finally:
+                started.close()
         after = self.counters()
         return ended.outcome([_difference(new, old) for new, old in zip(after, before, strict=True)])
+
+    def change(self, change: Change) -> None:
+        """Change a property of a host, or of all, from now on.
+
+        Raises:
+            ConfigurationError: The cluster cannot have it; nothing was changed.
+        """
+        changed = change.applied_to(self.spec)
+        self._ask({"do": "change", **asdict(change)})
+        self.spec = changed
+
+    def set_delay(self, delay: str) -> None:
+        """Have packets meet another delay, as --delay: `5ms`. It needs one from the start."""
+        self.change(Change.parse("delay", None, delay))
 
     def counters(self) -> list[Counters]:
         """What each host's links carried since the cluster was built."""
         return [Counters(**record) for record in self._ask({"do": "counters"})]
 
     def _ask(self, request: Mapping[str, Any]) -> Any:
-        return self._receive_after(json.dumps(request))["answer"]
+        with self._asking:  # a scenario's thread asks, too
+            return self._receive_after(json.dumps(request))["answer"]
 
     def _receive_after(self, line: str) -> dict[str, Any]:
         try:
@@ -224,9 +260,35 @@ class EmulatedCluster:
             owned_resources.remove(self._id)
 
 
+@contextlib.contextmanager
+def _directed(
+    scenario: Scenario, cluster: EmulatedCluster, on_line: Callable[[int, int | None, str], None]
+) -> Iterator[Callable[[int, int | None, str], None]]:
+    """Let a scenario run; the ranks' output goes by it, and what it does comes as lines of its own."""
+    printing = threading.Lock()
+
+    def show(host: int, rank: int | None, text: str) -> None:
+        with printing:
+            on_line(host, rank, text)
+
+    with Director(scenario, cluster.change, lambda text: show(SCENARIO, None, text)) as director:
+
+        def listen(host: int, rank: int | None, text: str) -> None:
+            if rank is not None:
+                director.hear(text)
+            show(host, rank, text)
+
+        yield listen
+
+
+SCENARIO = -1  # the number that lines of a scenario carry in place of a host's
+
+
 def print_line(host: int, rank: int | None, text: str, stream: IO[str] | None = None) -> None:
     """Print a line of output behind its host and rank; to standard output unless told otherwise."""
     who = f"host{host}" if rank is None else f"host{host} rank {rank}"
+    if host == SCENARIO:
+        who = "scenario"
     print(f"[{who}] {text}", file=stream, flush=True)
 
 

@@ -232,7 +232,7 @@ class Job:
         flags = {
             "--nnodes": spec.hosts,
             "--node-rank": host,
-            "--nproc-per-node": spec.ranks_per_host,
+            "--nproc-per-node": spec.ranks_per_host[host],
             "--master-addr": first_address,
             "--master-port": PORT,
             "--tee": 3,

@@ -3,7 +3,7 @@
 Rules
 1. Nothing is created from a spec that cannot be: every mistake raises `ConfigurationError` here.
 2. `ClusterSpec.parse` takes what the command line takes, so both have one set of names and one set of errors.
-3. What is a property of a host's link (rate, loss, CPU) has one value a host; the rest is one value a cluster.
+3. What is a property of a host (its ranks, rate, loss, CPU) has one value a host; the rest is one value a cluster.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ClusterSpec:
 
     Attributes:
         hosts: How many hosts, each a network namespace with an address of its own.
-        ranks_per_host: How many ranks each host's agent starts.
+        ranks_per_host: How many ranks a host's agent starts, one a host; 1 if not given.
         rate_bits_per_s: Bits per second, one a host, of the host's link as it sends; None does not limit it.
         port_rate_bits_per_s: The same of the switch's port towards the host.
         loss_ratio: Fraction of the packets a host sends that the switch loses, one a host.
@@ -56,7 +56,7 @@ class ClusterSpec:
     """
 
     hosts: int
-    ranks_per_host: int = 1
+    ranks_per_host: tuple[int, ...] = ()
     rate_bits_per_s: tuple[float | None, ...] = ()
     port_rate_bits_per_s: tuple[float | None, ...] = ()
     loss_ratio: tuple[float, ...] = ()
@@ -77,8 +77,8 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         _whole(self.hosts, "hosts", 1, MAX_HOSTS, "a cluster has at least one host")
-        _whole(self.ranks_per_host, "ranks-per-host", 1, 1024, "every host runs at least one rank")
         defaults: dict[str, float | None] = {
+            "ranks_per_host": 1,
             "rate_bits_per_s": None,
             "port_rate_bits_per_s": None,
             "loss_ratio": 0.0,
@@ -99,7 +99,7 @@ class ClusterSpec:
         cls,
         *,
         hosts: int,
-        ranks_per_host: int = 1,
+        ranks_per_host: int | str = 1,
         rate: str | None = None,
         port_rate: str | None = None,
         loss: str | None = None,
@@ -125,12 +125,14 @@ class ClusterSpec:
         """
         _whole(hosts, "hosts", 1, MAX_HOSTS, "a cluster has at least one host")
 
+        ranks = "--ranks-per-host"
+
         def each(text: str | None, option: str) -> list[str]:
             return [] if text is None else q.per_host(text, hosts, option)
 
         return cls(
             hosts=hosts,
-            ranks_per_host=ranks_per_host,
+            ranks_per_host=tuple(q.whole(value, ranks) for value in each(str(ranks_per_host), ranks)),
             rate_bits_per_s=tuple(q.rate(value, "--rate") for value in each(rate, "--rate")),
             port_rate_bits_per_s=tuple(
                 q.rate(value, "--port-rate") for value in each(port_rate, "--port-rate")
@@ -168,7 +170,14 @@ class ClusterSpec:
     @property
     def num_ranks(self) -> int:
         """Ranks of the whole cluster."""
-        return self.hosts * self.ranks_per_host
+        return sum(self.ranks_per_host)
+
+    @property
+    def shape(self) -> str:
+        """Hosts and ranks in short: `4x2` is four hosts of two ranks, `4+2+1` three hosts of as many as it says."""
+        if len(set(self.ranks_per_host)) == 1:
+            return f"{self.hosts}x{self.ranks_per_host[0]}"
+        return "+".join(map(str, self.ranks_per_host))
 
     @property
     def interface(self) -> str:
@@ -182,7 +191,7 @@ class ClusterSpec:
     def describe(self) -> list[tuple[str, str]]:
         """Pairs of a property and its value, for a report; every setting that shapes a measurement."""
         rows = [
-            ("hosts x ranks", f"{self.hosts} x {self.ranks_per_host}"),
+            ("hosts x ranks", self.shape.replace("x", " x ").replace("+", " + ")),
             ("rate", _each(self.rate_bits_per_s, q.show_rate, "not limited")),
             ("queue of a switch port", q.show_size(self.queue_bytes)),
             ("loss", _each(self.loss_ratio, q.show_percentage, "")),
@@ -222,6 +231,7 @@ class ClusterSpec:
 
     def _per_host(self) -> dict[str, tuple[float | None, ...]]:
         return {
+            "--ranks-per-host": self.ranks_per_host,
             "--rate": self.rate_bits_per_s,
             "--port-rate": self.port_rate_bits_per_s,
             "--loss": self.loss_ratio,
@@ -229,6 +239,8 @@ class ClusterSpec:
         }
 
     def _check_values(self) -> None:
+        for ranks in self.ranks_per_host:
+            _whole(ranks, "ranks-per-host", 1, 1024, "every host runs at least one rank")
         for option in ("--rate", "--port-rate"):
             for value in self._per_host()[option]:
                 _check_rate(value, option)

@@ -20,6 +20,7 @@ import random
 import select
 import struct
 import time
+from dataclasses import dataclass
 
 from pyroute2 import IPRoute, NetlinkError
 
@@ -37,6 +38,7 @@ _HEADER_BYTES = 10
 _LARGEST_SEGMENT = 65536
 _FRAME_HEADERS = 18 + _HEADER_BYTES
 _BATCH = 64
+_DELAY = struct.Struct("=q")  # ns
 
 
 def has_netem(ip: IPRoute, interface: int) -> bool:
@@ -62,26 +64,49 @@ def add_netem(ip: IPRoute, interface: int, spec: ClusterSpec) -> None:
     )
 
 
-def add_wire(host: int, at_host: str, at_switch: str, home: int, spec: ClusterSpec) -> int:
+def set_netem(ip: IPRoute, interface: int, delay_s: float) -> None:
+    """Change the delay of what an interface sends; the jitter ends, because it was drawn around another one."""
+    ip.tc("change", "netem", interface, 0x10000, delay=round(delay_s * 1e6), jitter=0, limit=_NETEM_LIMIT)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A process that carries a link's frames.
+
+    Attributes:
+        pid: Its number.
+        control: A pipe to it, on which it takes another delay.
+    """
+
+    pid: int
+    control: int
+
+    def set_delay(self, delay_s: float) -> None:
+        """Have frames that come from now on arrive after this delay, without jitter."""
+        os.write(self.control, _DELAY.pack(round(delay_s * 1e9)))
+
+
+def add_wire(host: int, at_host: str, at_switch: str, home: int, spec: ClusterSpec) -> Wire:
     """Make a device in the host whose first process is `host`, and one here; returns the process between them."""
     offload = bool(spec.offload)
     with namespaces.inside(host, home):
         near = _tap(at_host, offload=offload)
     far = _tap(at_switch, offload=offload)
     laboratory = os.getpid()
+    told, control = os.pipe()
     wire = os.fork()
     if wire == 0:
         try:
-            namespaces.forget_the_laboratory(near, far)
+            namespaces.forget_the_laboratory(near, far, told)
             namespaces.die_with_parent(laboratory)
             namespaces.sleep_exactly()
             largest = (_LARGEST_SEGMENT if offload else spec.mtu) + _FRAME_HEADERS
-            _carry(near, far, largest, round(spec.delay_s * 1e9), round(spec.jitter_s * 1e9))
+            _carry(near, far, told, largest, round(spec.delay_s * 1e9), round(spec.jitter_s * 1e9))
         finally:
             os._exit(1)
-    os.close(near)
-    os.close(far)
-    return wire
+    for file in (near, far, told):
+        os.close(file)
+    return Wire(wire, control)
 
 
 def _tap(name: str, *, offload: bool) -> int:
@@ -103,18 +128,23 @@ def _tap(name: str, *, offload: bool) -> int:
     return device
 
 
-def _carry(near: int, far: int, largest: int, delay_ns: int, jitter_ns: int) -> None:
-    """Forward frames for ever: what `near` sends arrives at `far` after the delay, what `far` sends at once."""
+def _carry(near: int, far: int, told: int, largest: int, delay_ns: int, jitter_ns: int) -> None:
+    """Forward frames for ever: what `near` sends arrives at `far` after the delay, what `far` sends at once.
+
+    Another delay may come over `told`, a pipe.
+    """
     under_way: collections.deque[tuple[int, bytes]] = collections.deque()
     now_ns = time.monotonic_ns
-    both, arrival_ns = [near, far], 0
+    files, arrival_ns = [near, far, told], 0
     while True:
         while under_way and under_way[0][0] <= now_ns():
             _, frame = under_way.popleft()
             with contextlib.suppress(OSError):  # the far end is down
                 os.write(far, frame)
         wait_s = max(0.0, (under_way[0][0] - now_ns()) / 1e9) if under_way else None
-        ready, _, _ = select.select(both, [], [], wait_s)
+        ready, _, _ = select.select(files, [], [], wait_s)
+        if told in ready:
+            (delay_ns,), jitter_ns = _DELAY.unpack(os.read(told, _DELAY.size)), 0
         if far in ready:
             for frame in _frames(far, largest):
                 with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """The laboratory: the process that builds an emulated cluster, holds it and takes it down.
 
 Started as `python -m paceline.lab.emulation.laboratory OWNER SOCKET`; one JSON object a line in both directions. The
-first line is the spec; the answer says what was made, or why not. Then requests: `counters`, `set_link`.
+first line is the spec; the answer says what was made, or why not. Then requests: `counters`, `change`.
 
 Rules
 1. The owner's end of the socket is the cluster's life: when it closes, however the owner died, everything goes.
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import UnsupportedError
 from paceline.lab.emulation import namespaces, owned_resources
 from paceline.lab.emulation.cluster_spec import ClusterSpec
+from paceline.lab.emulation.scenario import Change
 
 if TYPE_CHECKING:
     from paceline.lab.emulation.network import Network
@@ -49,6 +50,7 @@ class Laboratory:
         self._pids: list[int] = []
         self._network: Network | None = None
         self._folder = owned_resources.make_folder(self._owner)
+        self._place: owned_resources.CgroupPlace | None = None
 
     def build(self) -> dict[str, Any]:
         """Make the cluster; the answer names what the owner needs."""
@@ -81,14 +83,14 @@ class Laboratory:
             raise ValueError("nothing has been built")
         if request["do"] == "counters":
             return self._network.counters()
-        if request["do"] == "set_link":
-            self._network.set_link(request["host"], request["link"], up=request["up"])
+        if request["do"] == "change":
+            self._change(Change(**{name: value for name, value in request.items() if name != "do"}))
             return None
         raise ValueError(f"no request {request['do']!r}")
 
     def close(self) -> None:
         """End every host and wait until its processes are gone; then the groups can be removed."""
-        wires = [] if self._network is None else self._network.wires
+        wires = [] if self._network is None else [wire.pid for wire in self._network.wires.values()]
         for pid in (*self._pids, *wires):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -97,21 +99,29 @@ class Laboratory:
                 os.wait()
         owned_resources.remove(self._owner)
 
+    def _change(self, change: Change) -> None:
+        """Carry out what the owner has checked."""
+        self._spec = change.applied_to(self._spec)
+        for host in range(self._spec.hosts) if change.host is None else [change.host]:
+            if change.kind != "cores":
+                assert self._network is not None
+                self._network.change(change, host)
+            elif self._place is not None:
+                self._place.set_quota(self._owner, host_name(host), change.value)
+
     def _limit_cores(self) -> list[Path | None]:
+        """One group a host, with its quota, if any host has one: later all of them may."""
         cores = self._spec.cores
         if all(limit is None for limit in cores):
             return [None] * len(cores)
-        place = owned_resources.find_cgroup_place()
+        place = self._place = owned_resources.find_cgroup_place()
         if place is None:
             raise UnsupportedError(
                 "--cpu needs a cgroup with the cpu controller that this user may write to, and there is none. Run as "
                 "root, or leave --cpu out. Nothing was created."
             )
         with _allowed("--cpu, which takes a cgroup with a quota"):
-            return [
-                None if limit is None else place.limit(self._owner, host_name(host), limit)
-                for host, limit in enumerate(cores)
-            ]
+            return [place.limit(self._owner, host_name(host), limit) for host, limit in enumerate(cores)]
 
 
 def host_name(host: int) -> str:

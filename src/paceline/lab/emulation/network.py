@@ -23,17 +23,20 @@ from paceline.errors import UnsupportedError
 from paceline.lab.emulation import delay, ecn_marking
 from paceline.lab.emulation.cluster_spec import ClusterSpec
 from paceline.lab.emulation.namespaces import inside
+from paceline.lab.emulation.scenario import Change
 from paceline.lab.emulation.traffic_control import (
     EGRESS,
     INGRESS,
     QDISC_CLSACT,
     QDISC_ROOT,
     attach,
+    detach,
     disable_ipv6,
     drops_by_queue,
     index_of,
     needs,
     random_loss,
+    reshape,
     send_single_packets,
     set_kernel,
     shape,
@@ -53,7 +56,7 @@ class Network:
 
     Attributes:
         ip: Talks to the kernel about the switch's network.
-        wires: The processes of links with a user-space delay.
+        wires: What delays packets in user space, by host and link.
     """
 
     def __init__(self, spec: ClusterSpec, pids: list[int]) -> None:
@@ -62,7 +65,7 @@ class Network:
         self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
         self.ip = IPRoute()
         self._ip_of: list[IPRoute] = []
-        self.wires: list[int] = []
+        self.wires: dict[tuple[int, int], delay.Wire] = {}
         self._marks: dict[tuple[int, int], int] = {}
 
     def build(self) -> None:
@@ -84,10 +87,32 @@ class Network:
                 self._ip_of.append(IPRoute())
                 self._furnish_host(self._ip_of[host], host)
 
-    def set_link(self, host: int, link: int, *, up: bool) -> None:
-        """Take a host's link down at the switch, or up again."""
-        state = "up" if up else "down"
-        self.ip.link("set", index=self._index(_port_name(host, link)), state=state)
+    def change(self, change: Change, host: int) -> None:
+        """Carry out a change of a host's links that was checked."""
+        if change.kind == "link":
+            state = "up" if change.value else "down"
+            self.ip.link("set", index=self._index(_port_name(host, change.link)), state=state)
+            return
+        for link in range(self._spec.links):
+            port = _port_name(host, link)
+            if change.kind == "rate":
+                at_host = f"eth{link}"
+                reshape(self.ip, port, change.value, self._spec.mtu, priority=self._spec.priority)
+                reshape(self._ip_of[host], at_host, change.value, self._spec.mtu)
+            elif change.kind == "loss":
+                self._set_loss(self._index(port), change.value)
+            elif self._netem:
+                delay.set_netem(self.ip, self._index(f"f{host}.{link}"), change.value)
+            else:
+                self.wires[host, link].set_delay(change.value)
+
+    def _set_loss(self, port: int, ratio: float) -> None:
+        detach(port, INGRESS)
+        if QDISC_CLSACT not in drops_by_queue(self.ip, port):
+            with needs("the clsact queue and BPF filters (sch_ingress, cls_bpf)"):
+                self.ip.tc("add", "clsact", port)
+        if ratio:
+            attach(random_loss(ratio), port, INGRESS)
 
     def counters(self) -> list[dict[str, int]]:
         """One record a host, totals since the start; the fields are those of `cluster.Counters`."""
@@ -168,7 +193,7 @@ class Network:
         if not spec.delay_s:
             self._add_veth(port, {"ifname": at_host, "net_ns_pid": pid})
         elif not self._netem:
-            self.wires.append(delay.add_wire(pid, at_host, port, self._home, spec))
+            self.wires[host, link] = delay.add_wire(pid, at_host, port, self._home, spec)
         else:  # host - near [bridge] far - port, where far delays what it sends towards the port
             near, far, wire = f"n{host}.{link}", f"f{host}.{link}", f"w{host}.{link}"
             self._add_veth(near, {"ifname": at_host, "net_ns_pid": pid})

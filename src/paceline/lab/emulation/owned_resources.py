@@ -113,26 +113,41 @@ class CgroupPlace:
     folder: Path
     version: int
 
-    def limit(self, owner: str, host: str, cores: float) -> Path:
+    def limit(self, owner: str, host: str, cores: float | None) -> Path:
         """Make the host's cgroup and return its list of processes; who writes its id there is limited.
+
+        Args:
+            owner: Whose.
+            host: Its name.
+            cores: That its processes may use together; None: any number.
 
         Raises:
             OSError: The kernel refused.
         """
-        group = self.folder / f"{_PREFIX}{owner}" / host
+        group = self._group(owner, host)
         group.parent.mkdir(exist_ok=True)
         if self.version == 2:
             (group.parent / "cgroup.subtree_control").write_text("+cpu")
         group.mkdir()
+        if cores is not None:
+            self.set_quota(owner, host, cores)
+        return group / "cgroup.procs"
+
+    def set_quota(self, owner: str, host: str, cores: float) -> None:
+        """Give the processes of a host's cgroup other cores from now on."""
+        group = self._group(owner, host)
         # The kernel's smallest quota is 1 ms.
         period_us = max(_PERIOD_US, round(1000 / cores))
         quota_us = round(period_us * cores)
         if self.version == 2:
             (group / "cpu.max").write_text(f"{quota_us} {period_us}")
-        else:
+        else:  # without a quota any period may be set
+            (group / "cpu.cfs_quota_us").write_text("-1")
             (group / "cpu.cfs_period_us").write_text(str(period_us))
             (group / "cpu.cfs_quota_us").write_text(str(quota_us))
-        return group / "cgroup.procs"
+
+    def _group(self, owner: str, host: str) -> Path:
+        return self.folder / f"{_PREFIX}{owner}" / host
 
 
 def find_cgroup_place() -> CgroupPlace | None:

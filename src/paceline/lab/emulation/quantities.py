@@ -21,6 +21,13 @@ _BYTES = {
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
+def whole(text: str, option: str) -> int:
+    """A whole number: `4`."""
+    if not text.strip().lstrip("+-").isdecimal():
+        raise ConfigurationError(f"{option} {text!r} is not a whole number.")
+    return int(text)
+
+
 def rate(text: str, option: str) -> float:
     """Bits per second: `1Gbit`, `100 Mbit/s`. Not `1Gbps`, by which networkers mean bits and `tc` means bytes."""
     number, unit = _split(text, option, "a rate such as 1Gbit or 100Mbit")

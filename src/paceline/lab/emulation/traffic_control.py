@@ -7,6 +7,7 @@ header.
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 from collections.abc import Iterator
@@ -51,34 +52,41 @@ def shape(
     """Limit what a device sends to a rate, with a finite queue; with `priority` one queue per DSCP class selector."""
     if rate_bits_per_s is None:
         return
-    index, rate = index_of(ip, name), round(rate_bits_per_s / 8)
+    index = index_of(ip, name)
+    default_class = _CLASS_OF_BAND + _NUM_BANDS - 1 if priority else _ONLY_CLASS
+    with needs("the HTB queueing discipline (sch_htb)"):
+        ip.tc("add", "htb", index, QDISC_ROOT, default=default_class & 0xFFFF)
+    for number, limits in _classes(rate_bits_per_s, mtu, priority=priority):
+        ip.tc("add-class", "htb", index, number, **limits)
+        if number != _WHOLE_LINK:
+            queue = 0x100000 if number == _ONLY_CLASS else (0x10 + number - _CLASS_OF_BAND) << 16
+            ip.tc("add", "bfifo", index, queue, parent=number, limit=queue_bytes)
+    if priority:
+        attach(_band_of_dscp(), index, QDISC_ROOT)
+
+
+def reshape(ip: IPRoute, name: str, rate_bits_per_s: float, mtu: int, *, priority: bool = False) -> None:
+    """Change the rate of a device that was shaped with one; what waits in its queues stays there."""
+    index = index_of(ip, name)
+    for number, limits in _classes(rate_bits_per_s, mtu, priority=priority):
+        ip.tc("change-class", "htb", index, number, **limits)
+
+
+def _classes(rate_bits_per_s: float, mtu: int, *, priority: bool) -> Iterator[tuple[int, dict[str, int]]]:
+    """HTB's classes of a rate: one; or one for the link, and below it one a band."""
+    rate = round(rate_bits_per_s / 8)
     # A burst is what may leave at once: ten packets, or what a millisecond's oversleeping would cost.
     burst = max(10 * mtu, round(rate * 0.0005))
     quantum = mtu + 100
     limits = {"ceil": rate, "cburst": burst, "quantum": quantum}
-    default_class = _CLASS_OF_BAND + _NUM_BANDS - 1 if priority else _ONLY_CLASS
-    with needs("the HTB queueing discipline (sch_htb)"):
-        ip.tc("add", "htb", index, QDISC_ROOT, default=default_class & 0xFFFF)
+    whole = {"parent": QDISC_ROOT, "rate": rate, "burst": burst, **limits}
     if not priority:
-        ip.tc("add-class", "htb", index, _ONLY_CLASS, parent=QDISC_ROOT, rate=rate, burst=burst, **limits)
-        ip.tc("add", "bfifo", index, 0x100000, parent=_ONLY_CLASS, limit=queue_bytes)
+        yield _ONLY_CLASS, whole
         return
-    ip.tc("add-class", "htb", index, _WHOLE_LINK, parent=QDISC_ROOT, rate=rate, burst=burst, **limits)
+    yield _WHOLE_LINK, whole
     for band in range(_NUM_BANDS):
-        of_band = _CLASS_OF_BAND + band
-        ip.tc(
-            "add-class",
-            "htb",
-            index,
-            of_band,
-            parent=_WHOLE_LINK,
-            rate=_FLOOR_BYTES_PER_S,
-            burst=quantum,
-            prio=band,
-            **limits,
-        )
-        ip.tc("add", "bfifo", index, (0x10 + band) << 16, parent=of_band, limit=queue_bytes)
-    attach(_band_of_dscp(), index, QDISC_ROOT)
+        floor = {"rate": _FLOOR_BYTES_PER_S, "burst": quantum, "prio": band}
+        yield _CLASS_OF_BAND + band, {"parent": _WHOLE_LINK, **floor, **limits}
 
 
 def send_single_packets(name: str) -> None:
@@ -144,7 +152,8 @@ _IF_EQUAL, _IF_AT_LEAST = 0x15, 0x35
 _SHIFT_RIGHT, _XOR, _ADD, _RETURN, _RETURN_A = 0x74, 0xA4, 0x04, 0x06, 0x16
 _DROP, _GO_ON = 2, 0xFFFFFFFF
 
-_NEW_FILTER, _ACK_CREATE = 44, 0x1 | 0x4 | 0x400
+_NEW_FILTER, _DELETE_FILTER = 44, 45
+_REQUEST_ACK, _CREATE = 0x1 | 0x4, 0x400
 _KIND, _OPTIONS = 1, 2
 _OPS_LEN, _OPS, _FD, _NAME, _FLAGS = 4, 5, 6, 7, 8
 _DIRECT_ACTION = 1
@@ -215,16 +224,29 @@ def attach(chosen: Filter, interface: int, parent: int) -> None:
     else:
         options += _attribute(_OPS_LEN, struct.pack("=H", len(chosen.code) // 8))
         options += _attribute(_OPS, chosen.code)
+    details = _attribute(_KIND, b"bpf\0") + _attribute(_OPTIONS, options)
+    result = _ask_about_filter(_NEW_FILTER, _REQUEST_ACK | _CREATE, interface, parent, details)
+    if result:
+        raise OSError(-result, f"attaching the filter '{chosen.name}'")
+
+
+def detach(interface: int, parent: int) -> None:
+    """Remove what is attached to a queue or to a side of an interface; nothing is fine, too."""
+    result = _ask_about_filter(_DELETE_FILTER, _REQUEST_ACK, interface, parent)
+    if result not in (0, -errno.ENOENT, -errno.EINVAL):
+        raise OSError(-result, "detaching a filter")
+
+
+def _ask_about_filter(request: int, flags: int, interface: int, parent: int, details: bytes = b"") -> int:
+    """Send one message and return the kernel's answer, 0 or a negative error number."""
     info = 1 << 16 | socket.htons(0x0003)  # priority 1, every protocol
-    body = struct.pack("=BxxxiIII", 0, interface, 0, parent, info)
-    body += _attribute(_KIND, b"bpf\0") + _attribute(_OPTIONS, options)
-    header = struct.pack("=IHHII", 16 + len(body), _NEW_FILTER, _ACK_CREATE, 1, 0)
+    body = struct.pack("=BxxxiIII", 0, interface, 0, parent, info) + details
+    header = struct.pack("=IHHII", 16 + len(body), request, flags, 1, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as link:
         link.bind((0, 0))
         link.send(header + body)
         (result,) = struct.unpack_from("=i", link.recv(65536), 16)
-    if result:
-        raise OSError(-result, f"attaching the filter '{chosen.name}'")
+    return int(result)
 
 
 def _assembled(*instructions: tuple[int, int, int, int]) -> bytes:

@@ -1,7 +1,6 @@
-"""Results to tables, JSON and figures; knows nothing of what was measured."""
+"""Results to tables, JSON and figures; knows nothing of how they were measured."""
 
-from paceline.lab.report.figures import lines_figure, stacked_bars_figure
 from paceline.lab.report.publication import ReportFolder
 from paceline.lab.report.terminal import table
 
-__all__ = ["ReportFolder", "lines_figure", "stacked_bars_figure", "table"]
+__all__ = ["ReportFolder", "table"]

@@ -13,11 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.errors import ConfigurationError
-from paceline.lab.report.figures import DOTS_PER_INCH
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from paceline.lab.bench.provenance import Provenance
 
 
@@ -54,12 +51,6 @@ class ReportFolder:
         """Write `rows` as JSON."""
         path = self.path / name
         path.write_text(json.dumps(rows, indent=2) + "\n")
-        return path
-
-    def write_figure(self, name: str, figure: Figure) -> Path:
-        """Write a figure as a picture, in the format that the name's ending says."""
-        path = self.path / name
-        figure.savefig(path, dpi=DOTS_PER_INCH)
         return path
 
 
@@ -107,6 +98,11 @@ class Report:
             "verdicts": [_verdict_record(verdict) for verdict in self.verdicts],
         }
         return json.dumps(record, indent=1, default=_jsonable)
+
+    def record(self) -> dict[str, Any]:
+        """Return the report as it is read back from its file: what pictures are drawn from, now and later."""
+        record: dict[str, Any] = json.loads(self.to_json())
+        return record
 
 
 def publish(report: Report, results_folder: Path, as_json: bool) -> Path:

@@ -26,6 +26,16 @@ class Summary:
         lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, lower, upper, min(samples), len(samples))
 
+    def times(self, factor: float) -> Summary:
+        """Return the same in another unit, `factor` of which are one of this."""
+        return Summary(
+            factor * self.median,
+            factor * self.lower_quartile,
+            factor * self.upper_quartile,
+            factor * self.minimum,
+            self.num_samples,
+        )
+
     def text(self, scale: float = 1.0, digits: int = 2) -> str:
         """Return 'median (lower..upper)', each multiplied by `scale`."""
         values = [

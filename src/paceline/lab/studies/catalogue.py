@@ -10,6 +10,7 @@ from paceline.lab.studies.cluster_study import StudyOptions, TimeStudy
 from paceline.lab.studies.ddp_scale_figures import RankCountStudy, RoundRobinStudy, SkippedSyncStudy
 from paceline.lab.studies.ddp_step_figures import BucketSizeStudy, OverlapStudy
 from paceline.lab.studies.model_size import ModelSizeStudy
+from paceline.lab.studies.prediction import PredictionStudy
 from paceline.lab.studies.worker_threads import ThreadsStudy
 
 STUDIES: dict[str, TimeStudy[StudyOptions]] = {
@@ -22,6 +23,7 @@ STUDIES: dict[str, TimeStudy[StudyOptions]] = {
         RoundRobinStudy(),
         ThreadsStudy(),
         ModelSizeStudy(),
+        PredictionStudy(),
     )
 }
 _FIGURES = {

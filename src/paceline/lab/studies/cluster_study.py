@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +26,7 @@ from paceline.lab.bench.layer_profile import Profile, default_profile
 from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, WrongAnswerError, turns
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import ClusterRanks, gather
+from paceline.lab.report.look import workload_name
 from paceline.lab.report.summary import Summary, slowest_rank
 from paceline.lab.studies.description import Measured, Study
 from paceline.lab.studies.variants import Phases, Variant, VariantTrainee, cap_flows
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 NUM_WARM_UP = {"torch": 2}  # cuts its buckets anew after the first; the others settle at once
 _COUNTERS = Path("/proc/self/net/dev")
 MAX_RANKS = 64
+PAPERS_NOTE = "Paper: Li et al. 2020, figure {number}."
+LIKE_NOTE = "NCCL-like, Gloo-like: in the proportion of communication to computing that it had there."
 TIMED = "timed compute: layers sleep as long as the profile says; gradients, hooks and traffic are real"
 
 
@@ -311,3 +314,17 @@ def how(blocks: Sequence[Block]) -> list[str]:
         TIMED,
         f"bytes of gradients and bucket caps are divided, so that a slow link suffices: {', '.join(scales)}",
     ]
+
+
+def emulated(record: Mapping[str, Any]) -> str:
+    """Say on which emulated cluster a stored report was measured, for the note below its picture."""
+    place = record["place"]
+    hosts = place["hosts x ranks"].split(" x ")[0]
+    rates = "" if ": " in place["rate"] else f", links of {place['rate']}"
+    return f"{hosts} emulated hosts{rates}; layers sleep, gradients and traffic are real"
+
+
+def case_name(label: str) -> str:
+    """Return a model and a proportion, "resnet50, NCCL-like", as they stand above a panel."""
+    workload, _, rest = label.partition(", ")
+    return f"{workload_name(workload)}, {rest}"

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.lab.report.figures import OTHER, PAPER, SIDE_COLORS, Line, Panel, draw_panels
-from paceline.lab.studies.cluster_study import Block, ClusterStudy, StudyOptions, VariantOutcome
+from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.look import LIMIT, look_of
+from paceline.lab.studies.cluster_study import (
+    LIKE_NOTE,
+    PAPERS_NOTE,
+    Block,
+    ClusterStudy,
+    StudyOptions,
+    VariantOutcome,
+    case_name,
+    emulated,
+)
 from paceline.lab.studies.description import Findings
 from paceline.lab.studies.published import (
     BREAKDOWN,
@@ -83,18 +93,33 @@ class RankCountStudy(ClusterStudy):
             summaries,
         )
 
-    def draw(self, outcomes: Sequence[Any], findings: Findings, path: Path) -> None:
+    def draw(self, record: Mapping[str, Any], path: Path) -> bool:
         """One panel a model and link."""
-        panels = []
-        for label, found in findings.summaries.items():
+        panels, most = [], {}
+        for label, found in record["summaries"].items():
             gpus, published = found["published"]
-            lines = [Line("paper, torch DDP", list(zip(gpus, published, strict=True)), PAPER, "--", "x")]
+            lines = [Line.published("paper", list(zip(gpus, published, strict=True)))]
             lines += [
-                Line(f"here, {side}", list(zip(found["ranks"], found[side], strict=True)), SIDE_COLORS[side])
+                Line(
+                    look_of(side).name,
+                    list(zip(found["ranks"], found[side], strict=True)),
+                    look_of(side).color,
+                )
                 for side in ("torch", "ours")
             ]
-            panels.append(Panel(label, "ranks", "step / step of one rank", lines, ticks=(1, 4, 16, 64, 256)))
-        draw_panels(path, "A step by number of ranks (figure 9), timed compute on emulated hosts", panels)
+            most[label] = found["ours"][-1]
+            ticks = {float(n): str(n) for n in (1, 4, 16, 64, 256)}
+            panels.append(
+                Lines(case_name(label), "ranks, or GPUs", "step / step of one rank", lines, ticks, log_x=True)
+            )
+        ranks = next(iter(record["summaries"].values()))["ranks"][-1]
+        return draw_figure(
+            path,
+            f"With {ranks} ranks a step takes {min(most.values()):.1f} to {max(most.values()):.1f} times as long as "
+            "with one, by model and by how much it communicates",
+            panels,
+            f"{emulated(record)}. {PAPERS_NOTE.format(number='9')} {LIKE_NOTE}",
+        )
 
 
 def _counts(options: StudyOptions) -> list[int]:
@@ -171,29 +196,39 @@ class SkippedSyncStudy(ClusterStudy):
             summaries,
         )
 
-    def draw(self, outcomes: Sequence[Any], findings: Findings, path: Path) -> None:
+    def draw(self, record: Mapping[str, Any], path: Path) -> bool:
         """One panel a backend."""
-        panels = []
-        for backend, found in findings.summaries.items():
-
-            def line(label: str, key: str, color: str, style: str = "-", marker: str = "o") -> Line:
-                return Line(label, list(zip(found["every"], found[key], strict=True)), color, style, marker)  # noqa: B023
-
+        panels, saved = [], []
+        for backend, found in record["summaries"].items():
+            every = found["every"]
             lines = [
-                line("paper, 256 GPUs", "published", PAPER, "--", "x"),
-                line("computing + exposed / n", "expected", OTHER, ":", ""),
-                *[line(f"here, {side}", side, SIDE_COLORS[side]) for side in ("torch", "ours")],
+                Line.published("paper, 256 GPUs", list(zip(every, found["published"], strict=True))),
+                Line(
+                    "computing + exposed / n",
+                    list(zip(every, found["expected"], strict=True)),
+                    LIMIT,
+                    ":",
+                    "",
+                ),
+                *[
+                    Line(look_of(side).name, list(zip(every, found[side], strict=True)), look_of(side).color)
+                    for side in ("torch", "ours")
+                ],
             ]
-            panels.append(
-                Panel(
-                    f"{backend}-like",
-                    "steps a synchronization",
-                    "step / step with n = 1",
-                    lines,
-                    found["every"],
-                )
-            )
-        draw_panels(path, "Skipped synchronization (figure 10), timed compute on emulated hosts", panels)
+            saved.append(1 - found["ours"][-1])
+            label = "step / step with n = 1"
+            ticks = {float(n): str(n) for n in every}
+            title = f"{backend}'s share of communication"
+            panels.append(Lines(title, "n: synchronized every n-th step", label, lines, ticks, log_x=True))
+        last = next(iter(record["summaries"].values()))["every"][-1]
+        return draw_figure(
+            path,
+            f"Synchronizing every {last}th step only saves {100 * min(saved):.0f} to {100 * max(saved):.0f} % "
+            "of a step: the exposed communication is divided by n",
+            panels,
+            f"{emulated(record)}. {PAPERS_NOTE.format(number='10')}",
+            columns=1,
+        )
 
 
 class RoundRobinStudy(ClusterStudy):
@@ -272,32 +307,35 @@ class RoundRobinStudy(ClusterStudy):
             summaries,
         )
 
-    def draw(self, outcomes: Sequence[Any], findings: Findings, path: Path) -> None:
+    def draw(self, record: Mapping[str, Any], path: Path) -> bool:
         """One panel a condition."""
-        colors = (PAPER, OTHER)
-        panels = []
+        panels, last = [], {}
         for condition in _CONDITIONS:
-            found = findings.summaries[condition]
+            found = record["summaries"][condition]
+            groups = found["groups"]
             lines = [
-                Line(f"paper, {key}", list(zip(found["groups"], values, strict=False)), color, "--", "x")
-                for (key, values), color in zip(findings.summaries["published"].items(), colors, strict=True)
+                Line.published(f"paper, {key.removeprefix('BERT ')}", list(zip(groups, values, strict=False)))
+                for key, values in record["summaries"]["published"].items()
             ]
             lines += [
-                Line(f"here, {side}", list(zip(found["groups"], found[side], strict=True)), SIDE_COLORS[side])
+                Line(look_of(side).name, list(zip(groups, found[side], strict=True)), look_of(side).color)
                 for side in ("torch", "ours")
             ]
-            panels.append(
-                Panel(
-                    condition,
-                    "process groups",
-                    "step / step with one group",
-                    lines,
-                    found["groups"],
-                    linear_x=True,
-                )
+            last[condition] = found["ours"][-1]
+            label = "step / step with one group"
+            title = (
+                "a connection fills the link"
+                if condition == "no cap"
+                else condition.replace("flow", "connection")
             )
-        draw_panels(
-            path, "Round-robin process groups (figure 12), BERT, timed compute on emulated hosts", panels
+            panels.append(Lines(title, "process groups", label, lines, {float(n): str(n) for n in groups}))
+        free, capped = last.values()
+        return draw_figure(
+            path,
+            f"Several process groups help where one connection cannot fill the link (a step takes {capped:.2f} of what "
+            f"it took), and not where it can ({free:.2f})",
+            panels,
+            f"BERT; {emulated(record)}. {PAPERS_NOTE.format(number='12')}",
         )
 
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.lab.bench.limit import StepLimit
-from paceline.lab.report.figures import OTHER, PAPER, SIDE_COLORS, Bars, Line, Panel, draw_bars, draw_panels
-from paceline.lab.studies.cluster_study import Block, ClusterStudy, StudyOptions, VariantOutcome
+from paceline.lab.report.figures import Line, Lines, Stacks, draw_figure
+from paceline.lab.report.look import BASELINE, LIMIT, OURS, PAPER, look_of, workload_name
+from paceline.lab.studies.cluster_study import (
+    LIKE_NOTE,
+    PAPERS_NOTE,
+    Block,
+    ClusterStudy,
+    StudyOptions,
+    VariantOutcome,
+    case_name,
+    emulated,
+)
 from paceline.lab.studies.description import Findings
 from paceline.lab.studies.published import (
     BREAKDOWN,
@@ -19,7 +29,7 @@ from paceline.lab.studies.published import (
 )
 from paceline.lab.studies.variants import PAPERS_CAP_MB, Variant
 
-PARTS = ("forward", "backward", "communication", "optimizer", "step with overlap")
+PHASES, OVERLAPPING = ("forward", "backward", "communication", "optimizer"), "step with overlap"
 # Side and bucket cap of the steps with overlap.
 OVERLAPPED = {"torch": ("torch", None), "ours, 25 MB": ("ours", PAPERS_CAP_MB), "ours": ("ours", None)}
 
@@ -102,24 +112,36 @@ class OverlapStudy(ClusterStudy):
             summaries,
         )
 
-    def draw(self, outcomes: Sequence[Any], findings: Findings, path: Path) -> None:
-        """Stack the phases, and put the overlapped steps beside them."""
+    def draw(self, record: Mapping[str, Any], path: Path) -> bool:
+        """Stack the phases, and put the overlapped steps below them."""
         panels = []
-        for label, found in findings.summaries.items():
+        for label, found in record["summaries"].items():
             published = found["published"]
-            stacked = [published[name] for name in PARTS[:4]]
             bars = {
-                "paper, no overlap": [*stacked, 0.0],
-                "paper, torch DDP": [0.0] * 4 + [published["overlapped"]],
-                "here, no overlap": [*found["shares"], 0.0],
-                "here, torch DDP": [0.0] * 4 + [found["overlapped"]["torch"]],
-                "here, ours, 25 MB": [0.0] * 4 + [found["overlapped"]["ours, 25 MB"]],
-                "here, ours": [0.0] * 4 + [found["overlapped"]["ours"]],
-                "here, ideal": [0.0] * 4 + [found["ideal"]],
+                "paper, no overlap": [(name, published[name]) for name in PHASES],
+                "paper, torch": [(OVERLAPPING, published["overlapped"])],
+                "no overlap": list(zip(PHASES, found["shares"], strict=True)),
+                "torch": [(OVERLAPPING, found["overlapped"]["torch"])],
+                "Paceline, 25 MB": [(OVERLAPPING, found["overlapped"]["ours, 25 MB"])],
+                "Paceline": [(OVERLAPPING, found["overlapped"]["ours"])],
+                "ideal overlap": [(OVERLAPPING, found["ideal"])],
             }
-            panels.append(Bars(label, "share of the step without overlap", PARTS, bars))
-        draw_bars(
-            path, "A step's time with and without overlap (figure 6), timed compute on emulated hosts", panels
+            colors = {
+                "paper, torch": PAPER,
+                "torch": BASELINE,
+                "Paceline, 25 MB": look_of("ours-25").color,
+                "Paceline": OURS,
+                "ideal overlap": LIMIT,
+            }
+            panels.append(Stacks(case_name(label), "step / step without overlap", bars, colors))
+        saved = [1 - step for found in record["summaries"].values() for step in found["overlapped"].values()]
+        return draw_figure(
+            path,
+            f"Overlapping communication with backward saves {100 * min(saved):.0f} to {100 * max(saved):.0f} % of a "
+            "step",
+            panels,
+            f"{emulated(record)}. {PAPERS_NOTE.format(number='6')} {LIKE_NOTE} By default Paceline's buckets are "
+            "smaller than the 25 MB of the paper and of torch.",
         )
 
 
@@ -219,36 +241,43 @@ class BucketSizeStudy(ClusterStudy):
             summaries,
         )
 
-    def draw(self, outcomes: Sequence[Any], findings: Findings, path: Path) -> None:
+    def draw(self, record: Mapping[str, Any], path: Path) -> bool:
         """One panel a model; caps are evenly spaced, as in the paper."""
-        panels = []
-        for workload, found in findings.summaries.items():
+        panels, apart, best_is_between = [], [], True
+        for workload, found in record["summaries"].items():
             caps = [cap for cap, _ in found["ours"]]
+            apart += [
+                abs(ours - torch) for (_, ours), (_, torch) in zip(found["ours"], found["torch"], strict=True)
+            ]
+            for side in ("torch", "ours"):
+                best = min(found[side], key=lambda point: point[1])
+                best_is_between &= caps[0] < best[0] < caps[-1]
             published = [
-                Line(
-                    f"paper, {label}", _placed(points, caps), PAPER if "NCCL" in label else OTHER, style, "x"
-                )
-                for (label, points), style in zip(
-                    found["published"].items(), ("--", "--", ":", ":"), strict=True
-                )
+                Line.published(f"paper, {label}", _placed(points, caps))
+                for label, points in found["published"].items()
+                if label.endswith("32")
             ]
             ours = [
-                Line(f"here, {side}", _placed(found[side], caps), SIDE_COLORS[side])
+                Line(look_of(side).name, _placed(found[side], caps), look_of(side).color)
                 for side in ("torch", "ours")
             ]
+            ticks = {float(i): f"{cap:g}" for i, cap in enumerate(caps)}
+            label = "step / step of the best cap"
             panels.append(
-                Panel(
-                    workload,
-                    "bucket cap, MB",
-                    "step / step of the best cap",
-                    [*published, *ours],
-                    ticks=tuple(range(len(caps))),
-                    tick_labels=[f"{cap:g}" for cap in caps],
-                    linear_x=True,
-                    from_zero=False,
+                Lines(
+                    workload_name(workload), "bucket cap, MB", label, [*published, *ours], ticks, bottom=None
                 )
             )
-        draw_panels(path, "A step by bucket size (figures 7 and 8), timed compute on emulated hosts", panels)
+        return draw_figure(
+            path,
+            "The best bucket cap is neither none nor the largest, for both wrappers"
+            if best_is_between
+            else record["question"],
+            panels,
+            f"{emulated(record)}. {PAPERS_NOTE.format(number='7 and 8, 32 GPUs')} Paceline and torch differ by at "
+            f"most {max(apart):.2f}.",
+            columns=1,
+        )
 
 
 def _relative_seconds(workload: str) -> dict[str, list[tuple[float, float]]]:

@@ -83,8 +83,8 @@ class Study(ABC, Generic[Options]):
         """Summarise."""
 
     @abstractmethod
-    def draw(self, outcomes: Any, findings: Findings, path: Path) -> object:
-        """Draw what was found, beside the published figure where there is one."""
+    def draw(self, record: Mapping[str, Any], path: Path) -> object:
+        """Draw what was found, beside the published figure where there is one, from the report as it is stored."""
 
     def publish(self, outcomes: Any, report: Report, folder: Path, as_json: bool) -> None:
         """Write the report as JSON; print the same JSON, or a table."""
@@ -120,5 +120,5 @@ def run_study(study: Study[Options], options: Options, folder: Path, as_json: bo
         place=measured.place,
     )
     study.publish(measured.outcomes, report, prepared.path, as_json)
-    study.draw(measured.outcomes, findings, figure_path(report, prepared.path))
+    study.draw(report.record(), figure_path(report, prepared.path))
     return report

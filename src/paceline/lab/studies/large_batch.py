@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,16 @@ import torch
 from rich.console import Console
 
 from paceline.lab.report import table
-from paceline.lab.report.figures import ROW_COLORS, Line, Panel, draw_panels
+from paceline.lab.report.figures import Bar, Bars, Line, Lines, Panel, draw_figure
+from paceline.lab.report.look import LIMIT, ROW_COLORS
 from paceline.lab.report.publication import Report
 from paceline.lab.report.terminal import progress_bar
 from paceline.lab.studies.claims import Verdict, judge
 from paceline.lab.studies.description import Findings, Measured, Study
 from paceline.lab.studies.large_batch_plan import RULE, TUNED, Cell, Plan, Results
-from paceline.lab.studies.large_batch_rows import BASELINE, BATCHES, CODEC_FACTOR, LOCAL
-from paceline.lab.studies.store import Store
+from paceline.lab.studies.large_batch_rows import BASELINE, BATCHES, CODEC_FACTOR, LOCAL, choose_rows
+from paceline.lab.studies.store import Outcome, Store, Trial
+from paceline.lab.studies.tasks import TASKS
 from paceline.lab.studies.trial_training import run_trial
 
 _PROTOCOL = (
@@ -99,11 +101,9 @@ class LargeBatchStudy(Study[Plan]):
             "middle_rates": dict(options.task.middle_rates),
         }
 
-    def draw(self, outcomes: Results, findings: Findings, path: Path) -> None:
+    def draw(self, record: Mapping[str, Any], path: Path) -> bool:
         """Draw accuracy over batch, by the rule and tuned, and over bytes."""
-        panels = [_over_batch(outcomes, mode) for mode in (RULE, TUNED)] + [_over_bytes(outcomes)]
-        if drawn := [panel for panel in panels if panel.lines]:
-            draw_panels(path, outcomes.plan.task.title, drawn)
+        return draw_results(record, path)
 
     def publish(self, outcomes: Results, report: Report, folder: Path, as_json: bool) -> None:
         """Write the report as JSON; print tables and verdicts to the console."""
@@ -155,7 +155,61 @@ def complete(plan: Plan, store: Store, data: Path | None, progress: Callable[[fl
     return num_done
 
 
-def _over_batch(results: Results, mode: str) -> Panel:
+def draw_results(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw accuracy over batch, by the rule and tuned, and over bytes; returns whether it was drawn."""
+    results = results_of(record)
+    panels = [_over_batch(results, mode) for mode in (RULE, TUNED)] + [_over_bytes(results)]
+    drawn = [panel for panel in panels if panel is not None]
+    task = results.plan.task
+    note = (
+        f"{task.title}, {task.num_train:,} samples, {task.epochs} epochs at any batch; means over up to "
+        f"{results.plan.num_seeds} seeds. Rates by the rule: the small batch's best rate, transferred."
+    )
+    return bool(drawn) and draw_figure(path, _finding(results), drawn, note, columns=1)
+
+
+def results_of(record: Mapping[str, Any]) -> Results:
+    """Return a plan and its trials, from a report as it is stored."""
+    config, trials = record["config"], record["samples"]["trials"]
+    outcomes = [
+        (Trial(*[one[f.name] for f in fields(Trial)]), Outcome(*[one[f.name] for f in fields(Outcome)]))
+        for one in trials
+    ]
+    task = replace(TASKS[config["task"]], middle_rates=config["middle_rates"])
+    if outcomes:
+        task = replace(task, epochs=outcomes[0][0].epochs, num_train=outcomes[0][0].num_train)
+    plan = Plan(
+        task,
+        tuple(choose_rows(config["rows"])),
+        tuple(config["factors"]),
+        tuple(config["tuned_factors"]),
+        config["num_seeds"],
+        tuple(config["grid"]),
+    )
+    return Results(plan, Store.holding(outcomes))
+
+
+def _finding(results: Results) -> str:
+    """The largest batch at which some rule keeps the small batch's accuracy, to within a point."""
+    baseline = results.baseline()
+    if baseline is None:
+        return "Accuracy by global batch"
+    rows = [row for row in results.plan.rows if row.table == BATCHES and row.name != BASELINE]
+    kept: dict[int, list[str]] = {}
+    for factor in results.plan.factors:
+        for row in rows:
+            spread = results.spread(Cell(row, factor))
+            if factor > 1 and spread is not None and spread.mean >= baseline.mean - 1:
+                kept.setdefault(factor, []).append(row.name)
+    small = f"the small batch's {baseline.mean:.1f} %"
+    if not kept:
+        return f"No rule keeps {small} to within a point at {min(results.plan.factors)} times the batch"
+    most = max(kept)
+    return f"Up to {most} times the batch, {small} is kept to within a point (by: {', '.join(kept[most])})"
+
+
+def _over_batch(results: Results, mode: str) -> Panel | None:
+    """Lines over several batches, bars at a single one."""
     factors = [f for f in (results.plan.factors if mode == RULE else results.plan.tuned_factors) if f > 1]
     lines = []
     rows = [row for row in results.plan.rows if row.table == BATCHES and row.name != BASELINE]
@@ -165,12 +219,27 @@ def _over_batch(results: Results, mode: str) -> Panel:
         if points:
             lines.append(Line(row.name, points, color))
     baseline = results.baseline()
-    if lines and baseline is not None:
-        lines.append(Line(BASELINE, [(float(f), baseline.mean) for f in factors], "tab:gray", "--", ""))
-    return _panel(results, f"rates {mode}", "global batch / reference batch", lines, factors)
+    if not lines or baseline is None:
+        return None
+    title, ticks = f"rates {mode}", {float(f): f"{f} x" for f in factors}
+    if len(factors) == 1:
+        bars = [Bar(line.label, line.points[0][1], line.color) for line in lines]
+        marks = {f"{BASELINE}: {baseline.mean:.1f}": baseline.mean}
+        return Bars(f"{title}, {factors[0]} times the reference batch", "test accuracy, %", bars, marks)
+    return Lines(
+        title,
+        f"global batch (x {results.plan.task.rank_batch} samples)",
+        "test accuracy, %",
+        lines,
+        ticks,
+        log_x=True,
+        bottom=_SHOWN_SHARE * baseline.mean,
+        levels={BASELINE: baseline.mean},
+    )
 
 
-def _over_bytes(results: Results) -> Panel:
+def _over_bytes(results: Results) -> Panel | None:
+    """Diverged runs leave the picture at the bottom, so that the others can be told apart."""
     lines, steps = [], []
     colors = iter(ROW_COLORS)
     for row in results.plan.rows:
@@ -183,18 +252,22 @@ def _over_bytes(results: Results) -> Panel:
             steps.append(point)
         else:
             lines.append(Line(row.name, [point], next(colors), ""))
-    if steps:
-        lines.append(Line("local steps, from 1 on the right", steps, "black", ":", "."))
-    xs = [x for line in lines for x, _ in line.points]
-    ticks = [2.0**n for n in range(24) if xs and min(xs) / 2 < 2.0**n < 2 * max(xs)]
-    return _panel(results, f"{CODEC_FACTOR} ranks", "kB sent by a rank a step", lines, ticks)
-
-
-def _panel(results: Results, title: str, x_label: str, lines: list[Line], ticks: Sequence[float]) -> Panel:
-    """Diverged runs leave the picture at the bottom, so that the others can be told apart."""
     baseline = results.baseline()
-    bottom = None if baseline is None else _SHOWN_SHARE * baseline.mean
-    return Panel(title, x_label, "test accuracy %", lines, ticks, from_zero=False, bottom=bottom)
+    if not lines or baseline is None:
+        return None
+    if steps:
+        lines.append(Line("16, ..., 1 local steps", sorted(steps), LIMIT, ":", "."))
+    xs = [x for line in lines for x, _ in line.points]
+    ticks = {2.0**n: f"{2**n} kB" for n in range(24) if min(xs) / 2 < 2.0**n < 2 * max(xs)}
+    return Lines(
+        f"{CODEC_FACTOR} ranks, shorter or rarer messages",
+        "sent by a rank a step",
+        "test accuracy, %",
+        lines,
+        ticks,
+        log_x=True,
+        bottom=_SHOWN_SHARE * baseline.mean,
+    )
 
 
 def _record(verdict: Verdict) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,15 @@ from paceline.errors import ConfigurationError
 from paceline.lab.bench.layer_profile import Profile, default_profile
 from paceline.lab.bench.limit import ring_bytes_per_rank
 from paceline.lab.bench.timed_model import gradient_bytes
-from paceline.lab.report.figures import CURVE_COLORS, Line, Panel, draw_panels, linear_line
+from paceline.lab.report.figures import Line, Lines, draw_figure, linear_line
+from paceline.lab.report.look import CURVE_COLORS, LIMIT, OURS, PAPER
 from paceline.lab.studies.cluster_study import (
     Block,
     StudyConfig,
     StudyOptions,
     TimeStudy,
     VariantOutcome,
+    emulated,
     how,
     record,
     run_blocks,
@@ -182,40 +184,45 @@ class ScalingStudy(TimeStudy[ScalingOptions]):
             {"speed_up": curves, "sent_bytes": sent, "published": {"gpus": MLSTM_GPUS, **MLSTM_SPEED_UP}},
         )
 
-    def draw(self, outcomes: Sequence[Any], findings: Findings, path: Path) -> None:
+    def draw(self, record: Mapping[str, Any], path: Path) -> bool:
         """The study's chart, ours of the same method, and what precision and overlap change on the slowest link."""
-        curves, published = findings.summaries["speed_up"], dict(findings.summaries["published"])
+        curves, published = record["summaries"]["speed_up"], dict(record["summaries"]["published"])
         gpus = published.pop("gpus")
+        rates = dict(words.split(": ") for words in record["place"]["rate"].split(", "))
+        names = {}
+        for label in curves:
+            workload, link = label.split(", ")
+            names[label] = f"{workload.removeprefix('mlstm-')}, {rates[link]}"
         paper = [
-            Line(label, [(x, y) for x, y in zip(gpus, ys, strict=True) if y is not None], color, "--", "x")
+            Line.published(label, [(x, y) for x, y in zip(gpus, ys, strict=True) if y is not None], color)
             for (label, ys), color in zip(published.items(), CURVE_COLORS, strict=False)
         ]
         ours = [
-            Line(label, curve[STUDYS_METHOD], color)
+            Line(names[label], curve[STUDYS_METHOD], color)
             for (label, curve), color in zip(curves.items(), CURVE_COLORS, strict=False)
         ]
         slowest = list(curves)[-len({label.partition(",")[0] for label in curves})]
+        colors = {STUDYS_METHOD: PAPER, SINGLE: LIMIT}
         methods = [
-            Line(method, points, color)
-            for (method, points), color in zip(curves[slowest].items(), CURVE_COLORS, strict=False)
+            Line(method, points, colors.get(method, OURS)) for method, points in curves[slowest].items()
         ]
-        ticks = [x for x, _ in next(iter(curves.values()))[STUDYS_METHOD]]
-        most = ticks[-1]
+        ticks = {float(x): str(x) for x, _ in next(iter(curves.values()))[STUDYS_METHOD]}
+        most = max(ticks)
         panels = [
-            Panel("the study's chart", "GPUs", "speed-up", [linear_line(128), *paper]),
-            Panel(
-                "here, the study's method",
-                "ranks",
-                "speed-up",
-                [linear_line(most), *ours],
-                ticks,
-                linear_x=True,
-            ),
-            Panel(
-                f"here, {slowest}", "ranks", "speed-up", [linear_line(most), *methods], ticks, linear_x=True
-            ),
+            Lines("the study's chart", "GPUs", "speed-up", [linear_line(128), *paper]),
+            Lines("here, the study's method", "ranks", "speed-up", [linear_line(most), *ours], ticks),
+            Lines(f"here, {names[slowest]}", "ranks", "speed-up", [linear_line(most), *methods], ticks),
         ]
-        draw_panels(path, "mLSTM: speed-up over ranks, timed compute on emulated hosts", panels)
+        last = {names[label]: curve[STUDYS_METHOD][-1][1] / most for label, curve in curves.items()}
+        best, worst = (choose(last, key=last.__getitem__) for choose in (max, min))
+        return draw_figure(
+            path,
+            f"On {most:g} ranks an mLSTM's efficiency is {100 * last[best]:.0f} % at best ({best}) and "
+            f"{100 * last[worst]:.0f} % at worst ({worst})",
+            panels,
+            f"{emulated(record)}. The links' rates stand 10 : 1 as the study's InfiniBand and Ethernet do; the "
+            "study's method is an all-reduce after backward, in 16 bits.",
+        )
 
 
 def link_label(proportion: float) -> str:

@@ -8,7 +8,7 @@ does depend on n is what either costs besides: here it is measured, on real core
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from torch.nn import functional
 from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import ClusterRanks, gather
-from paceline.lab.report.figures import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels
+from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.look import BASELINE, OURS
 from paceline.lab.report.summary import Summary, slowest_rank
 from paceline.lab.studies.cluster_study import StudyOptions, TimeStudy
 from paceline.lab.studies.description import Findings, Measured
@@ -158,44 +159,45 @@ class ModelSizeStudy(TimeStudy[StudyOptions]):
             {"sizes": summaries},
         )
 
-    def draw(self, outcomes: Sequence[Any], findings: Findings, path: Path) -> None:
-        """The ratio, and the two things that it is made of, each over its value at the largest size."""
-        found = findings.summaries["sizes"]
-        last, cells = found[-1], [row["num_cells"] for row in found]
+    def draw(self, record: Mapping[str, Any], path: Path) -> bool:
+        """Compute and all-reduce over n squared, each over its value at the largest size, and efficiency."""
+        found = record["summaries"]["sizes"]
+        ticks = {float(row["num_cells"]): str(row["num_cells"]) for row in found}
 
         def over_last(key: str) -> list[tuple[float, float]]:
             scaled = [row[key] / row["num_cells"] ** 2 for row in found]
             return [(row["num_cells"], value / scaled[-1]) for row, value in zip(found, scaled, strict=True)]
 
-        ratio = [(row["num_cells"], row["ratio"]) for row in found]
-        flat = [(n, last["ratio"]) for n in cells]
         efficiency = [(row["num_cells"], 100 * row["efficiency"]) for row in found]
         panels = [
-            Panel(
-                "compute / all-reduce",
-                "cells",
-                "ratio",
-                [Line("measured", ratio, OURS), Line("if both were n^2", flat, PAPER, "--", "")],
-                ticks=cells,
+            Lines(
+                "efficiency without overlap",
+                "cells of the mLSTM, n",
+                "%",
+                [Line("compute / (compute + all-reduce)", efficiency, OURS)],
+                ticks,
+                log_x=True,
+                top=100,
             ),
-            Panel(
-                "why: time / n^2, relative to the largest model",
-                "cells",
-                "relative to the largest",
+            Lines(
+                "why: both grow as n², but for what is fixed",
+                "cells of the mLSTM, n",
+                f"time / n², over that of n = {found[-1]['num_cells']}",
                 [
                     Line("compute", over_last("compute_s"), OURS),
-                    Line("all-reduce", over_last("communication_s"), TORCH),
+                    Line("all-reduce", over_last("communication_s"), BASELINE),
                 ],
-                ticks=cells,
-            ),
-            Panel(
-                "efficiency without overlap",
-                "cells",
-                "per cent",
-                [Line("measured", efficiency, OTHER)],
-                ticks=cells,
+                ticks,
+                log_x=True,
             ),
         ]
-        draw_panels(
-            path, "mLSTM: computing and communication by model size, real compute on two cores", panels
+        smallest, largest = found[0]["num_cells"], found[-1]["num_cells"]
+        least, most = (bound(percent for _, percent in efficiency) for bound in (min, max))
+        rate = record["place"]["rate"]
+        return draw_figure(
+            path,
+            f"From {smallest} to {largest} cells, an mLSTM's efficiency stays between {least:.0f} and {most:.0f} %",
+            panels,
+            f"Real compute on two cores, a real all-reduce over an emulated link of {rate}; no overlap.",
+            columns=1,
         )

@@ -50,6 +50,7 @@ class Variant:
         sync_every: Micro-steps of which the last one synchronizes.
         num_groups: Process groups that take buckets in turn (`RoundRobin`).
         flow_bytes_per_s: What one TCP connection may send; None: as much as the link.
+        first_rank_slowness: How many times longer rank 0 computes.
     """
 
     side: str
@@ -59,6 +60,7 @@ class Variant:
     sync_every: int = 1
     num_groups: int = 1
     flow_bytes_per_s: float | None = None
+    first_rank_slowness: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.side in SIDES, self.side
@@ -102,6 +104,8 @@ class VariantTrainee:
         self, variant: Variant, profile: Profile, scale: float, groups: Sequence[dist.ProcessGroup]
     ) -> None:
         self.variant, self.group = variant, groups[0]
+        if dist.get_rank() == 0 and variant.first_rank_slowness != 1:
+            profile = profile.taking((profile.forward_s + profile.backward_s) * variant.first_rank_slowness)
         self.module = TimedModel(profile, dist.get_rank(), scale)
         self.model = self._wrap(profile, scale, groups)
         self.optimizer = SleepingOptimizer(self.module.parameters(), profile.optimizer_s)
@@ -198,7 +202,7 @@ def bucket_caps_mb(variant: Variant, num_bytes: int) -> Sequence[float]:
     if variant.side == "torch":
         return TORCH_CAPS_MB
     return [
-        cap / MEBIBYTE for cap in BucketCaps.default(num_bytes, on_cpu=True, on_one_host=False).caps_bytes
+        cap / MEBIBYTE for cap in BucketCaps.default(num_bytes, any_on_cpu=True, on_one_host=False).caps_bytes
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from torch.nn import functional
 from paceline.ddp import DistributedDataParallel
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.report.figures import OTHER, OURS, PAPER, TORCH, Line, Panel, draw_panels, linear_line
+from paceline.lab.report.figures import Bar, Bars, draw_figure
+from paceline.lab.report.look import BASELINE, OURS, PAPER
 from paceline.lab.report.summary import Summary
 from paceline.lab.studies.cluster_study import StudyOptions, TimeStudy
 from paceline.lab.studies.description import Findings, Measured
@@ -200,39 +201,30 @@ class ThreadsStudy(TimeStudy[StudyOptions]):
             summaries,
         )
 
-    def draw(self, outcomes: Sequence[Any], findings: Findings, path: Path) -> None:
+    def draw(self, record: Mapping[str, Any], path: Path) -> bool:
         """Speed-up over workers, one panel a size, and the study's."""
-        panels = [
-            Panel(
-                "the study: 1 and 8 GPUs",
-                "workers",
-                "speed-up",
-                [
-                    Line("processes", list(PAPER_PROCESSES.items()), PAPER, "--", "x"),
-                    Line("threads (DataParallel), at most", list(PAPER_THREADS.items()), TORCH, "--", "x"),
-                    linear_line(8),
-                ],
-            )
+        colors = {"processes": OURS, "threads": BASELINE, "independent": PAPER}
+        names = {"independent": "processes that do not communicate"}
+        study = [
+            Bar("processes", PAPER_PROCESSES[8], PAPER),
+            Bar("threads (DataParallel), at most", PAPER_THREADS[8], PAPER),
         ]
+        panels = [Bars("the study, 8 GPUs", "speed-up over one worker", study, {"linear": 8.0})]
+        faster = []
         for size in SIZES:
-            found = {kind: findings.summaries[f"{size}, {kind}"] for kind in KINDS}
-            most = found["threads"][-1][0]
-            panels.append(
-                Panel(
-                    f"here: {size}",
-                    "workers",
-                    "speed-up",
-                    [
-                        Line("processes", found["processes"], OURS),
-                        Line("threads", found["threads"], TORCH),
-                        Line("independent processes: what the cores give", found["independent"], OTHER, ":"),
-                        linear_line(most),
-                    ],
-                    ticks=(1, most),
-                    linear_x=True,
-                )
-            )
-        draw_panels(path, "An mLSTM's workers as processes or as threads, real compute on two cores", panels)
+            found = {kind: record["summaries"][f"{size}, {kind}"][-1] for kind in KINDS}
+            most = found["threads"][0]
+            faster.append(found["threads"][1] / found["processes"][1])
+            bars = [Bar(names.get(kind, kind), found[kind][1], colors[kind]) for kind in KINDS]
+            title = f"here, {most} workers on two cores: {size}"
+            panels.append(Bars(title, "speed-up over one worker", bars, {"linear": float(most)}))
+        title = "Threads speed up an mLSTM as much as processes here, or more: the study's did not"
+        return draw_figure(
+            path,
+            title if min(faster) > 1 else record["question"],
+            panels,
+            "Real compute. Threads share Python's lock, processes communicate.",
+        )
 
 
 def _launch(num_processes: int, config: WorkersConfig, title: str) -> dict[str, list[float]]:

@@ -76,7 +76,7 @@ class Adasum(Reduction):
     is_linear = False
 
     def __init__(self, hosts: Hosts = None) -> None:
-        if isinstance(hosts, str) and hosts != "auto":
+        if hosts not in (None, "auto") and not _are_lists_of_ranks(hosts):
             raise ConfigurationError(f'hosts={hosts!r}: give None, "auto" or lists of ranks.')
         self.hosts: Hosts = hosts if hosts is None or isinstance(hosts, str) else tuple(map(tuple, hosts))
         self.orthogonality = math.nan
@@ -114,6 +114,8 @@ class Adasum(Reduction):
     def begin_step(self) -> None:
         with self._lock:
             self._norms = []
+
+    divides_by_all = False
 
     def input_scale(self, num_ranks: int) -> float:
         return 1.0
@@ -280,3 +282,11 @@ def _host_id() -> bytes:
     except OSError:
         where = os.uname().nodename
     return hashlib.sha256(where.encode()).digest()
+
+
+def _are_lists_of_ranks(hosts: object) -> bool:
+    lists = hosts if isinstance(hosts, list | tuple) else [None]
+    return all(
+        isinstance(ranks, list | tuple | range) and all(isinstance(rank, int) for rank in ranks)
+        for ranks in lists
+    )

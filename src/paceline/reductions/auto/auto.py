@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from paceline.comm.pending import Chain, Pending
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 from paceline.observe import StepTiming
 from paceline.planning import Rules
 from paceline.reductions.auto.course import Pace, Question
@@ -70,7 +71,7 @@ class Auto(Reduction):
         pace: Pace | None = None,
     ) -> None:
         self._settings = (tuple(candidates), on_ratio, off_ratio, pace)
-        self._rules = Rules(on_ratio, on_ratio / 3 if off_ratio is None else off_ratio)
+        self._rules = Rules(on_ratio, number(on_ratio) / 3 if off_ratio is None else off_ratio)
         self._pace = pace or Pace()
         self._candidates = _named(candidates)
         self._plain = Mean()

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paceline import version
 from paceline.comm.meeting import Meeting
+from paceline.errors import ConfigurationError
 from paceline.host.processes import whereabouts
 from paceline.transports.shared_memory import futex
 from paceline.transports.shared_memory.arena import Arena, Budget, least_bytes, size_within
@@ -84,6 +86,7 @@ def join_host(
 
     Raises:
         PeerLostError: A rank died meanwhile, or did not come.
+        ConfigurationError: The ranks run different versions of Paceline; on every rank.
     """
     doing = f"joining a process group of {num_ranks} ranks"
     patience: Any = store
@@ -92,6 +95,9 @@ def join_host(
     try:
         meeting.publish("card", json.dumps(card))
         cards = [json.loads(words) for words in meeting.collect("card")]
+        versions = [card.get("version", "of a version that does not say") for card in cards]
+        if (other_version := version.difference(versions)) is not None:
+            raise ConfigurationError(other_version)
         mapped, why = _map_arenas(rank, cards)
         meeting.publish("mapped", json.dumps({"ranks": sorted(mapped), "why": why}))
         answers = [json.loads(words) for words in meeting.collect("mapped")]
@@ -121,7 +127,7 @@ def _card() -> tuple[dict[str, Any], int | None]:
         except OSError:  # too many open files, or files must have no size at all
             budget = Budget(0, 0)
     card = {"where": where, "pid": os.getpid(), "fd": fd, "nonce": nonce.hex(), "budget": asdict(budget)}
-    return card, fd
+    return {**card, "version": version.__version__}, fd
 
 
 def _where() -> str:

@@ -1,0 +1,271 @@
+"""`Balance`: moves samples from slow ranks to fast ones, by how long each worked; decides the same on all ranks.
+
+Rules
+1. What counts is how long a rank worked for its samples of a step, not how long the step took: fast ranks wait.
+2. Every rank is given every rank's numbers of the same step, so all decide alike, and nobody has to be told.
+3. The first steps, and the first one of another size, are not measured: they allocate memory and tune kernels.
+4. Shares move only where that saves more of a step than it may be wrong by, and not before steps with the present
+   shares have been measured. The size of the global batch never changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.data.epoch_plan import StepCut
+from paceline.data.global_batch import GlobalBatch
+from paceline.errors import ConfigurationError
+from paceline.planning import Proposal, Speed, SpeedEstimate, best_shares, finish_s, propose
+
+MOVES = ("samples", "micro-steps")
+_LEAST_MEASURED = 3  # steps with the present shares
+_KEPT_RATIO = 3, 4  # of a micro-batch that did not fit: what a rank is given from then on at most
+
+_LOGGER = logging.getLogger("paceline.balance")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank did in a step.
+
+    Attributes:
+        num_samples: It trained; 0: nothing, or it is not known how long it took.
+        seconds: Until its gradients were ready, without waiting for other ranks.
+    """
+
+    num_samples: int
+    seconds: float
+
+
+class Balance:
+    """Decides how many samples each rank trains; what `balance="auto"` of `DistributedDataParallel` stands for.
+
+    Limits: Every rank keeps at least one sample, or one micro-step. Samples are taken to need about the same time each.
+    The first decision takes all of a step's time to be per sample; fixed time is known from the second on.
+
+    Args:
+        move: "samples": ranks get micro-batches of different size, as many for each. "micro-steps": ranks run different
+            numbers of micro-batches of one size, because memory or normalisation wants that size; they have to be small
+            enough for shares to be fine.
+        gain_ratio: The fraction of a step that other shares must save; the noise of measurements is added to it.
+        most: The largest micro-batch that a rank can hold: one number for all, or one a rank. Learnt where a rank
+            runs out of memory.
+        num_ignored: Steps at the beginning that are not measured.
+
+    Contract:
+        Local; on every rank with equal arguments and equal numbers. One object for each model.
+    """
+
+    def __init__(
+        self,
+        move: str = "samples",
+        gain_ratio: float = 0.01,
+        most: int | Sequence[int] | None = None,
+        num_ignored: int = 2,
+    ) -> None:
+        if move not in MOVES:
+            raise ConfigurationError(f"move={move!r}: give one of {', '.join(map(repr, MOVES))}.")
+        if not 0 <= gain_ratio < 1 or num_ignored < 0:
+            raise ConfigurationError(
+                f"gain_ratio={gain_ratio}, num_ignored={num_ignored}: the first is a fraction of a step, from 0 to "
+                "below 1; the second a number of steps."
+            )
+        self.move = move
+        self.gain_ratio = gain_ratio
+        self.num_ignored = num_ignored
+        self._most = most
+        self._limits: list[int | None] = []  # of each rank's micro-batch
+        self._estimates: list[SpeedEstimate] = []
+        self._last: list[int] = []  # samples of each rank's last step
+        self._num_steps = 0
+        self._num_measured = 0  # since the shares are what they are
+        self._history: list[dict[str, Any]] = []
+
+    def __repr__(self) -> str:
+        return f"Balance(move={self.move!r}, gain_ratio={self.gain_ratio}, most={self._most})"
+
+    def begin(self, batch: GlobalBatch) -> None:
+        """Before the first step: make sure that these shares can be moved.
+
+        Raises:
+            ConfigurationError: They cannot, or the limits are of another number of ranks.
+        """
+        ranks = batch.num_ranks
+        if isinstance(self._most, Sequence) and len(self._most) != ranks:
+            raise ConfigurationError(
+                f"most={self._most} is for {len(self._most)} ranks, {batch} has {ranks}."
+            )
+        self._limits = list(self._most) if isinstance(self._most, Sequence) else [self._most] * ranks
+        if self.move == "micro-steps" and len(set(batch.local)) > 1:
+            raise ConfigurationError(
+                f"{batch}: micro-steps can be moved only if they have the same size on every rank. Give equal "
+                'local sizes, or Balance(move="samples").'
+            )
+        if self.move == "samples" and isinstance(batch.accumulation, tuple):
+            raise ConfigurationError(
+                f"{batch}: samples can be moved only if every rank runs equally many micro-steps. Give one number "
+                'as accumulation, or Balance(move="micro-steps").'
+            )
+        if batch.size < ranks * self._unit(batch):
+            raise ConfigurationError(f"{batch} is not enough for every rank to have a part of it.")
+        self._estimates = [SpeedEstimate() for _ in range(ranks)]
+        self._last = [0] * ranks
+
+    # ---- a step
+
+    def observe(self, batch: GlobalBatch, work: Sequence[Work]) -> GlobalBatch | None:
+        """A step has been trained: decide whether the next ones have other shares.
+
+        Args:
+            batch: The present shares, which may not have been in use in that step yet.
+            work: Of each rank in that step.
+
+        Returns:
+            The shares from now on; None: as they are.
+        """
+        if not self._estimates:
+            self.begin(batch)
+        if not all(part.num_samples for part in work):
+            return None
+        self._num_steps += 1
+        is_measured = self._num_steps > self.num_ignored
+        for rank, part in enumerate(work):
+            if is_measured and part.num_samples == self._last[rank]:
+                self._estimates[rank].add(part.num_samples, part.seconds)
+        is_settled = tuple(part.num_samples for part in work) == tuple(self._last) == batch.samples
+        self._last = [part.num_samples for part in work]
+        self._num_measured = self._num_measured + 1 if is_measured and is_settled else 0
+        if self._num_measured < _LEAST_MEASURED or min(map(len, self._estimates)) < _LEAST_MEASURED:
+            return None
+        unit = self._unit(batch)
+        proposal = propose(self._estimates, batch.samples, self._most_samples(batch), least=unit, unit=unit)
+        if proposal.samples == batch.samples or not proposal.pays(self.gain_ratio):
+            return None
+        self._num_measured = 0
+        self._note(proposal)
+        return self._batch(batch, proposal.samples)
+
+    def out_of_memory(self, batch: GlobalBatch, step: StepCut, ranks: Sequence[int]) -> GlobalBatch:
+        """Ranks could not hold their micro-batches: lower their limits for good, and give the rest to the others.
+
+        Args:
+            batch: The present shares.
+            step: What they were to train.
+            ranks: Who could not.
+
+        Raises:
+            ConfigurationError: The ranks together cannot hold the global batch, or the size of micro-batches is fixed.
+        """
+        if not self._estimates:
+            self.begin(batch)
+        tried = {rank: max(sizes[rank] for sizes in step.micro_steps) for rank in ranks}
+        who = " and ".join(f"rank {rank} with {size} samples" for rank, size in tried.items())
+        if self.move == "micro-steps":
+            raise ConfigurationError(
+                f"out of memory: {who} in a micro-step, whose size is fixed. Make it smaller, and run more of them."
+            )
+        for rank, size in tried.items():
+            self._limits[rank] = size * _KEPT_RATIO[0] // _KEPT_RATIO[1]
+        unit = self._unit(batch)
+        # Who has not been measured keeps his share in proportion.
+        speeds = [
+            estimate.speed if len(estimate) else Speed(0.0, 1 / max(now, 1))
+            for estimate, now in zip(self._estimates, batch.samples, strict=True)
+        ]
+        if not all(map(len, self._estimates)):
+            speeds = [Speed(0.0, 1 / max(now, 1)) for now in batch.samples]
+        try:
+            samples = best_shares(speeds, batch.size, self._most_samples(batch), least=unit, unit=unit)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"out of memory: {who} in a micro-step. No room is left for {batch}, with at most "
+                f"{self._words(self._limits)} samples a rank. Run more micro-steps of fewer samples."
+            ) from error
+        self._num_measured = 0
+        new = self._batch(batch, samples)
+        self._history.append({"step": self._num_steps, "what": "out of memory", "ranks": list(tried)})
+        self._tell(f"out of memory: {who} a micro-step. The same samples again, as {new}.")
+        return new
+
+    # ---- shares
+
+    def _unit(self, batch: GlobalBatch) -> int:
+        """What moves: as many samples of a step at a time."""
+        return batch.local[0] if self.move == "micro-steps" else batch.num_micro_steps
+
+    def _most_samples(self, batch: GlobalBatch) -> list[int]:
+        """The most samples of a step that each rank can train."""
+        per_micro_step = batch.size if self.move == "micro-steps" else batch.num_micro_steps
+        return [batch.size if limit is None else limit * per_micro_step for limit in self._limits]
+
+    def _batch(self, batch: GlobalBatch, samples: Sequence[int]) -> GlobalBatch:
+        unit = self._unit(batch)
+        parts = tuple(n // unit for n in samples)
+        if self.move == "micro-steps":
+            return GlobalBatch(batch.local, parts)
+        return GlobalBatch(parts, batch.accumulation)
+
+    # ---- what it did
+
+    def _note(self, proposal: Proposal) -> None:
+        speeds = [estimate.speed for estimate in self._estimates]
+        total = sum(proposal.samples)
+        typical = max(1, total // len(speeds))
+        times = [speed.step_s(typical) for speed in speeds]
+        slowest = max(range(len(times)), key=times.__getitem__)
+        others = statistics.median(times[:slowest] + times[slowest + 1 :]) if len(times) > 1 else times[0]
+        ratio = times[slowest] / others
+        who = f"rank {slowest} is {ratio:.2g} times slower: " if ratio > 1.05 else ""
+        shares = self._words([f"{100 * n / total:.0f} %" for n in proposal.samples])
+        self._history.append(
+            {
+                "step": self._num_steps,
+                "what": "moved",
+                "samples": list(proposal.samples),
+                "predicted_s": [proposal.now_s, proposal.then_s],
+                "ideal_s": proposal.ideal_s,
+            }
+        )
+        self._tell(
+            f"{who}shares {shares}; step "
+            f"{proposal.now_s * 1e3:,.4g} → {proposal.then_s * 1e3:,.4g} ms, ideal {proposal.ideal_s * 1e3:,.4g}"
+        )
+
+    @staticmethod
+    def _words(each: Sequence[object]) -> str:
+        """All of a few; of many ranks the first ones."""
+        return ", ".join(map(str, each[:8])) + (", ..." if len(each) > 8 else "")
+
+    def _tell(self, message: str) -> None:
+        if not self.tells:
+            return
+        text = f'balance="auto", step {self._num_steps}: {message}'
+        if _LOGGER.hasHandlers():
+            _LOGGER.info(text)
+        else:
+            sys.stderr.write(f"paceline: {text}\n")
+
+    tells = True
+    """Whether this rank says so when shares move; `DistributedDataParallel` lets rank 0 do it."""
+
+    def report(self, batch: GlobalBatch) -> dict[str, Any]:
+        """What was learnt and done, as plain numbers, for JSON: local, the same on every rank.
+
+        Args:
+            batch: The present shares; the sampler's `batch`.
+        """
+        known = bool(self._estimates) and all(map(len, self._estimates))
+        speeds = [estimate.speed for estimate in self._estimates] if known else []
+        return {
+            "samples": list(batch.samples),
+            "fixed_s": [speed.fixed_s for speed in speeds],
+            "sample_s": [speed.sample_s for speed in speeds],
+            "predicted_s": finish_s(speeds, batch.samples) if known else None,
+            "limits": list(self._limits),
+            "history": list(self._history),
+        }

@@ -1,0 +1,113 @@
+"""`EpochPlan`: the steps of one epoch, as positions in its order, under a global batch that may change between steps.
+
+Rules
+1. A step takes the next samples of the order, as many as its `GlobalBatch` says: micro-step after micro-step, and rank
+   after rank within one. So while only shares move, every step has the same samples whatever the shares.
+2. A step depends on its own position and batch alone, never on a later change: ranks that look at it at different
+   times, because one fetches further ahead than another, see the same.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.data.global_batch import GlobalBatch, cut_by
+
+
+@dataclass(frozen=True)
+class StepCut:
+    """One step's samples, cut among the ranks.
+
+    Attributes:
+        position: Samples of the epoch before it.
+        micro_steps: The ranks' numbers of samples, micro-step by micro-step.
+    """
+
+    position: int
+    micro_steps: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Samples over all ranks."""
+        return sum(map(sum, self.micro_steps))
+
+    @property
+    def end(self) -> int:
+        """Samples of the epoch before the next step."""
+        return self.position + self.size
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Samples of each rank."""
+        return tuple(map(sum, zip(*self.micro_steps, strict=True)))
+
+    def parts(self, rank: int) -> list[tuple[int, int]]:
+        """Where the rank's micro-batches lie in the order, those that are not empty: (first sample, number)."""
+        parts, position = [], self.position
+        for sizes in self.micro_steps:
+            if sizes[rank]:
+                parts.append((position + sum(sizes[:rank]), sizes[rank]))
+            position += sum(sizes)
+        return parts
+
+
+class EpochPlan:
+    """Which batch is trained from which sample of an epoch on.
+
+    Args:
+        num_samples: Of an epoch.
+        drops_last: Leave out samples that do not make a whole micro-step.
+        start: The first sample to be trained.
+        batch: From there on.
+    """
+
+    def __init__(self, num_samples: int, drops_last: bool, start: int, batch: GlobalBatch) -> None:
+        self._num_samples = num_samples
+        self._drops_last = drops_last
+        self._starts, self._batches = [start], [batch]
+
+    def change(self, position: int, batch: GlobalBatch) -> None:
+        """Train `batch` from sample `position` on, which is where a step ends that nobody has gone beyond."""
+        while self._starts and self._starts[-1] >= position:
+            self._starts.pop()
+            self._batches.pop()
+        self._starts.append(position)
+        self._batches.append(batch)
+
+    def step_at(self, position: int) -> StepCut | None:
+        """The step that begins there; None if the epoch is over.
+
+        Samples that do not make a whole micro-step are cut by the shares; if some rank that has a share would get
+        none, they join the micro-step before. If there is none before, because training was resumed or shares have
+        changed here, they are a step in which such ranks have nothing.
+        """
+        batch = self._batches[max(bisect.bisect_right(self._starts, position) - 1, 0)]
+        left = self._num_samples - position
+        num_first = _num_takers(batch.local)
+        cuts: list[tuple[int, ...]] = []
+        for place in range(batch.num_micro_steps):
+            sizes = batch.micro_step(place)
+            if left < sum(sizes):
+                if not self._drops_last and left >= (_num_takers(sizes) if cuts else 1):
+                    cuts.append(cut_by(sizes, left))
+                break
+            left -= sum(sizes)
+            is_last = place + 1 == batch.num_micro_steps
+            needed = num_first if is_last else _num_takers(batch.micro_step(place + 1))
+            if 0 < left < needed and not self._drops_last:
+                sizes = tuple(map(sum, zip(sizes, cut_by(sizes, left), strict=True)))
+                left = 0
+            cuts.append(sizes)
+        return StepCut(position, tuple(cuts)) if cuts else None
+
+    def steps(self, start: int) -> Iterator[StepCut]:
+        """The steps from sample `start` on; each is looked up when it is asked for, so that changes count."""
+        while (step := self.step_at(start)) is not None:
+            yield step
+            start = step.end
+
+
+def _num_takers(sizes: tuple[int, ...]) -> int:
+    return sum(size > 0 for size in sizes)

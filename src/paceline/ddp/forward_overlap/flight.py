@@ -1,0 +1,209 @@
+"""The communication of one backward in pieces: sent in the agreed order, two at a time, as their buckets become ready.
+
+Rules
+1. The order is the same on every rank, and nothing overtakes: if the next piece of the order is not ready on this rank,
+   those behind it wait. (Another rank may be in it already.)
+2. Nobody waits here for the network. A piece is launched by whoever makes room for it: the thread that makes a bucket
+   ready, or the thread of Gloo that has just finished another piece.
+3. Pieces have a process group of their own, so it does not matter what the main thread launches on others meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from paceline.comm.collectives import launch_sum
+from paceline.comm.peers import Peers
+from paceline.ddp.bucket import Bucket
+from paceline.ddp.dense_bucket import DenseBucket
+from paceline.observe import BucketTiming
+from paceline.observe.stations import station
+from paceline.planning.forward_overlap import Piece
+
+IN_FLIGHT = 2  # what Gloo performs at once; a third would wait in its queue, where nothing can overtake it
+
+HALF_STEPPED = (
+    "With overlap_forward some parameters may have taken this step and others not, so they cannot be used any more, "
+    "nor saved. Look at the output of the rank named here first; restart from the last checkpoint "
+    "(torchrun --max-restarts does that by itself)."
+)
+
+
+class _Progress:
+    """One bucket's pieces on their way: a `Pending`."""
+
+    def __init__(self, num_pieces: int) -> None:
+        self.num_left = num_pieces
+        self.launched_s = self.done_s = self.waited_s = 0.0
+        self._has_ended = threading.Event()
+        self.error: Exception | None = None
+
+    def end(self, error: Exception | None = None) -> None:
+        self.error = self.error or error
+        self._has_ended.set()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended.is_set()
+
+    def let_end(self, timeout_s: float) -> None:
+        self._has_ended.wait(timeout_s)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if not self._has_ended.wait(timeout_s):
+            return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Not known: nobody asks."""
+
+
+class PieceFlight:
+    """Sends buckets in pieces. In place of `ddp.flight.Flight` where the forward overlaps.
+
+    Args:
+        buckets: Dense, of the step; their bodies are summed.
+        pieces: In the order in which they are sent, the same on every rank.
+        process_group: For pieces alone, Gloo's.
+        peers: For waiting.
+
+    Contract:
+        Collective: every rank launches every bucket, in any order.
+    """
+
+    is_awaited_at_end = False
+
+    def __init__(
+        self, buckets: Sequence[Bucket], pieces: Sequence[Piece], process_group: ProcessGroup, peers: Peers
+    ) -> None:
+        self._buckets = list(buckets)
+        self._bodies: list[Tensor | None] = [None] * len(self._buckets)
+        self._pieces = pieces
+        self._group = process_group
+        self._peers = peers
+        counts = [0] * len(self._buckets)
+        for piece in pieces:
+            counts[piece.bucket] += 1
+        self.progress = [_Progress(count) for count in counts]
+        self._num_sent = 0  # pieces, in order
+        self._num_under_way = 0
+        self._lock = threading.RLock()
+        self._is_sending = False
+        self._error: Exception | None = None
+        self.num_launched = 0  # buckets
+
+    # ---- sending
+
+    def launch(self, bucket: Bucket, is_last: bool) -> None:
+        """Let a collected bucket's pieces go when it is their turn. Does not wait."""
+        assert isinstance(bucket, DenseBucket), "sparse gradients are refused by the constructor"
+        with self._lock:
+            self._bodies[bucket.index] = bucket.body
+            self.num_launched += 1
+        self._send()
+
+    def _send(self) -> None:
+        """Launch what may be launched now (rules 1 and 2)."""
+        with self._lock:
+            if self._is_sending or self._error is not None:
+                return  # a piece was done before its callback was there: the loop below goes on
+            self._is_sending = True
+            try:
+                while self._num_under_way < IN_FLIGHT and self._num_sent < len(self._pieces):
+                    piece = self._pieces[self._num_sent]
+                    body = self._bodies[piece.bucket]
+                    if body is None:
+                        return
+                    self._num_sent += 1
+                    self._launch(piece, body)
+            except RuntimeError as error:
+                self._fail(error)
+            finally:
+                self._is_sending = False
+
+    def _launch(self, piece: Piece, body: Tensor) -> None:
+        progress = self.progress[piece.bucket]
+        progress.launched_s = progress.launched_s or time.perf_counter()
+        self._num_under_way += 1
+        pending = launch_sum(body[piece.start : piece.stop], self._group)
+        pending.future().add_done_callback(lambda future: self._note_done(piece, future))
+
+    def _note_done(self, piece: Piece, future: Any) -> None:
+        """On a thread of Gloo's, or on ours if the piece was done already."""
+        error: Exception | None = None
+        try:
+            future.value()
+        except RuntimeError as caught:
+            error = caught
+        with self._lock:
+            self._num_under_way -= 1
+            progress = self.progress[piece.bucket]
+            progress.num_left -= 1
+            progress.done_s = time.perf_counter()
+            if error is not None:
+                self._fail(error)
+            elif progress.num_left == 0:
+                progress.end()
+        self._send()
+
+    def _fail(self, error: Exception) -> None:
+        """Nothing is sent any more; whoever waits for what has not arrived is told."""
+        self._error = self._error or error
+        for progress in self.progress:
+            if not progress.has_ended:
+                progress.end(self._error)
+
+    # ---- waiting
+
+    def wait_for(self, bucket: Bucket, consequence: str | None = None) -> None:
+        """Wait until a bucket has arrived.
+
+        Raises:
+            PeerLostError: A rank died or hangs.
+        """
+        progress = self.progress[bucket.index]
+        if progress.has_ended and progress.error is None:
+            return
+        before_s = time.perf_counter()
+        with station("waited"):
+            doing = (
+                f"waiting for bucket {bucket.index} ({len(bucket.members)} gradients, "
+                f"{bucket.size_bytes / 2**20:.1f} MiB)"
+            )
+            self._peers.wait(progress, doing, consequence)
+        progress.waited_s += time.perf_counter() - before_s
+
+    def wait(self) -> None:
+        """Wait for all buckets, as `wait_for`; gradients are undefined if one fails."""
+        for bucket in self._buckets:
+            self.wait_for(bucket)
+
+    def wait_quietly(self, timeout_s: float) -> None:
+        """Give what is under way this long to end, so that other ranks get their sums; whether it does, nobody asks."""
+        until_s = time.monotonic() + timeout_s
+        for progress in self.progress:
+            progress.let_end(max(0.0, until_s - time.monotonic()))
+
+    def group_of(self, bucket: Bucket) -> ProcessGroup:
+        return self._group
+
+    def timings(self) -> tuple[BucketTiming, ...]:
+        return tuple(
+            BucketTiming(
+                bucket.index,
+                bucket.size_bytes,
+                bucket.ready_s,
+                progress.launched_s,
+                progress.done_s,
+                progress.waited_s,
+            )
+            for bucket, progress in zip(self._buckets, self.progress, strict=True)
+        )

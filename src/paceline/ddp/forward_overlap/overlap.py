@@ -1,0 +1,365 @@
+"""The life of a step that is put off: backward has ended, its gradients are under way, the next forward runs.
+
+Rules
+1. What is exchanged is the same on every rank: from the step on in which the ranks agree, gradients travel in pieces,
+   in the agreed order, and the control words apart from them. When a rank waits is its own affair: settling early, or
+   at once, never changes what it sends.
+2. No parameter is stepped before every rank's backward is known to have ended well: backward itself waits for the
+   control words. So a rank that raised is told of as ever, with all parameters untouched.
+3. Calls that come while gradients are under way (`optimizer.step`, `zero_grad`) are noted, and repeated bucket by
+   bucket, in their order, with the settings that they were made with, as buckets arrive.
+4. Parameters change on the thread that asks for them, where it asks: before a module's forward, or when somebody reads
+   one (`outstanding`). Never behind its back.
+5. If a bucket does not arrive, its parameters stay outstanding, and whoever reads one is refused: a model that is half
+   stepped is not saved by mistake.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+
+from paceline.comm.peers import Peers
+from paceline.ddp.bucket import Bucket
+from paceline.ddp.forward_overlap import outstanding
+from paceline.ddp.forward_overlap.agreement import agree, measure
+from paceline.ddp.forward_overlap.flight import HALF_STEPPED, PieceFlight
+from paceline.ddp.forward_overlap.hooks import Needs, install
+from paceline.ddp.forward_overlap.outstanding import lock
+from paceline.errors import ProtocolError
+from paceline.observe import StepTimings
+from paceline.planning.forward_overlap import Gain, Piece, cut
+
+AGREES_AFTER_STEPS = 3  # buckets are cut anew after the first
+AGREES_AGAIN_EVERY = 64
+
+Action = Callable[[Sequence[Parameter]], None]
+"""Something to be done with the parameters of a bucket that has arrived."""
+
+
+@dataclass
+class _Step:
+    """A step whose gradients are under way.
+
+    Attributes:
+        flight: Them.
+        buckets: Of the step.
+        attach: Gives a bucket's parameters their gradients.
+        conclude: Called when the last bucket has arrived, with the seconds spent waiting.
+        left: Indices of buckets that have not been completed.
+        actions: What to do with each (rule 3).
+        dropped: Ids of parameters whose gradients are dropped on arrival, after the actions.
+        kept: Debug: parameters' values by id, while NaNs stand in for them.
+        waited_s: So far.
+    """
+
+    flight: PieceFlight
+    buckets: Sequence[Bucket]
+    attach: Callable[[Bucket], None]
+    conclude: Callable[[float], None]
+    left: set[int]
+    actions: list[Action] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)
+    kept: dict[int, Tensor] = field(default_factory=dict)
+    waited_s: float = 0.0
+
+
+class ForwardOverlap:
+    """Puts the end of steps off into the next forward, for one module on one rank.
+
+    Args:
+        module: Whose parts wait for their parameters.
+        parameters: Those whose gradients are reduced.
+        process_group: That the script reduces over; the ranks agree over it.
+        piece_group: For pieces alone.
+        peers: For waiting.
+        is_forced: Without asking whether it pays.
+        poisons: Debug: fill parameters with NaN while their step is outstanding.
+
+    Attributes:
+        is_on: Whether steps are put off; None until the ranks have measured and agreed.
+        gain: What it was predicted to save.
+        has_optimizer: Whether an optimizer takes part; without one, backward waits as ever.
+        is_idle: Nothing is outstanding, and nothing has to be measured.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        parameters: Iterable[Parameter],
+        process_group: ProcessGroup,
+        piece_group: ProcessGroup,
+        peers: Peers,
+        is_forced: bool = False,
+        poisons: bool = False,
+    ) -> None:
+        self._group, self._piece_group, self._peers = process_group, piece_group, peers
+        self._is_forced, self._poisons = is_forced, poisons
+        self.is_on: bool | None = None
+        self.gain: Gain | None = None
+        self.has_optimizer = False
+        self.is_idle = False
+        self._pieces: tuple[Piece, ...] = ()
+        self._planned_sizes: list[int] = []
+        self._step: _Step | None = None
+        self._failure: Exception | None = None
+        self._needs = Needs()
+        self._warned: set[str] = set()
+        self._hooks = install(module, self, parameters)
+        _alive.add(self)
+
+    def follow(self, module: Module, parameters: Iterable[Parameter]) -> None:
+        """Other parameters are reduced from now on. Local; settles."""
+        self.settle()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = install(module, self, parameters)
+
+    # ---- for the reducer: a synchronized backward begins, and ends
+
+    def new_flight(
+        self, buckets: Sequence[Bucket], num_steps: int, timings: StepTimings, forward_s: float
+    ) -> PieceFlight | None:
+        """A synchronized backward begins, with nothing outstanding.
+
+        Contract:
+            Collective and blocking in the steps in which the ranks agree on an order, local otherwise.
+
+        Returns:
+            What sends its buckets; None: as ever.
+        """
+        is_cut_anew = self.is_on and [bucket.size_bytes for bucket in buckets] != self._planned_sizes
+        if self.is_on is False or num_steps < AGREES_AFTER_STEPS:
+            self._needs.begin()
+            return None
+        is_due = self.is_on is None or is_cut_anew or num_steps % AGREES_AGAIN_EVERY == 0
+        if is_due and not self._agree(buckets, timings, forward_s):
+            return None
+        self.is_idle = True
+        return PieceFlight(buckets, self._pieces, self._piece_group, self._peers)
+
+    def _agree(self, buckets: Sequence[Bucket], timings: StepTimings, forward_s: float) -> bool:
+        forward_s = max(0.0, forward_s - self._needs.waited_s)
+        needed_s = [min(self._needs.of(bucket.parameters, forward_s), forward_s) for bucket in buckets]
+        mine = measure(buckets, timings.recent(AGREES_AFTER_STEPS - 1), needed_s, forward_s)
+        sizes = [bucket.size_bytes for bucket in buckets]
+        widths = [bucket.parameters[0].element_size() for bucket in buckets]
+        pieces = cut([size // width for size, width in zip(sizes, widths, strict=True)], widths)
+        agreed = agree(pieces, mine, self._group, self._peers)
+        self.gain = agreed.gain
+        self.is_on = self.is_on or self._is_forced or agreed.gain.pays
+        self._pieces, self._planned_sizes = agreed.pieces, sizes
+        if not self.is_on:
+            self.stop()
+        return self.is_on
+
+    def may_take_over(self) -> bool:
+        """Whether the backward that ends now need not wait for its gradients. Local."""
+        if not self.has_optimizer:
+            self._warn(
+                "optimizer",
+                "overlap_forward has no optimizer that it could put off, so backward waits for all gradients. Write "
+                "`optimizer = paceline.optim.overlap(optimizer, model)`.",
+            )
+        return self.has_optimizer
+
+    def take_over(
+        self,
+        flight: PieceFlight,
+        buckets: Sequence[Bucket],
+        attach: Callable[[Bucket], None],
+        conclude: Callable[[float], None],
+    ) -> None:
+        """Backward has ended well everywhere: complete each bucket when its parameters are needed. Local."""
+        with lock:
+            self._step = _Step(flight, buckets, attach, conclude, set(range(len(buckets))))
+            self._needs.begin()
+            for bucket in buckets:
+                outstanding.mark(bucket.parameters, self._complete, bucket.index)
+            self.is_idle = False
+
+    # ---- for optimizers and zero_grad (rule 3)
+
+    def is_outstanding(self, parameter: Tensor) -> bool:
+        """Whether the parameter's gradient is under way. Local; does not wait."""
+        return outstanding.is_outstanding(parameter)
+
+    @property
+    def has_outstanding(self) -> bool:
+        return self._step is not None
+
+    def later(self, action: Action) -> None:
+        """Do this with each bucket's parameters when they have arrived. Local; something is outstanding."""
+        with lock:
+            assert self._step is not None, "nothing is outstanding"
+            if self._poisons and not self._step.actions:
+                self._poison(self._step)
+            self._step.actions.append(action)
+
+    def zero_grad_of(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
+        """As `Module.zero_grad` of these; gradients under way are dropped once they have been used. Local."""
+        zero_gradients([p for p in parameters if not self.is_outstanding(p)], set_to_none)
+        if self._step is not None:
+            ids = set(map(id, parameters))
+            self.later(lambda arrived: zero_gradients([p for p in arrived if id(p) in ids], set_to_none))
+            self._step.dropped |= ids
+
+    def will_drop_gradient(self, parameter: Tensor) -> bool:
+        """Whether the parameter's gradient is under way, and zero_grad has been called since. Local; does not wait."""
+        return (
+            self.is_outstanding(parameter) and self._step is not None and id(parameter) in self._step.dropped
+        )
+
+    # ---- completing (rule 4)
+
+    def need(self, parameters: Sequence[Parameter], evaluates: bool) -> None:
+        """A module is about to use these: complete their buckets.
+
+        In evaluation, all of them: torch's attention and transformer layers then read the parameters of their parts,
+        and take a slower way, with other rounding, if one of these is of a class of its own.
+        """
+        self._needs.note(parameters)
+        if evaluates:
+            self.settle()
+        elif self._step is not None:
+            for parameter in parameters:
+                outstanding.complete(parameter)
+
+    def settle(self) -> None:
+        """Complete everything that is outstanding.
+
+        Contract:
+            Local: waits for what was launched.  Mutates: parameters, their gradients, the optimizer's state.
+
+        Raises:
+            PeerLostError: A rank died or hangs.
+            ProtocolError: One did, earlier.
+        """
+        with lock:
+            while self._step is not None:
+                self._complete(min(self._step.left), reads_gradient=False)
+
+    def _complete(self, index: int, reads_gradient: bool) -> None:
+        step = self._step
+        if step is None or index not in step.left:
+            return
+        if self._failure is not None:
+            raise ProtocolError(
+                f"this parameter's last step was not completed, because communication failed: {self._failure}"
+            ) from self._failure
+        bucket = step.buckets[index]
+        if reads_gradient and not step.flight.progress[index].has_ended:
+            self._warn_of_reader()
+        try:
+            self._await(step, bucket)
+            outstanding.unmark(bucket.parameters)
+            self._restore(step, bucket)
+            step.attach(bucket)
+            for action in step.actions:
+                action(bucket.parameters)
+        except Exception as error:
+            self._failure = error
+            raise
+        step.left.discard(index)
+        if not step.left:
+            self._step = None
+            self.is_idle = self.is_on is not None
+            step.conclude(step.waited_s)
+
+    def _await(self, step: _Step, bucket: Bucket) -> None:
+        before_s = time.perf_counter()
+        step.flight.wait_for(bucket, HALF_STEPPED if step.actions else None)
+        waited_s = time.perf_counter() - before_s
+        step.waited_s += waited_s
+        self._needs.waited_s += waited_s
+
+    def _warn_of_reader(self) -> None:
+        self._warn(
+            "reader",
+            "a gradient was read before it had been reduced, so this step waits for it. What needs all gradients "
+            "before the first step (clipping by the global norm, GradScaler, logging norms) leaves nothing to overlap "
+            "with the next forward: with it, leave out overlap_forward. (To drop gradients, use zero_grad() of the "
+            "optimizer or the model, which need not wait.)",
+        )
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, UserWarning, stacklevel=2)
+
+    # ---- debug
+
+    def _poison(self, step: _Step) -> None:
+        """Whoever reads a parameter past the hooks from now on reads NaN."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for index in step.left:
+                for parameter in step.buckets[index].parameters:
+                    if parameter.is_floating_point() or parameter.is_complex():
+                        step.kept[id(parameter)] = parameter.detach().clone()
+                        parameter.detach().fill_(float("nan"))
+
+    def _restore(self, step: _Step, bucket: Bucket) -> None:
+        for parameter in bucket.parameters if step.kept else ():
+            if (values := step.kept.pop(id(parameter), None)) is not None:
+                parameter.detach().copy_(values)
+
+    def check_outputs(self, outputs: Iterable[Tensor], name_of: Callable[[Parameter], str]) -> None:
+        """Debug, after a forward: raise if it has read what was outstanding.
+
+        Raises:
+            ProtocolError: An output is NaN, and some parameters were never waited for.
+        """
+        step = self._step
+        if not self._poisons or step is None or not any(bool(output.isnan().any()) for output in outputs):
+            return
+        names = [name_of(p) for index in sorted(step.left) for p in step.buckets[index].parameters]
+        self.settle()
+        raise ProtocolError(
+            f"overlap_forward='debug': this forward's output is NaN, and it has not waited for {', '.join(names)}. "
+            "They were NaN while their step was outstanding, so something has read one past the hooks: a view or .data "
+            "that was taken before, NumPy, or a C++ extension. Take it from the module in each forward, or call "
+            "model.settle() before."
+        )
+
+    # ---- the end
+
+    def stop(self) -> None:
+        """Settle, and wait for nothing from now on."""
+        self.settle()
+        self.is_on, self.is_idle = False, True
+        for hook in self._hooks:
+            hook.remove()
+
+    def end_with_program(self) -> None:
+        """Complete the last step, for the other ranks need this rank's part of it; not if this program has failed."""
+        if self._step is not None and self._failure is None and getattr(sys, "last_value", None) is None:
+            self.settle()
+
+
+def zero_gradients(parameters: Iterable[Tensor], set_to_none: bool) -> None:
+    """As `Optimizer.zero_grad`, for these."""
+    for parameter in parameters:
+        if set_to_none or parameter.grad is None:
+            parameter.grad = None
+        else:
+            parameter.grad = parameter.grad.detach_()
+            parameter.grad.zero_()
+
+
+_alive: weakref.WeakSet[ForwardOverlap] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for overlap in list(_alive):
+        overlap.end_with_program()

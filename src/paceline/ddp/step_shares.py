@@ -1,0 +1,242 @@
+"""What a rank tells the others of its share of a step, along with the step's weights: where it is, how long it worked.
+
+Rules
+1. Every rank gets every rank's report in the step's weight exchange, before the step's last backward. So all find the
+   same mistakes and decide on the same shares, from the same numbers, in the same step.
+2. A report on work is of an earlier step, whose end is known. Waiting for other ranks is no work.
+3. Shares change behind what any rank's loader has fetched.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+
+from paceline.data import Balance, GlobalShuffle, Work
+from paceline.errors import ConfigurationError, ProtocolError
+from paceline.observe import StepTiming
+
+
+@dataclass(frozen=True)
+class _Report:
+    """One rank's, as numbers that float64 holds exactly, but for the last.
+
+    Attributes:
+        trains: 1.0; 0.0: it takes no part in the loop any more, and the rest means nothing.
+        epoch: Of the step that begins.
+        position: Where in the epoch's order it begins.
+        digest: Of how it is cut.
+        fetched: How far into the order the loader has gone.
+        num_samples: What this rank trained in the step that `work_s` is of; 0: not known.
+        work_s: How long that took.
+    """
+
+    trains: float = 0.0
+    epoch: float = 0.0
+    position: float = 0.0
+    digest: float = 0.0
+    fetched: float = 0.0
+    num_samples: float = 0.0
+    work_s: float = 0.0
+
+
+NO_REPORT = astuple(_Report())
+
+
+class StepShares:
+    """Connects one wrapped module with the sampler of its batches, and with the balance of their shares.
+
+    Args:
+        sampler: Whose `steps` are trained.
+        balance: Decides on shares; None: they change only if the user changes them.
+        rank: This rank, in the group over which gradients are reduced.
+        num_ranks: Of that group.
+        device: Of the module.
+
+    Raises:
+        ConfigurationError: The sampler is for other ranks, or its shares cannot be balanced.
+    """
+
+    def __init__(
+        self, sampler: GlobalShuffle, balance: Balance | None, rank: int, num_ranks: int, device: torch.device
+    ) -> None:
+        if (sampler.rank, sampler.batch.num_ranks) != (rank, num_ranks):
+            raise ConfigurationError(
+                f"batch_sampler is for rank {sampler.rank} of {sampler.batch.num_ranks}, but this is rank {rank} of "
+                f"{num_ranks}. Give its GlobalBatch one number a rank of the process group."
+            )
+        self.sampler = sampler
+        self.balance = balance
+        if balance is not None:
+            balance.begin(sampler.batch)
+            balance.tells = rank == 0
+        self._rank = rank
+        self._clock = _DeviceClock() if device.type == "cuda" else _HostClock()
+
+    # ---- weights
+
+    def own_sizes(self) -> list[int]:
+        """Samples of this rank's micro-batches in the step under way.
+
+        Raises:
+            ConfigurationError: There is no step under way.
+        """
+        if self.sampler.step is None:
+            raise ConfigurationError(
+                "the model was given a batch_sampler, but this step is none of its: iterate over "
+                "batch_sampler.steps(loader), which says which step is trained."
+            )
+        return [size for _, size in self.sampler.step.parts(self._rank)]
+
+    # ---- reports
+
+    def report(self, last: StepTiming | None) -> tuple[float, ...]:
+        """This rank's words on the step that begins. Local.
+
+        Args:
+            last: The last step that ended well.
+        """
+        step = self.sampler.step
+        if step is None:
+            return NO_REPORT
+        work = self._clock.work(last)
+        self._clock.begin(step.samples[self._rank])
+        return astuple(
+            _Report(
+                1.0,
+                float(self.sampler.epoch),
+                float(step.position),
+                float(zlib.crc32(repr(step.micro_steps).encode())),
+                float(self.sampler.fetched),
+                float(work.num_samples),
+                work.seconds,
+            )
+        )
+
+    def waited(self, seconds: float) -> None:
+        """This rank has waited for others in the step under way."""
+        self._clock.waited_s += seconds
+
+    def backward_begins(self) -> None:
+        """The step's last backward has reached the module."""
+        self._clock.expect_end()
+
+    def take(self, reports: Sequence[Sequence[float]]) -> None:
+        """All ranks' words are there: compare them, and decide. The same on every rank.
+
+        Raises:
+            ProtocolError: The ranks do not train the same step.
+        """
+        rows = [_Report(*words) for words in reports]
+        if not all(row.trains for row in rows):
+            return
+        first = rows[0]
+        for rank, row in enumerate(rows):
+            if (row.epoch, row.position, row.digest) != (first.epoch, first.position, first.digest):
+                same_place = (row.epoch, row.position) == (first.epoch, first.position)
+                raise ProtocolError(
+                    f"rank {self._rank}: the ranks do not train the same global batch: rank {rank} is at sample "
+                    f"{row.position:.0f} of epoch {row.epoch:.0f}, rank 0 at {first.position:.0f} of epoch "
+                    f"{first.epoch:.0f}{', in other shares' if same_place else ''}. Give all ranks the same seed, "
+                    "GlobalBatch and changes of it, and let them leave loops over steps(loader) at the same step."
+                )
+        if self.balance is not None:
+            work = [Work(int(row.num_samples), row.work_s) for row in rows]
+            batch = self.balance.observe(self.sampler.batch, work)
+            if batch is not None:
+                self.sampler.change(batch, position=int(max(row.fetched for row in rows)))
+
+    def make_room(self, ranks: Sequence[int]) -> None:
+        """These ranks ran out of memory in the step under way: train its samples again, in other shares. Local.
+
+        Contract:
+            On every rank, with the same ranks.
+
+        Raises:
+            ConfigurationError: There is no room for them.
+        """
+        assert self.balance is not None
+        assert self.sampler.step is not None
+        self._clock.forget()
+        self.sampler.repeat(self.balance.out_of_memory(self.sampler.batch, self.sampler.step, ranks))
+
+    @property
+    def can_make_room(self) -> bool:
+        """Whether a step that did not fit into memory is repeated in other shares."""
+        return self.balance is not None and self.sampler.step is not None
+
+
+class _HostClock:
+    """Measures work from the end of a step to the end of the next backward: loading, forward, loss, backward."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._num_samples = 0
+        self._began_s: float | None = None
+        self._last_step = -1
+
+    def begin(self, num_samples: int) -> None:
+        """A step with `num_samples` begins."""
+        self._num_samples, self.waited_s = num_samples, 0.0
+
+    def expect_end(self) -> None:
+        """The reducer's own record says when backward ended."""
+
+    def work(self, last: StepTiming | None) -> Work:
+        """Of the last step, if it has not been asked for, and it is known when that began."""
+        if last is None or last.step == self._last_step:
+            self.forget()
+            return Work(0, 0.0)
+        ended_s = last.started_s + last.backward_s
+        began_s, self._began_s = self._began_s, ended_s + last.exposed_s
+        self._last_step = last.step
+        if began_s is None:
+            return Work(0, 0.0)
+        return Work(self._num_samples, max(ended_s - began_s - self.waited_s, 1e-9))
+
+    def forget(self) -> None:
+        """The step under way was given up."""
+        self._began_s = None
+
+
+class _DeviceClock:
+    """Measures work by events on the device: from a step's first forward to the end of its last backward.
+
+    The host runs ahead of the device, so a step is reported when the device has come past it, one or two steps later.
+    """
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0  # the device does not see it
+        self._under_way: tuple[int, torch.cuda.Event] | None = None
+        self._ended: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def begin(self, num_samples: int) -> None:
+        self._under_way = num_samples, self._now()
+
+    @staticmethod
+    def _now() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def expect_end(self) -> None:
+        # Callbacks run in order: this one before the reducer's, which lets the device wait for communication.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        if self._under_way is not None:
+            self._ended.append((*self._under_way, self._now()))
+        self._under_way = None
+
+    def work(self, _: StepTiming | None) -> Work:
+        if not (self._ended and self._ended[0][2].query()):
+            return Work(0, 0.0)
+        num_samples, began, ended = self._ended.popleft()
+        return Work(num_samples, max(began.elapsed_time(ended) / 1e3, 1e-9))
+
+    def forget(self) -> None:
+        self._under_way = None

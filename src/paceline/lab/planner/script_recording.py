@@ -1,0 +1,82 @@
+"""Runs a training script for some steps in a process of its own, and returns the workload that it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.errors import ConfigurationError, PacelineError
+from paceline.launch import Keeper
+from paceline.launch.keeper import MARK
+from paceline.planning import Workload
+
+DEFAULT_STEPS = 20
+
+
+class RecordingError(PacelineError, RuntimeError):
+    """A script could not be recorded; nothing of it runs any more."""
+
+
+def record_script(script: Path, arguments: Sequence[str], num_steps: int = DEFAULT_STEPS) -> Workload:
+    """Run a script as one rank until it has trained enough steps.
+
+    Its output goes to stderr. It is stopped as if it had called `sys.exit()` within `optimizer.step()`.
+
+    Args:
+        script: A Python file that trains with torch.
+        arguments: Its own.
+        num_steps: Recorded after the warm-up.
+
+    Raises:
+        ConfigurationError: There is no such script, or it never trained a step.
+        RecordingError: It failed.
+    """
+    if not script.is_file():
+        raise ConfigurationError(
+            f"there is no script {script}. Pass a Python file, or a workload that was recorded."
+        )
+    if num_steps < 1:
+        raise ConfigurationError(f"--steps {num_steps} records nothing. Pass 1 or more.")
+    launch_id = uuid.uuid4().hex
+    with Keeper(launch_id) as keeper:
+        trace = keeper.folder / "trace.jsonl"
+        words = [sys.executable, "-m", "paceline.lab.planner.recorded_program"]
+        words += [str(trace), str(num_steps), str(script), *arguments]
+        code = subprocess.run(
+            words, env=_one_rank() | {MARK: launch_id}, stdout=sys.stderr, check=False
+        ).returncode
+        seen = _seen(trace)
+        if code != 0:
+            raise RecordingError(
+                f"{script} ended with exit code {code} after {seen.get('num_steps', 0)} steps; its own output is "
+                "above. Make it run by itself first."
+            )
+        if not seen.get("num_steps"):
+            raise ConfigurationError(
+                f"{script} ended without a training step: {seen.get('num_forwards', 0)} forward passes of a module "
+                "with trainable parameters, no backward with an optimizer's step after it. There is nothing to plan."
+            )
+        return Workload.load(trace)
+
+
+def _seen(trace: Path) -> dict[str, int]:
+    try:
+        found: dict[str, int] = json.loads(Path(f"{trace}.seen").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _one_rank() -> dict[str, str]:
+    """An environment in which a script written for torchrun forms a group of one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**os.environ, **rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -1,0 +1,287 @@
+"""Makes sure that the machines of a launch fit together, before torch's rendezvous: each says what it has, all compare.
+
+Rules
+1. Every launcher writes a card into the store behind the rendezvous, and reads all others'. The first card is what the
+   others are compared with; whatever differs is an error on every machine that names the machine and both values.
+2. Nothing is started before all cards are there, so what does not fit costs seconds, not a timeout.
+3. Cards are sealed with the job's token (`comm/sealed_store.py`). One with a wrong seal counts as not there, so a
+   stranger cannot end a job; who finds the first card sealed otherwise has another token itself, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.comm import TOKEN
+from paceline.comm.sealed_store import SealedStore
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    import argparse
+
+    import torch.distributed as dist
+
+JOIN_TIMEOUT_S = 600.0
+_PAUSE_S = 0.1
+_QUIET_S = 3.0  # so long nothing is said about waiting
+_LINGER_S = 5.0  # so long the store stays open for those who have still to read why
+
+
+class MachinesDifferError(PacelineError):
+    """The machines of a launch do not fit together; nothing was started on any."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a machine says of itself.
+
+    Attributes:
+        name: Its host name.
+        num_ranks: That it will run.
+        must_agree: What has to be the same on every machine, by what it is called in messages.
+        node_rank: Its number, if it was given one.
+        arguments: The script's; they may differ, but seldom should.
+    """
+
+    name: str
+    num_ranks: int
+    must_agree: Mapping[str, str]
+    node_rank: int | None
+    arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def of_this_machine(cls, args: argparse.Namespace, num_ranks: int) -> Card:
+        """The card of a launch with these arguments of torch's parser, on this machine."""
+        return cls(
+            name=socket.gethostname(),
+            num_ranks=num_ranks,
+            must_agree={
+                "--nnodes": str(args.nnodes),
+                # What follows + says for which devices it was built, and those may differ.
+                "torch": torch.__version__.partition("+")[0],
+                "Paceline": _own_version(),
+                "the script": _script(args),
+            },
+            node_rank=args.node_rank if args.rdzv_backend == "static" else None,
+            arguments=tuple(args.training_script_args),
+        )
+
+    @classmethod
+    def decode(cls, text: bytes | None) -> Card | None:
+        """The card that `encode` wrote; None if it is none: where there is no token, anybody may write anything."""
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            fields = json.loads(text or b"")
+            card = cls(**fields | {"arguments": tuple(fields["arguments"])})
+            shown = [card.name, f"{card.num_ranks + 0}", *card.must_agree.values(), *card.arguments]
+            if all(words.isprintable() for words in shown):
+                return card
+        return None
+
+    def encode(self) -> str:
+        """As one line of text."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where, and how many machines come together.
+
+    Attributes:
+        card: Of this machine.
+        num_machines: That have to come.
+        waits: Whether to wait for all of them; otherwise (an elastic job) each is only compared with the first.
+        takes_latecomers: Whether a machine may come once all are there, in the place of one that failed.
+        where: For messages.
+        timeout_s: How long to wait for the others.
+    """
+
+    card: Card
+    num_machines: int
+    waits: bool
+    takes_latecomers: bool
+    where: str
+    timeout_s: float = JOIN_TIMEOUT_S
+
+    def hold(self, store: dist.Store, is_server: bool, note: Callable[[str], None]) -> list[Card]:
+        """Compare this machine with the others, and return all that are there, in the order in which they came.
+
+        Args:
+            store: That all machines reach.
+            is_server: Whether it ends with this process.
+            note: Called with one line for what a user who waits should know.
+
+        Contract:
+            Collective over the machines, if `waits`. Blocks: until all are there.
+
+        Raises:
+            MachinesDifferError: One does not fit, came too late, or not at all; on every machine that is there.
+        """
+        number = store.add(_COUNT, 1) - 1
+        sealed = SealedStore(store, "machines")
+        sealed.set(_key(number), self.card.encode())
+        cards: dict[int, Card] = {}
+        try:
+            self._gather(store, sealed, number, cards, note)
+        except MachinesDifferError:
+            self._linger(store, is_server)
+            raise
+        store.add(_HEARD, 1)
+        return [cards[i] for i in sorted(cards)]
+
+    def _gather(
+        self,
+        store: dist.Store,
+        sealed: SealedStore,
+        number: int,
+        cards: dict[int, Card],
+        note: Callable[[str], None],
+    ) -> None:
+        began_s, has_told = time.monotonic(), False
+        strangers: set[int] = set()
+        while True:
+            for other in range(store.add(_COUNT, 0)):
+                if other in cards or not store.check([_key(other)]):
+                    continue
+                card = Card.decode(sealed.get(_key(other)))
+                if card is not None:
+                    cards[other] = card
+                    self._compare(cards, other, note)
+                elif other == 0:
+                    raise MachinesDifferError(self._other_token())
+                elif other not in strangers:
+                    strangers.add(other)
+                    note(f"somebody came to {self.where} without this job's {TOKEN}; that does not count")
+            if number >= self.num_machines + len(strangers) and not self.takes_latecomers:
+                raise MachinesDifferError(self._too_many(cards))
+            missing = self.num_machines - len(cards)
+            if 0 in cards and (missing <= 0 or not self.waits):
+                break
+            waited_s = time.monotonic() - began_s
+            if waited_s > self.timeout_s:
+                raise MachinesDifferError(self._too_few(cards))
+            if waited_s > _QUIET_S and not has_told:
+                has_told = True
+                note(
+                    f"{_names(cards)} at {self.where}; {missing} more of {self.num_machines} machine(s) to come"
+                )
+            time.sleep(_PAUSE_S)
+        if has_told:
+            ranks = sum(card.num_ranks for card in cards.values())
+            note(f"all {self.num_machines} machines are there, {ranks} ranks: {_names(cards)}")
+
+    def _linger(self, store: dist.Store, is_server: bool) -> None:
+        """Let the others read what is wrong before the store goes, also those who are about to come."""
+        store.add(_HEARD, 1)
+        ends_s = time.monotonic() + _LINGER_S
+        while is_server and store.add(_HEARD, 0) < self.num_machines and time.monotonic() < ends_s:
+            time.sleep(_PAUSE_S)
+
+    def _compare(self, cards: Mapping[int, Card], new: int, note: Callable[[str], None]) -> None:
+        """Compare the first machine's card with one that has come, or if that is the first, with all."""
+        first = cards.get(0)
+        if first is None:
+            return
+        for number in [new] if new else [other for other in cards if other]:
+            card = cards[number]
+            for what, value in first.must_agree.items():
+                found = card.must_agree.get(what)
+                if found != value:
+                    raise MachinesDifferError(self._does_not_fit(card, first, what, found, value))
+            for other in cards:
+                if (
+                    other != number
+                    and card.node_rank is not None
+                    and cards[other].node_rank == card.node_rank
+                ):
+                    raise MachinesDifferError(self._same_number(cards[other], card))
+            if card.arguments != first.arguments and self.card.name == first.name:
+                note(
+                    f"{card.name} gives the script other arguments than {first.name}: {' '.join(card.arguments)!r}"
+                )
+
+    def _does_not_fit(self, card: Card, first: Card, what: str, found: str | None, value: str) -> str:
+        return (
+            f"{card.name} does not fit {first.name}, where the launch began: {what} is {found} on {card.name}, {value} "
+            f"on {first.name}. All machines need the same; nothing was started on any of the {self.num_machines}. "
+            "See docs/troubleshooting.md#does-not-fit."
+        )
+
+    def _same_number(self, one: Card, other: Card) -> str:
+        return (
+            f"{one.name} and {other.name} were both given --node-rank {one.node_rank}. Each machine needs a number of "
+            "its own, from 0; or leave --node-rank out. Nothing was started. See docs/troubleshooting.md#does-not-fit."
+        )
+
+    def _too_many(self, cards: Mapping[int, Card]) -> str:
+        return (
+            f"{self.card.name} came too late: the {self.num_machines} machine(s) of --nnodes have met at {self.where} "
+            f"already ({_names(cards)}). If they have ended, name another place (another port or file, or remove the "
+            "file); if this machine belongs to them, start all with a larger --nnodes. "
+            "See docs/troubleshooting.md#does-not-fit."
+        )
+
+    def _too_few(self, cards: Mapping[int, Card]) -> str:
+        return (
+            f"only {len(cards)} of {self.num_machines} machines came to {self.where} within {self.timeout_s:.0f} s: "
+            f"{_names(cards)}. Look at the others' launchers (torchrun does not count: start all with paceline run); "
+            "--rdzv-conf join_timeout=3600 waits longer. Nothing was started. "
+            "See docs/troubleshooting.md#does-not-fit."
+        )
+
+    def _other_token(self) -> str:
+        return (
+            f"{self.card.name} has another {TOKEN} than the machine where the launch began, at {self.where}: what it "
+            "wrote there carries another seal. Give every machine the same, or none. Nothing was started here. "
+            "See docs/troubleshooting.md#does-not-fit."
+        )
+
+
+_COUNT, _HEARD = "paceline machines", "paceline machines that know"
+
+
+def _key(number: int) -> str:
+    return f"paceline machine {number}"
+
+
+def _names(cards: Mapping[int, Card]) -> str:
+    return ", ".join(f"{cards[i].name} ({cards[i].num_ranks} rank(s))" for i in sorted(cards))
+
+
+def _script(args: argparse.Namespace) -> str:
+    """The script's name, and a digest of its file where it is one of Python."""
+    name = str(args.training_script)
+    path: str | None = name
+    if args.module:
+        try:
+            found = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            found = None
+        path = found.origin if found is not None else None
+    elif args.no_python:
+        path = shutil.which(name)
+    if path is None or not Path(path).is_file():
+        return name
+    return f"{Path(name).name} (digest {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]})"
+
+
+def _own_version() -> str:
+    """The version, and a digest of the sources: a version says little while they are being worked on."""
+    folder = Path(__file__).parents[1]
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        total.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    package = sys.modules[folder.name]  # whose import statement would be one of training
+    return f"{package.__version__} (sources {total.hexdigest()[:12]})"

@@ -1,0 +1,176 @@
+"""Chooses where the machines of a launch meet: at an address or by a shared file, and what to type on the next one.
+
+Rules
+1. Several machines without a word about where to meet: this one is the first. It takes its own address, a free port, an
+   id and a token, and says what to type on the others.
+2. `--rdzv-endpoint` with an address or `file:///path` and no `--node-rank`: machines are started in any order, and
+   torch's dynamic rendezvous numbers them.
+3. `--node-rank` or `--master-addr`: torch's static rendezvous, as with torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import shlex
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from paceline.comm import TOKEN
+from paceline.errors import ConfigurationError
+from paceline.launch.machines import JOIN_TIMEOUT_S
+from paceline.launch.stores import addresses_here
+
+FILE = "file://"
+_USUAL_PORT = 29400
+_NOWHERE = "192.0.2.1"  # reserved for documentation: asking for the way there sends nothing
+_KNOCK_S = 0.5
+_QUIET_S = 3.0
+
+
+def choose_backend(args: argparse.Namespace, num_machines: int) -> bool:
+    """Fill in what was left out of torch's arguments; returns whether this machine has to say where to meet.
+
+    Raises:
+        ConfigurationError: The file to meet by cannot be one.
+    """
+    endpoint = args.rdzv_endpoint or ""
+    is_static = args.node_rank is not None or args.master_addr is not None or args.standalone
+    if endpoint.startswith(FILE):
+        _check_file(endpoint)
+        if args.rdzv_backend not in (None, "c10d") or is_static:
+            raise ConfigurationError(
+                f"--rdzv-endpoint {endpoint} meets by a file, which torch's backend c10d does, without --node-rank, "
+                "--master-addr or --standalone. Drop those, or name an address."
+            )
+        args.rdzv_backend, args.rdzv_endpoint = "c10d", endpoint.removeprefix(FILE)
+        args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, "store_type=file"]))
+    elif num_machines > 1 and args.rdzv_backend is None and not is_static:
+        args.rdzv_backend = "c10d"
+    is_first = num_machines > 1 and args.rdzv_backend == "c10d" and not args.rdzv_endpoint
+    args.rdzv_backend = args.rdzv_backend or "static"
+    args.node_rank = 0 if args.node_rank is None else args.node_rank
+    args.master_addr = args.master_addr or "127.0.0.1"
+    return is_first
+
+
+def meets_by_file(args: argparse.Namespace) -> bool:
+    """Whether the machines meet by a file that all of them see."""
+    return "store_type=file" in (args.rdzv_conf or "").replace(" ", "").split(",")
+
+
+def be_first(args: argparse.Namespace, words: Sequence[str], note: Callable[[str], None]) -> None:
+    """Choose where the others come to, and say what to type there.
+
+    Args:
+        args: Of torch's parser; mutated.
+        words: The command line of this launch, without the program.
+        note: Called with a line for the user.
+
+    Raises:
+        ConfigurationError: This machine has no address that others could reach.
+    """
+    address = args.local_addr or own_address()
+    if address is None:
+        raise ConfigurationError(
+            "this machine has no address that others could reach. Name one with --local-addr, or one where all "
+            "machines meet with --rdzv-endpoint HOST:PORT."
+        )
+    token = os.environ.setdefault(TOKEN, secrets.token_hex(16))
+    args.rdzv_endpoint = f"{address}:{_free_port(address)}"
+    args.rdzv_id = args.rdzv_id if args.rdzv_id != "none" else uuid.uuid4().hex[:8]
+    args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, "is_host=true"]))
+    args.local_addr = address
+    where = ["--rdzv-endpoint", args.rdzv_endpoint, "--rdzv-id", args.rdzv_id]
+    num_script_s = 1 + len(args.training_script_args)
+    options = without(words[:-num_script_s], ("--local-addr", "--local_addr", "--rdzv-id", "--rdzv_id"))
+    command = ["paceline", "run", *where, *options, *words[-num_script_s:]]
+    note("this is the first machine. On each of the others, in any order, type")
+    note(f"  cd {shlex.quote(str(Path.cwd()))} && {TOKEN}={token} {shlex.join(command)}")
+
+
+def without(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    """The words without these options and their values."""
+    kept: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, sign, _ = word.partition("=")
+        if name not in options:
+            kept.append(word)
+        elif not sign:
+            next(left, None)
+    return kept
+
+
+def find_own_address(args: argparse.Namespace) -> None:
+    """With several machines, say to torch which address of this one the others reach; by default it takes a name."""
+    if args.local_addr is not None or args.rdzv_backend != "c10d":
+        return
+    host = None if meets_by_file(args) else args.rdzv_endpoint.rpartition(":")[0]
+    args.local_addr = own_address(host or _NOWHERE)
+
+
+def wait_for_store(args: argparse.Namespace, note: Callable[[str], None]) -> None:
+    """Wait until somebody listens where the machines meet, if that is elsewhere: they may start in any order."""
+    host, _, port = (args.rdzv_endpoint or "").rpartition(":")
+    if meets_by_file(args) or args.rdzv_backend != "c10d" or not port.isdigit() or addresses_here(host):
+        return
+    began_s, has_told = time.monotonic(), False
+    while time.monotonic() - began_s < JOIN_TIMEOUT_S:
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            try:
+                socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
+            except socket.gaierror as error:
+                raise ConfigurationError(
+                    f"--rdzv-endpoint {args.rdzv_endpoint}: nobody here knows the name {host} ({error.strerror}). "
+                    "Check the spelling, or name the address."
+                ) from error
+            except OSError as error:
+                if not isinstance(error, (TimeoutError, ConnectionError)):
+                    time.sleep(_KNOCK_S)  # no way there, for now
+            else:
+                return
+        if time.monotonic() - began_s > _QUIET_S and not has_told:
+            has_told = True
+            note(f"nobody listens at {args.rdzv_endpoint} yet; waiting for the launcher of the machine there")
+        time.sleep(_KNOCK_S)
+
+
+def own_address(towards: str = _NOWHERE) -> str | None:
+    """The address of this machine from which others are reached, or that its name has; None if there is none."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((towards, 9))
+        found = str(way.getsockname()[0])
+        if not found.startswith("127."):
+            return found
+    named = addresses_here(socket.gethostname())
+    return next((address for address in named if not address.startswith("127.") and address != "::1"), None)
+
+
+def _free_port(address: str) -> int:
+    for port in (_USUAL_PORT, 0):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+            return int(probe.getsockname()[1])
+    raise ConfigurationError(
+        f"--local-addr {address} is not an address of this machine. Leave it out, or name one of its own."
+    )
+
+
+def _check_file(endpoint: str) -> None:
+    path = Path(endpoint.removeprefix(FILE))
+    if not path.is_absolute():
+        raise ConfigurationError(
+            f"--rdzv-endpoint {endpoint} is no full path. Write three slashes, as in {FILE}/shared/job1."
+        )
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigurationError(
+            f"--rdzv-endpoint {endpoint}: {path.parent} is not a folder in which a file {path.name} can be written. "
+            "Name a file in a folder that all machines share."
+        )

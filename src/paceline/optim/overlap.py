@@ -1,0 +1,260 @@
+"""`overlap`: an ordinary torch optimizer whose step is put off, parameter by parameter, into the next forward.
+
+Rules
+1. A step is noted with the settings of the groups at that moment (rate, momentum, decay), and made for each bucket of
+   parameters when its gradients have arrived. For an optimizer that steps each parameter by its own gradient and state,
+   that is the same arithmetic on the same numbers: bitwise the same parameters.
+2. What is there already is stepped at once; so with nothing under way it is the optimizer that it was.
+3. Everything that shows the optimizer's state completes the step first: `state`, `state_dict`, copies, adding groups.
+   What runs around a step (hooks of the optimizer) has it made at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim import optimizer as torchs
+
+from paceline.errors import ConfigurationError
+from paceline.optim.lamb import LAMB
+from paceline.optim.lars import LARS
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+_NAMES = "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD Adafactor Muon"
+# Each steps a parameter by that parameter's gradient, value and state alone, and leaves its groups as they are.
+PER_PARAMETER = (
+    *(
+        getattr(torch.optim, name)
+        for name in _NAMES.split()
+        if hasattr(torch.optim, name)  # torch 2.8 has no Muon
+    ),
+    LARS,
+    LAMB,
+)
+
+
+class PutsOff(Protocol):
+    """The forward overlap of a wrapped model, as this module uses it."""
+
+    has_optimizer: bool
+
+    @property
+    def has_outstanding(self) -> bool:
+        """Whether anything is under way."""
+
+    def is_outstanding(self, parameter: Tensor) -> bool:
+        """Whether this parameter's gradient is."""
+
+    def later(self, action: Callable[[Sequence[Parameter]], None]) -> None:
+        """Do this with the parameters of each bucket that is under way, when it has arrived."""
+
+    def zero_grad_of(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
+        """Drop these gradients, or those that are under way when they have been used."""
+
+    def settle(self) -> None:
+        """Complete everything."""
+
+
+class Wrapped(Protocol):
+    """A wrapped model, as this module uses it."""
+
+    forward_overlap: PutsOff | None
+
+
+def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False) -> AnyOptimizer:
+    """Let `optimizer.step()` return at once, each parameter being stepped when the next forward needs it.
+
+    Parameters after any number of steps are bitwise those that the optimizer makes without this. The rate and the other
+    settings of a step are those of the moment of `step()`, whatever a scheduler does before the gradients arrive.
+
+    Args:
+        optimizer: One of torch's, LARS or LAMB, over parameters of `model` (and perhaps others, which are stepped at
+            once). It is changed in place, so schedulers may have been given it before.
+        model: What `DistributedDataParallel(..., overlap_forward=True)` returned.
+        per_parameter: Of an optimizer of another class: you know that it steps each parameter by its own gradient and
+            state only, and that its step neither changes `param_groups` nor counts its calls.
+
+    Returns:
+        `optimizer` itself. Where the overlap is not used (one rank, one host), it is as it was.
+
+    Contract:
+        Local; on every rank.
+
+    Raises:
+        ConfigurationError: The model does not overlap; or the optimizer is not known to step parameters one by one, or
+            its `step` has been replaced.
+    """
+    steps = getattr(model, "forward_overlap", _MISSING)
+    if steps is _MISSING or not hasattr(model, "settle"):
+        raise ConfigurationError(
+            f"overlap(optimizer, model): the model is a {type(model).__name__}. Pass what "
+            "paceline.DistributedDataParallel(..., overlap_forward=True) returned."
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(
+            f"overlap(optimizer, model): the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer."
+        )
+    if isinstance(optimizer, _Overlapped):
+        raise ConfigurationError(
+            "overlap(optimizer, model): this optimizer has been through overlap() before."
+        )
+    if type(optimizer) not in PER_PARAMETER and not per_parameter:
+        names = ", ".join(kind.__name__ for kind in PER_PARAMETER)
+        raise ConfigurationError(
+            f"overlap(optimizer, model): {type(optimizer).__name__} is not known to step each parameter by its own "
+            f"gradient and state alone, as {names} do. If it does, pass per_parameter=True; else train without "
+            "overlap_forward."
+        )
+    if steps is None:
+        if not getattr(model, "overlaps_forward", False):
+            raise ConfigurationError(
+                "overlap(optimizer, model): the model was wrapped without overlap_forward. Write "
+                "DistributedDataParallel(module, overlap_forward=True), or leave out overlap()."
+            )
+        return optimizer  # one rank, or one host: there is nothing to hide
+    _adopt(optimizer, cast("PutsOff", steps))
+    return optimizer
+
+
+_MISSING = object()
+
+
+def _adopt(optimizer: Optimizer, steps: PutsOff) -> None:
+    replaced = optimizer.__dict__.pop("step", None)
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        optimizer.__dict__["step"] = replaced
+        raise ConfigurationError(
+            f"overlap(optimizer, model): the step of this {type(optimizer).__name__} has been replaced on the object, "
+            "so what it does is not known. Call overlap() on the optimizer first, then what replaces its step."
+        )
+    kind = type(optimizer)
+    optimizer.__class__ = type(
+        kind.__name__, (_Overlapped, kind), {"__module__": kind.__module__, "_kind": kind}
+    )
+    optimizer.__dict__["_steps"] = steps
+    optimizer.__dict__["_is_stepping"] = False
+    if replaced is not None:
+        optimizer.__dict__["step"] = _counted(optimizer)
+    steps.has_optimizer = True
+
+
+def _counted(optimizer: Any) -> Any:
+    """A `step` that tells torch's schedulers of itself, as the one that they had put on the object."""
+
+    def step(*arguments: Any, **keywords: Any) -> Any:
+        optimizer._opt_called = True
+        return type(optimizer).step(optimizer, *arguments, **keywords)
+
+    vars(step)["_wrapped_by_lr_sched"] = True
+    return step
+
+
+class _Overlapped(Optimizer):
+    """Put in front of an optimizer's class."""
+
+    _kind: type[Optimizer]
+    _steps: PutsOff
+    _is_stepping: bool
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._has_hooks():
+            self._steps.settle()
+        if not self._steps.has_outstanding:
+            self._run(self.param_groups)
+            return loss
+        settings = [_settings(group) for group in self.param_groups]
+        members = [list(group["params"]) for group in self.param_groups]
+        there = [[p for p in own if not self._steps.is_outstanding(p)] for own in members]
+        if any(there):
+            self._run(_groups(settings, there))
+        owner = {id(p): place for place, own in enumerate(members) for p in own}
+
+        def step_these(parameters: Sequence[Parameter]) -> None:
+            own: list[list[Tensor]] = [[] for _ in settings]
+            for parameter in parameters:
+                if (place := owner.get(id(parameter))) is not None:
+                    own[place].append(parameter)
+            if any(own):
+                self._run(_groups(settings, own))
+
+        self._steps.later(step_these)
+        return loss
+
+    def _has_hooks(self) -> bool:
+        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        return bool(own or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks)
+
+    def _run(self, groups: list[dict[str, Any]]) -> None:
+        """The optimizer's own step, over these groups."""
+        before, was_stepping = self.param_groups, self._is_stepping
+        self.param_groups, self._is_stepping = groups, True
+        try:
+            self._kind.step(self)
+        finally:
+            self.param_groups, self._is_stepping = before, was_stepping
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not self._steps.has_outstanding:
+            super().zero_grad(set_to_none)
+            return
+        self._steps.zero_grad_of([p for group in self.param_groups for p in group["params"]], set_to_none)
+
+    @property
+    def state(self) -> Any:
+        if not self._is_stepping:
+            self._steps.settle()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.__dict__["state"] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        self._steps.settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._steps.settle()
+        super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._steps.settle()
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._steps.settle()
+        return super().__getstate__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is an ordinary optimizer."""
+        return _ordinary, (self._kind, self.__getstate__())
+
+
+def _ordinary(kind: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+    optimizer = kind.__new__(kind)
+    optimizer.__setstate__(state)
+    return optimizer
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's settings as they are now: a rate that is a tensor may be changed in place."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else copy.copy(value)
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _groups(settings: Iterable[dict[str, Any]], members: Iterable[Sequence[Tensor]]) -> list[dict[str, Any]]:
+    return [{**group, "params": list(own)} for group, own in zip(settings, members, strict=True) if own]

@@ -1,0 +1,255 @@
+"""How long a collective takes on a cluster, and which link makes it so: a fluid model of each round.
+
+In a round, all messages flow at once. Every link carries the sum of the messages that cross it, in each direction by
+itself: a host's link, the links within a host, a rack's uplink. A connection carries no more than its own limit. So
+
+    round = latency + (m - 1) message_s + max over links of (its bytes / its rate) + folding
+
+with m the most messages that one rank sends over such a link. With the same links everywhere that is
+`schedules.price`, exactly, as a test asks. Rounds follow each other and every one ends everywhere: what a rank that is
+ahead might gain is not modelled; the ranks of an all-reduce end within a round of each other anyway.
+
+All of it is proportional to the message, so a collective is a line: fixed seconds, and seconds a byte.
+
+Loss: a lost packet that others follow is sent again within a round trip, and costs its bytes; one at the end of a
+message stalls it until the retransmission timeout. Stalls of a round happen at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import ConfigurationError
+from paceline.planning.hardware import PACKET_BYTES, Cluster
+from paceline.planning.round_patterns import Pattern, Ratios, candidates, is_possible, patterns
+
+_TAIL_PACKETS = 3  # losses among a message's last packets are not noticed by what follows
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """Seconds of one collective, by where they go.
+
+    Attributes:
+        algorithm: Its name.
+        rounds: How many follow each other.
+        messages: Sent by all ranks together.
+        latency_s: Of all rounds.
+        link_s_per_byte: The fullest link of each round, for each byte of the message.
+        flow_s_per_byte: The same if one connection's limit counts as well; at least `link_s_per_byte`.
+        fold_s_per_byte: Adding.
+        bottleneck: The link that limits most of it, in words.
+        overhead_s: The library's fixed time, and what emulation adds to it.
+        overhead_s_per_byte: What emulation adds for each byte.
+        lossy_rounds: Messages a round and the loss ratio, for `stalls`.
+    """
+
+    algorithm: str
+    rounds: int
+    messages: int
+    latency_s: float
+    link_s_per_byte: float
+    flow_s_per_byte: float
+    fold_s_per_byte: float
+    bottleneck: str
+    overhead_s: float = 0.0
+    overhead_s_per_byte: float = 0.0
+    lossy_rounds: tuple[tuple[int, int, float, float], ...] = ()
+
+    @property
+    def fixed_s(self) -> float:
+        """Whatever the message's size."""
+        return self.latency_s + self.overhead_s
+
+    @property
+    def s_per_byte(self) -> float:
+        """For each byte, alone on the links."""
+        return self.flow_s_per_byte + self.fold_s_per_byte + self.overhead_s_per_byte
+
+    def of(self, num_bytes: float) -> float:
+        """Seconds for a message, without losses at the ends of messages."""
+        return self.fixed_s + self.s_per_byte * num_bytes
+
+    def stalls(self, num_bytes: float) -> float:
+        """How many rounds are expected to stall."""
+        expected = 0.0
+        for repeat, messages, ratio, loss_ratio in self.lossy_rounds:
+            packets = max(1, math.ceil(num_bytes * ratio / PACKET_BYTES))
+            kept = (1 - loss_ratio) ** (messages * min(packets, _TAIL_PACKETS))
+            expected += repeat * (1 - kept)
+        return expected
+
+
+@lru_cache(maxsize=512)
+def collective_cost(cluster: Cluster, algorithm: str) -> CollectiveCost:
+    """The cost of an all-reduce by one algorithm.
+
+    Raises:
+        ConfigurationError: There is no such algorithm, or not for so many ranks.
+    """
+    ledger = _Ledger(cluster)
+    for pattern in patterns(algorithm, cluster.topology):
+        ledger.add(pattern)
+    return ledger.total(algorithm)
+
+
+def cheapest(cluster: Cluster, num_bytes: float) -> CollectiveCost:
+    """The algorithm with the least time for a message; ties: the first of the table."""
+    costs = [collective_cost(cluster, name) for name in candidates(cluster.topology)]
+    return min(costs, key=lambda cost: cost.of(num_bytes))
+
+
+def cost_for(cluster: Cluster, algorithm: str, num_bytes: float) -> CollectiveCost:
+    """The cost of a named algorithm, or of the cheapest one if it is called "auto".
+
+    A hierarchical one is its flat part where there is no hierarchy: one host, or one rank on each.
+    """
+    if algorithm == "auto":
+        return cheapest(cluster, num_bytes)
+    flat = algorithm.removeprefix("hierarchical_")
+    return collective_cost(cluster, algorithm if is_possible(algorithm, cluster.topology) else flat)
+
+
+class _Ledger:
+    """Adds up rounds."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.host = np.array(cluster.topology.host_of_rank)
+        self.rack = np.array([cluster.rack_of(host) for host in range(cluster.num_hosts)])
+        self.rates = np.array([link.bytes_per_s * (1 - link.loss_ratio) for link in cluster.links])
+        self.latencies = np.array([link.latency_s for link in cluster.links])
+        self.losses = np.array([link.loss_ratio for link in cluster.links])
+        self.rounds = self.messages = 0
+        self.latency_s = self.link = self.flow = self.fold = self.bytes_ratio = 0.0
+        self.by_link: dict[str, float] = {}
+        self.lossy: list[tuple[int, int, float, float]] = []
+
+    def add(self, pattern: Pattern) -> None:
+        """Count a pattern's rounds."""
+        source, target = self.host[pattern.sources], self.host[pattern.targets]
+        crosses = source != target
+        slowest, where = self._fullest(pattern, source, target, crosses)
+        flow = float(pattern.ratios[crosses].max(initial=0.0)) / self.cluster.flow_bytes_per_s
+        repeat = pattern.repeat
+        self.rounds += repeat
+        self.messages += repeat * len(pattern.sources)
+        self.bytes_ratio += repeat * float(pattern.ratios.sum())
+        self.latency_s += repeat * self._latency_s(pattern, source, target, crosses)
+        self.link += repeat * slowest
+        self.flow += repeat * max(slowest, flow)
+        self.by_link[where] = self.by_link.get(where, 0.0) + repeat * slowest
+        if pattern.folds:
+            added = np.bincount(pattern.targets, pattern.ratios).max()
+            self.fold += repeat * float(added) * self.cluster.fold_s_per_byte
+        self._count_losses(pattern, source[crosses], pattern.ratios[crosses])
+
+    def _fullest(
+        self,
+        pattern: Pattern,
+        source: NDArray[np.int64],
+        target: NDArray[np.int64],
+        crosses: NDArray[np.bool_],
+    ) -> tuple[float, str]:
+        """Seconds a byte of the fullest link, and which one it is."""
+        size, sent = self.cluster.num_hosts, pattern.ratios
+        out = np.bincount(source[crosses], sent[crosses], minlength=size)
+        into = np.bincount(target[crosses], sent[crosses], minlength=size)
+        busy = np.maximum(out, into) / self.rates
+        inside = np.bincount(source[~crosses], sent[~crosses], minlength=size)
+        found = {
+            _words(int(busy.argmax()), self.cluster): float(busy.max()),
+            "the links within a host": float(inside.max()) / self.cluster.within.bytes_per_s,
+        }
+        if self.cluster.racks > 1:
+            leaves = self.rack[source] != self.rack[target]
+            ends = (self.rack[source[leaves]], self.rack[target[leaves]])
+            most = max(
+                np.bincount(end, sent[leaves], minlength=self.cluster.racks).max(initial=0.0) for end in ends
+            )
+            found["a rack's uplink"] = float(most) / self.cluster.uplink_bytes_per_s
+        where = max(found, key=lambda name: found[name])
+        return found[where], where
+
+    def _latency_s(
+        self,
+        pattern: Pattern,
+        source: NDArray[np.int64],
+        target: NDArray[np.int64],
+        crosses: NDArray[np.bool_],
+    ) -> float:
+        latency_s = 0.0
+        if crosses.any():
+            ends = np.maximum(self.latencies[source[crosses]], self.latencies[target[crosses]])
+            count = int(np.bincount(pattern.sources[crosses]).max())
+            latency_s = float(ends.max()) + (count - 1) * max(link.message_s for link in self.cluster.links)
+        if not crosses.all():
+            count = int(np.bincount(pattern.sources[~crosses]).max())
+            within = self.cluster.within
+            latency_s = max(latency_s, within.latency_s + (count - 1) * within.message_s)
+        return latency_s
+
+    def _count_losses(self, pattern: Pattern, source: NDArray[np.int64], sent: Ratios) -> None:
+        losses = self.losses[source]
+        for loss in np.unique(losses[losses > 0]):
+            chosen = losses == loss
+            mean = float(sent[chosen].mean())
+            self.lossy.append((pattern.repeat, int(chosen.sum()), mean, float(loss)))
+
+    def total(self, algorithm: str) -> CollectiveCost:
+        """All rounds together."""
+        cluster, emulation = self.cluster, self.cluster.emulation
+        shared = cluster.num_ranks / emulation.cores * emulation.collective_s
+        return CollectiveCost(
+            algorithm,
+            self.rounds,
+            self.messages,
+            self.latency_s,
+            self.link,
+            self.flow,
+            self.fold,
+            max(self.by_link, key=lambda name: self.by_link[name], default="no link"),
+            cluster.collective_s + shared + self.messages / emulation.cores * emulation.message_s,
+            self.bytes_ratio / emulation.cores * emulation.s_per_byte,
+            tuple(self.lossy),
+        )
+
+
+def _words(host: int, cluster: Cluster) -> str:
+    slowest = min(link.bytes_per_s for link in cluster.links)
+    alike = all(link.bytes_per_s == slowest for link in cluster.links)
+    return "the hosts' links" if alike else f"host {host}'s link"
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Parameter servers on hosts of their own.
+
+    Attributes:
+        number: How many; gradients are cut so that each has the same bytes.
+        bytes_per_s: Of each server's link.
+        duplex: Whether it sends and receives at once. Lemma 3.2's do not.
+    """
+
+    number: int
+    bytes_per_s: float
+    duplex: bool = True
+
+    def __post_init__(self) -> None:
+        if self.number < 1 or not self.bytes_per_s > 0:
+            raise ConfigurationError(
+                f"{self.number} parameter servers of {self.bytes_per_s} bytes a second cannot be: at least one, and a "
+                "rate above 0."
+            )
+
+    def s_per_byte(self, cluster: Cluster) -> tuple[float, float]:
+        """Of pushing, or of pulling, all ranks' gradients: the servers' links, and the fullest worker's."""
+        workers = max(
+            ranks / link.bytes_per_s for ranks, link in zip(cluster.ranks_of_host, cluster.links, strict=True)
+        )
+        return cluster.num_ranks / (self.number * self.bytes_per_s), workers

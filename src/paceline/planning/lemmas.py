@@ -1,0 +1,149 @@
+"""Two lemmas on how many devices and parameter servers to use, as printed, beside what the simulator says.
+
+Lemma 3.1: with R = T_O / T_C, the overhead of an iteration over its computing, G devices that share its work reach
+
+    efficiency = (1 + R) / (1 + G R)        and an efficiency of a needs R <= (1 - a) / (a G - 1).
+
+It assumes that the overhead does not depend on G, and that none of it is hidden. Communication grows with G, so the
+lemma promises too much where a link limits; overlap hides some of it, so it promises too little where one does not.
+
+Lemma 3.2: N_w workers whose gradients are S bytes hide their traffic in the computing time T_C with
+
+    N_ps >= 2 S N_w / (B T_C)
+
+parameter servers of B bytes a second. It assumes half-duplex servers with equal shards, that traffic overlaps with
+the whole of T_C (it can only overlap with what comes after the first gradient), and workers' links that never limit.
+
+Source: Zou et al. 2017, "Distributed Training Large-Scale Deep Architectures", lemmas 3.1 and 3.2; the formulas are
+the paper's, read from summaries of it: its full text was not to be had.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from paceline.errors import ConfigurationError
+from paceline.planning.collective_time import Servers
+from paceline.planning.hardware import Cluster
+from paceline.planning.recorded_workload import Workload
+from paceline.planning.scaling import Grow
+from paceline.planning.simulator import simulate
+from paceline.planning.training_plan import Plan
+
+_HIDDEN = 0.02  # of a step: exposed communication that counts as none
+_MOST_SERVERS = 4096
+
+
+def efficiency(R: float, G: int) -> float:
+    """Of G devices with an overhead of R times the computing (lemma 3.1)."""
+    return (1 + R) / (1 + G * R)
+
+
+def largest_overhead(a: float, G: int) -> float:
+    """The largest R with which G devices have an efficiency of a; infinity if any will do (lemma 3.1)."""
+    if not 0 < a <= 1 or G < 1:
+        raise ConfigurationError(
+            f"an efficiency of {a} on {G} devices cannot be asked for: above 0, at most 1, and 1 device or more."
+        )
+    return (1 - a) / (a * G - 1) if a * G > 1 else math.inf
+
+
+def most_devices(a: float, R: float) -> float:
+    """How many devices reach an efficiency of a with an overhead of R; infinity without overhead (lemma 3.1)."""
+    largest_overhead(a, 1)  # refuses what cannot be
+    return math.inf if R <= 0 else math.floor((1 + R - a) / (a * R) + 1e-9)
+
+
+def fewest_servers(S: float, N_w: int, B: float, T_C: float) -> int:
+    """How many parameter servers hide the traffic (lemma 3.2)."""
+    if not (S > 0 and N_w >= 1 and B > 0 and T_C > 0):
+        raise ConfigurationError(
+            f"lemma 3.2 needs bytes, workers, a rate and a time above 0, not {S}, {N_w}, {B} and {T_C}."
+        )
+    return math.ceil(2 * S * N_w / (B * T_C) - 1e-9)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A lemma's answer and the simulator's, for one number of devices."""
+
+    num_ranks: int
+    lemma: float
+    simulated: float
+
+
+def compare_efficiency(workload: Workload, grow: Grow, plan: Plan, counts: tuple[int, ...]) -> list[Beside]:
+    """Lemma 3.1 where its work is shared: G devices compute a G-th each, and the optimizer and the rest stay whole.
+
+    R is what one device shows: everything that is no forward or backward. The simulator adds communication.
+    """
+    T_C = workload.forward_s + workload.backward_s
+    T_O = workload.optimizer_s + workload.other_s
+    if T_C <= 0:
+        raise ConfigurationError(f"the workload {workload.name} computes nothing; lemma 3.1 divides by it.")
+    found = []
+    for G in counts:
+        part = replace(workload.taking(1 / G), optimizer_s=workload.optimizer_s)
+        simulated = (T_C + T_O) / (G * simulate(part, grow(G), plan).step_s)
+        found.append(Beside(G, efficiency(T_O / T_C, G), simulated))
+    return found
+
+
+@dataclass(frozen=True)
+class ServerAnswers:
+    """How many parameter servers hide the traffic.
+
+    Attributes:
+        lemma: By lemma 3.2.
+        half_duplex: By the simulator, with servers that send or receive; None: no number hides it.
+        duplex: By the simulator, with servers that do both at once; None likewise.
+        worker_limit_s: How long the fullest worker's own link takes each way, whatever the servers do.
+        window_s: What the traffic can overlap with: backward after the first gradient.
+    """
+
+    lemma: int
+    half_duplex: int | None
+    duplex: int | None
+    worker_limit_s: float
+    window_s: float
+
+
+def compare_servers(
+    workload: Workload, cluster: Cluster, plan: Plan, server_bytes_per_s: float
+) -> ServerAnswers:
+    """Lemma 3.2 beside the fewest servers with which the simulated step is as long as with infinitely many."""
+    S, N_w = workload.gradient_bytes * plan.payload_ratio, cluster.num_ranks
+    T_C = workload.forward_s + workload.backward_s
+    found = {
+        duplex: _fewest_simulated(workload, cluster, plan, server_bytes_per_s, duplex=duplex)
+        for duplex in (False, True)
+    }
+    worker = Servers(1, math.inf).s_per_byte(cluster)[1]
+    first_s = workload.ready_gradients()[0][0]
+    return ServerAnswers(
+        fewest_servers(S, N_w, server_bytes_per_s, T_C),
+        found[False],
+        found[True],
+        worker * S,
+        workload.backward_s - first_s,
+    )
+
+
+def _fewest_simulated(
+    workload: Workload, cluster: Cluster, plan: Plan, rate: float, *, duplex: bool
+) -> int | None:
+    """By bisection: more servers never make a step longer."""
+
+    def step_s(number: int, bytes_per_s: float) -> float:
+        servers = Servers(number, bytes_per_s, duplex)
+        return simulate(workload, cluster, replace(plan, servers=servers)).step_s
+
+    enough_s = step_s(1, math.inf) * (1 + _HIDDEN)
+    if step_s(_MOST_SERVERS, rate) > enough_s:
+        return None
+    low, high = 0, _MOST_SERVERS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if step_s(middle, rate) <= enough_s else (middle, high)
+    return high

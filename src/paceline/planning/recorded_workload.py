@@ -1,0 +1,315 @@
+"""A training step as it was recorded: how long each layer computes, and how many bytes of gradients it produces.
+
+Two kinds of file. A *trace* is what `observe.record_workload` writes while a script trains: a header, then a line a
+step, so that whatever was written before a crash can be read. A *workload* is what follows from it: medians, as one
+JSON object. `Workload.load` reads either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from paceline.errors import ConfigurationError
+
+WORKLOAD_FORMAT, TRACE_FORMAT = "paceline workload", "paceline trace"
+VERSION = 1
+_AGAIN = "Record it again with `paceline plan record SCRIPT`."
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """One layer; its gradients become ready together.
+
+    Attributes:
+        name: Of the module.
+        forward_s: Of its forward.
+        backward_s: From the layer before it in backward to its own last gradient.
+        gradient_bytes: One a parameter.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    gradient_bytes: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.gradient_bytes)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step of one device, without communication.
+
+    Attributes:
+        name: Of the model or script.
+        source: Where the times are from, in words for a report.
+        layers: In the order of forward.
+        optimizer_s: After backward: clipping, the optimizer.
+        other_s: Between the optimizer and the next forward, such as loading data.
+        samples_per_step: Of one device; None if nobody said.
+        relative_steps: Computing of each recorded step over the median: how it varies. Empty: it does not.
+        ready_order: Indices into `layers` in the order in which their gradients are ready. Empty: the last first.
+    """
+
+    name: str
+    source: str
+    layers: tuple[LayerTimes, ...]
+    optimizer_s: float = 0.0
+    other_s: float = 0.0
+    samples_per_step: int | None = None
+    relative_steps: tuple[float, ...] = ()
+    ready_order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        times = [self.optimizer_s, self.other_s]
+        times += [seconds for layer in self.layers for seconds in (layer.forward_s, layer.backward_s)]
+        sizes = [size for layer in self.layers for size in layer.gradient_bytes]
+        if not sizes:
+            raise ConfigurationError(
+                f"the workload {self.name} has no gradients: there is nothing to reduce, and nothing to plan."
+            )
+        if not all(0 <= x < math.inf for x in (*times, *sizes)):
+            raise ConfigurationError(
+                f"the workload {self.name} has times or sizes that are below 0 or not finite: a step cannot be "
+                f"predicted from them. {_AGAIN}"
+            )
+        if not all(0 < ratio < math.inf for ratio in self.relative_steps):
+            raise ConfigurationError(
+                f"the workload {self.name} has a recorded step without a duration. {_AGAIN}"
+            )
+        if self.ready_order and sorted(self.ready_order) != list(range(len(self.layers))):
+            raise ConfigurationError(
+                f"the workload {self.name}: its ready order does not name every layer once."
+            )
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Indices of the layers as their gradients become ready."""
+        return self.ready_order or tuple(reversed(range(len(self.layers))))
+
+    @property
+    def forward_s(self) -> float:
+        return sum(layer.forward_s for layer in self.layers)
+
+    @property
+    def backward_s(self) -> float:
+        return sum(layer.backward_s for layer in self.layers)
+
+    @property
+    def compute_s(self) -> float:
+        """A step of one device alone."""
+        return self.forward_s + self.backward_s + self.optimizer_s + self.other_s
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(layer.size_bytes for layer in self.layers)
+
+    def ready_gradients(self) -> list[tuple[float, int]]:
+        """Seconds since backward began, and bytes, of every gradient in the order in which they are ready."""
+        found, now_s = [], 0.0
+        for index in self.order:
+            now_s += self.layers[index].backward_s
+            found += [(now_s, size) for size in reversed(self.layers[index].gradient_bytes)]
+        return found
+
+    def taking(self, compute_ratio: float) -> Workload:
+        """The same on a device whose computing takes `compute_ratio` times as long."""
+        layers = tuple(
+            LayerTimes(x.name, x.forward_s * compute_ratio, x.backward_s * compute_ratio, x.gradient_bytes)
+            for x in self.layers
+        )
+        return replace(self, layers=layers, optimizer_s=self.optimizer_s * compute_ratio)
+
+    def save(self, path: Path) -> None:
+        """Write it as one JSON object."""
+        record = {"format": WORKLOAD_FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Workload:
+        """Read a workload, or a trace.
+
+        Raises:
+            ConfigurationError: It cannot be read, is of another version, or holds no complete step.
+        """
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise ConfigurationError(f"the workload {path} cannot be read ({reason}). {_AGAIN}") from error
+        first = _parsed(text.partition("\n")[0])
+        if isinstance(first, dict) and first.get("format") == TRACE_FORMAT:
+            _check_version(first, path)
+            return _from_trace(first, text.splitlines()[1:], path)
+        record = _parsed(text)
+        if not isinstance(record, dict) or record.get("format") != WORKLOAD_FORMAT:
+            raise ConfigurationError(
+                f"{path} is neither a workload nor a trace: it is {_kind(record, text)}. {_AGAIN}"
+            )
+        _check_version(record, path)
+        try:
+            return _from_record(record)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(
+                f"the workload {path} is damaged ({type(error).__name__}: {error}). {_AGAIN}"
+            ) from error
+
+
+def _from_record(record: Mapping[str, Any]) -> Workload:
+    layers = tuple(
+        LayerTimes(
+            str(x["name"]),
+            float(x["forward_s"]),
+            float(x["backward_s"]),
+            tuple(int(n) for n in x["gradient_bytes"]),
+        )
+        for x in record["layers"]
+    )
+    samples = record["samples_per_step"]
+    return Workload(
+        str(record["name"]),
+        str(record["source"]),
+        layers,
+        float(record["optimizer_s"]),
+        float(record["other_s"]),
+        None if samples is None else int(samples),
+        tuple(map(float, record["relative_steps"])),
+        tuple(map(int, record["ready_order"])),
+    )
+
+
+def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> Workload:
+    """Medians of all complete steps."""
+    steps = [_parsed(line) for line in lines if line.strip()]
+    complete = [step for step in steps if isinstance(step, dict)]
+    cut_off = len(steps) - len(complete)
+    if header.get("num_ranks", 1) != 1:
+        raise ConfigurationError(
+            f"the trace {path} was recorded on {header['num_ranks']} ranks: its steps contain waiting for others. "
+            "Score a prediction with it (`paceline plan score`), or record one rank alone to predict from."
+        )
+    try:
+        layers = header["layers"]
+        timed = [step for step in complete if not step["warm_up"]]
+        if not timed:
+            raise ConfigurationError(
+                f"the trace {path} holds no complete step after {len(complete)} of warm-up: the script ended too "
+                f"early, or was cut off while it wrote. {_AGAIN}"
+            )
+        order = _order([step["ready_s"] for step in timed])
+        backward_s = _gaps([step["ready_s"] for step in timed], order)
+        forward_s = _gaps([step["forward_ends_s"] for step in timed], range(len(layers)))
+        last = order[-1]
+        tail_s = median(step["backward_s"] - max(step["ready_s"]) for step in timed)
+        backward_s[last] += max(tail_s, 0.0)
+        spare_s = median(step["forward_s"] - max(step["forward_ends_s"]) for step in timed)
+        forward_s[-1] += max(spare_s, 0.0)  # the loss
+        lengths = [step["forward_s"] + step["backward_s"] for step in timed]
+        notes = f"; {cut_off} incomplete line(s) ignored" if cut_off else ""
+        return Workload(
+            str(header["name"]),
+            f"recorded: median of {len(timed)} steps on {header['device']}{notes}",
+            tuple(
+                LayerTimes(str(x["name"]), forward_s[i], backward_s[i], tuple(map(int, x["gradient_bytes"])))
+                for i, x in enumerate(layers)
+            ),
+            median(step["optimizer_s"] for step in timed),
+            median(step["other_s"] for step in timed),
+            header.get("samples_per_step"),
+            tuple(length / median(lengths) for length in lengths),
+            tuple(order),
+        )
+    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(
+            f"the trace {path} is damaged ({type(error).__name__}: {error}). {_AGAIN}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """How long the steps of a trace were, on however many ranks."""
+
+    name: str
+    num_ranks: int
+    steps_s: tuple[float, ...]
+
+
+def measured_steps(path: Path) -> MeasuredSteps:
+    """Read the whole steps of a trace, for a score.
+
+    Raises:
+        ConfigurationError: It is no trace of this version, or holds no complete step.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the trace {path} cannot be read. {_AGAIN}") from error
+    header = _parsed(lines[0]) if lines else None
+    if not isinstance(header, dict) or header.get("format") != TRACE_FORMAT:
+        raise ConfigurationError(f"{path} is not a trace: only a trace of a real run scores. {_AGAIN}")
+    _check_version(header, path)
+    steps = [
+        step for step in map(_parsed, lines[1:]) if isinstance(step, dict) and not step.get("warm_up", True)
+    ]
+    try:
+        parts = ("forward_s", "backward_s", "optimizer_s", "other_s")
+        steps_s = tuple(sum(float(step[part]) for part in parts) for step in steps)
+        found = MeasuredSteps(str(header["name"]), int(header.get("num_ranks", 1)), steps_s)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"the trace {path} is damaged ({type(error).__name__}: {error}). {_AGAIN}"
+        ) from error
+    if not steps_s:
+        raise ConfigurationError(f"the trace {path} holds no complete step after the warm-up. {_AGAIN}")
+    return found
+
+
+def _order(ready_s: Sequence[Sequence[float]]) -> list[int]:
+    """Layers by the median time at which they are ready."""
+    medians = [median(column) for column in zip(*ready_s, strict=True)]
+    return sorted(range(len(medians)), key=lambda i: medians[i])
+
+
+def _gaps(ends_s: Sequence[Sequence[float]], order: Sequence[int]) -> list[float]:
+    """Median seconds of each layer from the end of the one before it in `order`; 0 where it was done before."""
+    samples: list[list[float]] = [[] for _ in order]
+    for step in ends_s:
+        now_s = 0.0
+        for index in order:
+            samples[index].append(max(step[index] - now_s, 0.0))
+            now_s = max(now_s, step[index])
+    return [median(values) for values in samples]
+
+
+def _check_version(record: Mapping[str, Any], path: Path) -> None:
+    if record.get("version") != VERSION:
+        raise ConfigurationError(
+            f"{path} is of version {record.get('version')}, this Paceline reads version {VERSION}. {_AGAIN}"
+        )
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _kind(record: Any, text: str) -> str:
+    if record is None:
+        return "empty" if not text.strip() else "not JSON, or cut off in the middle"
+    if isinstance(record, dict) and "workload" in record and "layers" in record:
+        return "a profile for `paceline bench step`"
+    return "other JSON"

@@ -1,0 +1,180 @@
+"""Replays one step: buckets are ready, leave in order, share the wire, and arrive.
+
+    computing   |--bucket 0--(launch 0)--bucket 1--(launch 1)----bucket 2--(launch 2)|(finish 0)(finish 1)   (finish 2)
+    wire                                |------ 0 ------|        |------ 1 ------|---- 2 ----|
+
+Rules
+1. Launching blocks the thread that computes gradients, so it delays all later buckets. Finishing happens after
+   backward, bucket by bucket, while later ones may still be on the wire.
+2. A lane (process group) performs its collectives one after another, in launch order; bucket i takes lane i mod the
+   number of lanes.
+3. A collective first waits (latencies), then flows. Those that flow at the same time share the link equally, unless a
+   connection's own limit gives them less.
+4. With priorities there are no lanes: what is nearest to the front of the model flows, and waits for nobody.
+
+Everything that predicts a step's time calls this: the simulator, the choice of compression, and the benchmarks' limits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_EPSILON = 1e-12
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One collective as the wire sees it.
+
+    Attributes:
+        fixed_s: Before anything flows: latencies, software. Does not use up the link.
+        link_s: How long its bytes fill the link.
+        alone_s: How long they flow when nothing else does: more than `link_s` where one connection cannot fill it.
+    """
+
+    fixed_s: float
+    link_s: float
+    alone_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.fixed_s + self.alone_s
+
+
+@dataclass(frozen=True)
+class Replay:
+    """When everything happened, in seconds from the start of backward.
+
+    Attributes:
+        computed_s: Backward was done.
+        arrivals_s: Each bucket had been reduced.
+        end_s: All had been finished.
+    """
+
+    computed_s: float
+    arrivals_s: tuple[float, ...]
+    end_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that backward does not hide."""
+        return self.end_s - self.computed_s
+
+
+def replay(
+    ready_s: Sequence[float],
+    wires: Sequence[Wire],
+    computed_s: float,
+    launch_s: Sequence[float] = (),
+    finish_s: Sequence[float] = (),
+    closing_s: float = 0.0,
+    num_lanes: int = 1,
+) -> Replay:
+    """Replay the buckets of one step.
+
+    Args:
+        ready_s: When each would be ready if launching took no time, in launch order.
+        wires: Its collective.
+        computed_s: When backward would end if launching took no time.
+        launch_s: What launching each takes; empty: nothing.
+        finish_s: What finishing each takes; empty: nothing.
+        closing_s: Once, at the end.
+        num_lanes: Process groups that take buckets in turn.
+    """
+    late_s, starts_s = 0.0, []
+    for i, when_s in enumerate(ready_s):
+        if launch_s:
+            late_s += launch_s[i]
+        starts_s.append(when_s + late_s)
+    arrivals_s = in_one_lane(starts_s, wires) if num_lanes == 1 else _in_lanes(starts_s, wires, num_lanes)
+    now_s = computed_s = computed_s + late_s
+    for i, arrival_s in enumerate(arrivals_s):
+        now_s = max(now_s, arrival_s) + (finish_s[i] if finish_s else 0.0)
+    return Replay(computed_s, tuple(arrivals_s), now_s + closing_s)
+
+
+def in_one_lane(starts_s: Sequence[float], wires: Sequence[Wire]) -> list[float]:
+    """When each collective ends, one after another."""
+    free_s, arrivals_s = 0.0, []
+    for start_s, wire in zip(starts_s, wires, strict=True):
+        free_s = max(free_s, start_s) + wire.total_s
+        arrivals_s.append(free_s)
+    return arrivals_s
+
+
+class _Flow:
+    """A collective under way."""
+
+    def __init__(self, index: int, wire: Wire, flows_from_s: float) -> None:
+        self.index = index
+        self.flows_from_s = flows_from_s
+        self.left_s = wire.link_s  # of the whole link
+        self.most = wire.link_s / wire.alone_s if wire.alone_s else 1.0  # of the link
+
+
+def _in_lanes(starts_s: Sequence[float], wires: Sequence[Wire], num_lanes: int) -> list[float]:
+    """When each collective ends, several at once."""
+    queues = [list(range(lane, len(wires), num_lanes)) for lane in range(num_lanes)]
+    arrivals_s = [0.0] * len(wires)
+    flows: list[_Flow] = []
+
+    def launch_next(lane: int, now_s: float) -> None:
+        if queues[lane]:
+            index = queues[lane].pop(0)
+            flows.append(_Flow(index, wires[index], max(starts_s[index], now_s) + wires[index].fixed_s))
+
+    for lane in range(num_lanes):
+        launch_next(lane, 0.0)
+    now_s = 0.0
+    while flows:
+        flowing = [flow for flow in flows if flow.flows_from_s <= now_s + _EPSILON]
+        rates = shared_rates([flow.most for flow in flowing])
+        ends_s = [
+            now_s + flow.left_s / rate if rate else math.inf
+            for flow, rate in zip(flowing, rates, strict=True)
+        ]
+        waiting_s = [flow.flows_from_s for flow in flows if flow not in flowing]
+        next_s = min([*ends_s, *waiting_s])
+        for flow, rate in zip(flowing, rates, strict=True):
+            flow.left_s -= rate * (next_s - now_s)
+        done = [flow for flow, end_s in zip(flowing, ends_s, strict=True) if end_s <= next_s + _EPSILON]
+        now_s = next_s
+        for flow in done:
+            arrivals_s[flow.index] = now_s
+            flows.remove(flow)
+            launch_next(flow.index % num_lanes, now_s)
+    return arrivals_s
+
+
+def shared_rates(limits: Sequence[float]) -> list[float]:
+    """Max-min fair parts of one link for flows with limits of their own (1: the whole link)."""
+    rates = [0.0] * len(limits)
+    left, order = 1.0, sorted(range(len(limits)), key=lambda i: limits[i])
+    for place, index in enumerate(order):
+        rates[index] = min(limits[index], left / (len(order) - place))
+        left -= rates[index]
+    return rates
+
+
+def by_priority(starts_s: Sequence[float], durations_s: Sequence[float]) -> list[float]:
+    """When each transfer ends if the last of the list always goes first, interrupting others at once (rule 4)."""
+    left_s = list(durations_s)
+    ends_s = [0.0] * len(left_s)
+    waiting = set(range(len(left_s)))
+    now_s = 0.0
+    while waiting:
+        ready = [i for i in waiting if starts_s[i] <= now_s + _EPSILON]
+        coming_s = min((starts_s[i] for i in waiting if i not in ready), default=math.inf)
+        if not ready:
+            now_s = coming_s
+            continue
+        chosen = max(ready)
+        spent_s = min(left_s[chosen], coming_s - now_s)
+        now_s += spent_s
+        left_s[chosen] -= spent_s
+        if left_s[chosen] <= _EPSILON:
+            ends_s[chosen] = now_s
+            waiting.remove(chosen)
+    return ends_s

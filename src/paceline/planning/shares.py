@@ -1,0 +1,256 @@
+"""Shares by speed: how long a rank takes for n samples, learnt from its steps, and the shares that finish soonest.
+
+A step ends when its last rank has its gradients. Rank r takes T_r(n) = f_r + a_r n seconds for n > 0 samples of a step,
+and nothing for 0. The shares with the smallest max T_r(n_r), for a given sum of n_r, are those at which no rank could
+give one sample to another without ending later: all finish together, up to a sample. Their bound is the ideal, which
+fractions of samples would reach: the T at which sum (T - f_r) / a_r is the whole batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import ConfigurationError
+
+_MEMORY_STEPS = 24  # measured steps that an estimate rests on, at most
+_DRIFT_RATIO = 0.2  # so far off, to the same side, ...
+_DRIFT_STEPS = 3  # ... so often in a row: the rank's speed is another one now
+_DOUBT_RATIO = 0.3  # by how much of a step n measured steps may all mislead, times n^1.5
+_LEAST_SPREAD = (
+    1.15  # largest over smallest number of samples from which fixed and per-sample time are told apart
+)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A rank's time for its samples of one step.
+
+    Attributes:
+        fixed_s: Seconds that a step takes however few they are.
+        sample_s: Seconds that each adds.
+    """
+
+    fixed_s: float
+    sample_s: float
+
+    def step_s(self, num_samples: int) -> float:
+        """Seconds until the gradients of `num_samples` are there."""
+        return self.fixed_s + self.sample_s * num_samples if num_samples else 0.0
+
+    def times(self, factor: float) -> Speed:
+        """The same rank, slower by `factor`."""
+        return Speed(self.fixed_s * factor, self.sample_s * factor)
+
+
+class SpeedEstimate:
+    """Learns a rank's `Speed` from its steps.
+
+    Fixed and per-sample time can be told apart once steps of different size were seen; until then all is taken to be
+    per sample. What counts most is the time at the present size: the line goes through its median. A speed that
+    changes suddenly is noticed by the third step in a row that is far off, and then earlier steps are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=_MEMORY_STEPS)  # samples, seconds
+        self._residuals: deque[float] = deque(
+            maxlen=_MEMORY_STEPS
+        )  # relative, of steps that were not far off
+        self._shape: Speed | None = None  # the last one that steps of different size gave
+        self._num_off = 0  # steps in a row that are far off, negative if they were faster
+
+    def __len__(self) -> int:
+        """Steps that the estimate rests on."""
+        return len(self._seen)
+
+    def add(self, num_samples: int, seconds: float) -> None:
+        """A step with `num_samples`, more than 0, took `seconds`."""
+        if self._seen:
+            expected_s = self.speed.step_s(num_samples)
+            residual = seconds / expected_s - 1
+            side = 0 if abs(residual) <= _DRIFT_RATIO else 1 if residual > 0 else -1
+            self._num_off = self._num_off + side if side and side * self._num_off >= 0 else side
+            if not side:
+                self._residuals.append(residual)
+        self._seen.append((num_samples, seconds))
+        if abs(self._num_off) >= _DRIFT_STEPS:
+            self._shape = self.speed
+            recent = list(self._seen)[-_DRIFT_STEPS:]
+            self._seen.clear()
+            self._seen.extend(recent)
+            self._num_off = 0
+
+    @property
+    def speed(self) -> Speed:
+        """The best guess now; there must have been a step."""
+        now = self._seen[-1][0]
+        shape = self._fit() or self._shape or Speed(0.0, 1.0)
+        factors = [seconds / shape.step_s(n) for n, seconds in self._seen if n == now]
+        return shape.times(statistics.median(factors))
+
+    def _fit(self) -> Speed | None:
+        """The line through the medians of steps of equal size; None while they are too much alike."""
+        by_size: dict[int, list[float]] = {}
+        for num_samples, seconds in self._seen:
+            by_size.setdefault(num_samples, []).append(seconds)
+        if max(by_size) < _LEAST_SPREAD * min(by_size):
+            return None
+        points = [(n, statistics.median(times), len(times)) for n, times in by_size.items()]
+        weight = sum(count for _, _, count in points)
+        mean_n = sum(n * count for n, _, count in points) / weight
+        mean_s = sum(s * count for _, s, count in points) / weight
+        slope = sum(count * (n - mean_n) * (s - mean_s) for n, s, count in points)
+        slope /= sum(count * (n - mean_n) ** 2 for n, _, count in points)
+        if slope <= 0:
+            return None
+        self._shape = Speed(max(0.0, mean_s - slope * mean_n), slope)
+        return self._shape
+
+    @property
+    def error_ratio(self) -> float:
+        """By how much the median step at the present size may be wrong, relative to it.
+
+        Twice its standard error, and more while few steps were seen, of which all may have been disturbed.
+        """
+        now = self._seen[-1][0]
+        num_steps = sum(n == now for n, _ in self._seen)
+        deviation = 1.4826 * statistics.median(map(abs, self._residuals)) if self._residuals else 0.0
+        return 2 * 1.25 * deviation / math.sqrt(num_steps) + _DOUBT_RATIO / (num_steps * math.sqrt(num_steps))
+
+
+def finish_s(speeds: Sequence[Speed], samples: Sequence[int]) -> float:
+    """Seconds until the last rank has its gradients."""
+    return max(speed.step_s(n) for speed, n in zip(speeds, samples, strict=True))
+
+
+def ideal_s(speeds: Sequence[Speed], total: int) -> float:
+    """Seconds that `total` samples would take if samples could be divided: what no shares can beat.
+
+    A rank whose fixed time alone is longer is left out.
+    """
+    by_fixed = sorted(speeds, key=lambda speed: speed.fixed_s)
+    rate = constant = 0.0
+    best_s = math.inf
+    for place, speed in enumerate(by_fixed):
+        rate += 1 / speed.sample_s
+        constant += speed.fixed_s / speed.sample_s
+        best_s = (total + constant) / rate
+        if place + 1 == len(by_fixed) or best_s <= by_fixed[place + 1].fixed_s:
+            break
+    return best_s
+
+
+def best_shares(
+    speeds: Sequence[Speed],
+    total: int,
+    most: Sequence[int] | None = None,
+    least: int = 1,
+    unit: int = 1,
+) -> tuple[int, ...]:
+    """The samples of each rank, `total` together, with which the last rank finishes soonest.
+
+    Args:
+        speeds: Of each rank.
+        total: Samples to divide; a multiple of `unit`.
+        most: What each rank can hold; None: no limits.
+        least: What each rank gets at least.
+        unit: Every rank's samples are a multiple of it.
+
+    Contract:
+        Local. The same arguments give the same shares on every rank.
+
+    Cost:
+        O(P log P) for P ranks, after some fifty passes over them.
+
+    Raises:
+        ConfigurationError: The ranks together cannot hold `total`, or there are fewer than `least` for each.
+    """
+    units = total // unit
+    floors = [math.ceil(least / unit)] * len(speeds)
+    limits = [units] * len(speeds) if most is None else [min(limit // unit, units) for limit in most]
+    if sum(limits) < units or sum(floors) > units or any(map(_exceeds, floors, limits)):
+        raise ConfigurationError(
+            f"{total} samples cannot be divided among ranks that hold {list(limits)} at most and {least} at least"
+            + (f", in units of {unit}" if unit > 1 else "")
+            + ". Make the global batch smaller, or the limits wider."
+        )
+
+    def within(time_s: float) -> list[int]:
+        """What each rank finishes within `time_s`."""
+        return [
+            max(low, min(high, math.floor((time_s - speed.fixed_s) / (speed.sample_s * unit))))
+            for speed, low, high in zip(speeds, floors, limits, strict=True)
+        ]
+
+    early_s, late_s = 0.0, max(speed.step_s(total) for speed in speeds)
+    for _ in range(60):
+        middle_s = (early_s + late_s) / 2
+        if sum(within(middle_s)) <= units:
+            early_s = middle_s
+        else:
+            late_s = middle_s
+    given = within(early_s)
+    # Who would finish first with one more; of equals the lower rank.
+    waiting = [
+        (speed.step_s((n + 1) * unit), rank)
+        for rank, (speed, n, limit) in enumerate(zip(speeds, given, limits, strict=True))
+        if n < limit
+    ]
+    heapq.heapify(waiting)
+    for _ in range(units - sum(given)):
+        _, rank = heapq.heappop(waiting)
+        given[rank] += 1
+        if given[rank] < limits[rank]:
+            heapq.heappush(waiting, (speeds[rank].step_s((given[rank] + 1) * unit), rank))
+    return tuple(n * unit for n in given)
+
+
+def _exceeds(floor: int, limit: int) -> bool:
+    return floor > limit
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Other shares, and what they are worth.
+
+    Attributes:
+        samples: Of each rank in a step.
+        now_s: Predicted seconds until the last rank has its gradients, with the present shares.
+        then_s: The same with these.
+        ideal_s: The same if samples could be divided.
+        error_ratio: How far `now_s`, the time of the last rank, may be wrong.
+    """
+
+    samples: tuple[int, ...]
+    now_s: float
+    then_s: float
+    ideal_s: float
+    error_ratio: float
+
+    def pays(self, gain_ratio: float) -> bool:
+        """Whether they save that fraction of the step, beyond what may be error."""
+        return 1 - self.then_s / self.now_s > gain_ratio + self.error_ratio
+
+
+def propose(
+    estimates: Sequence[SpeedEstimate],
+    samples: Sequence[int],
+    most: Sequence[int] | None = None,
+    least: int = 1,
+    unit: int = 1,
+) -> Proposal:
+    """The best shares by what is known of each rank; arguments as of `best_shares`, and the present `samples`."""
+    speeds = [estimate.speed for estimate in estimates]
+    shares = best_shares(speeds, sum(samples), most, least, unit)
+    last = max(range(len(speeds)), key=lambda rank: speeds[rank].step_s(samples[rank]))
+    return Proposal(
+        shares,
+        finish_s(speeds, samples),
+        finish_s(speeds, shares),
+        ideal_s(speeds, sum(samples)),
+        estimates[last].error_ratio,
+    )

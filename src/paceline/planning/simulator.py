@@ -1,0 +1,251 @@
+"""Simulates training steps of a workload on a cluster under a plan.
+
+Rules
+1. A rank's computing takes what was recorded, over its speed, times its share of the batch, times a factor drawn for
+   each rank and micro-step from the recorded steps: the slowest of N is slower the larger N is.
+2. A collective begins when the last rank has its bucket ready, and ends everywhere at once. Both are exact where every
+   rank needs every other one's bytes, which is what an all-reduce is; so ranks need no clocks of their own between
+   collectives, and 4,096 of them cost little more than 4.
+3. All ranks begin a step together: the one before ended for all of them together.
+4. A stall by loss belongs to a collective; how many there are is drawn (Poisson) for each one.
+
+What a prediction contains is the cluster's business: with `EmulationCost` it predicts an emulated run, without it the
+network alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import ConfigurationError
+from paceline.planning.collective_time import CollectiveCost, cost_for
+from paceline.planning.hardware import Cluster
+from paceline.planning.recorded_workload import Workload
+from paceline.planning.replay import Replay, Wire, by_priority, in_one_lane, replay
+from paceline.planning.step_time import BucketLoad
+from paceline.planning.training_plan import Plan, cut_buckets
+
+_SETTLING = 4  # steps until one that overlaps with the next forward repeats itself
+Tell = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What was predicted.
+
+    Attributes:
+        steps_s: Each simulated step; one that accumulates is a step of `sync_every` micro-steps.
+        compute_s: Median over steps of the slowest rank's computing, in a whole step.
+        exposed_s: Median over steps of the communication that backward does not hide.
+        wire_s: What the collectives of a step would take one after another.
+        num_buckets: How many.
+        num_micro_steps: Of a step.
+        costs: Of each bucket's collective; empty for one rank and for parameter servers.
+    """
+
+    steps_s: tuple[float, ...]
+    compute_s: float
+    exposed_s: float
+    wire_s: float
+    num_buckets: int
+    num_micro_steps: int
+    costs: tuple[CollectiveCost, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Median."""
+        return median(self.steps_s)
+
+    @property
+    def micro_step_s(self) -> float:
+        return self.step_s / self.num_micro_steps
+
+
+def simulate(
+    workload: Workload,
+    cluster: Cluster,
+    plan: Plan | None = None,
+    *,
+    num_steps: int = 1,
+    seed: int = 0,
+    tell: Tell | None = None,
+) -> Simulation:
+    """Simulate some steps.
+
+    Args:
+        workload: What one device computes.
+        cluster: Where.
+        plan: How gradients are reduced; None: torch's default buckets, the fastest algorithm for each.
+        num_steps: More than 1 only matters where something is drawn: computing that varies, loss.
+        seed: Of the draws; the same seed draws the same.
+        tell: Told the share of the work that is done.
+
+    Raises:
+        ConfigurationError: The plan does not fit the cluster.
+    """
+    return _Simulator(workload, cluster, plan or Plan(), seed).run(num_steps, tell)
+
+
+class _Simulator:
+    def __init__(self, workload: Workload, cluster: Cluster, plan: Plan, seed: int) -> None:
+        self.workload, self.cluster, self.plan = workload, cluster, plan
+        self.random = np.random.default_rng(seed)
+        self.size = cluster.num_ranks
+        self.slowness = self._slowness()
+        per_layer_s = cluster.emulation.layer_s * max(1.0, self.size / cluster.emulation.cores)
+        extra_s = per_layer_s * len(workload.layers)
+        self.forward_s = workload.forward_s + extra_s
+        self.backward_s = workload.backward_s + extra_s
+        stretch = self.backward_s / workload.backward_s if workload.backward_s else 1.0
+        gradients = [(ready_s * stretch, size) for ready_s, size in workload.ready_gradients()]
+        if not plan.overlap:
+            gradients = [(self.backward_s, size) for _, size in gradients]
+        self.buckets = cut_buckets(gradients, plan.caps_bytes) if self.size > 1 else []
+        self.costs = self._costs()
+
+    def _slowness(self) -> NDArray[np.float64]:
+        """One a rank: how much longer than recorded it computes."""
+        slowness = np.ones(self.size)
+        if self.cluster.speeds:
+            slowness /= np.array(self.cluster.speeds)
+        if self.plan.shares:
+            if len(self.plan.shares) != self.size:
+                raise ConfigurationError(
+                    f"{len(self.plan.shares)} shares for {self.size} ranks; every rank has one."
+                )
+            slowness = slowness * np.array(self.plan.shares) * self.size
+        return slowness
+
+    def _costs(self) -> list[CollectiveCost]:
+        if self.plan.servers is not None:
+            return []
+        sent = [bucket.size_bytes * self.plan.payload_ratio for bucket in self.buckets]
+        return [cost_for(self.cluster, self.plan.algorithm, size) for size in sent]
+
+    def run(self, num_steps: int, tell: Tell | None) -> Simulation:
+        if num_steps < 1:
+            raise ConfigurationError(f"{num_steps} simulated steps show nothing. Pass 1 or more.")
+        steps_s, computes_s, exposed_s = [], [], []
+        for number in range(num_steps):
+            before, last = self._factors()
+            wires = self._wires()
+            if self.plan.priority and self.buckets:
+                step_s, compute_s = self._overlapping_next_forward(float(last.max()), wires)
+                shown_s = max(step_s - compute_s, 0.0)
+            else:
+                done = self._replay(before, last, wires)
+                optimizer_s = self.workload.optimizer_s * float((1 / self._speeds()).max())
+                step_s = self.workload.other_s * self.plan.sync_every + done.end_s + optimizer_s
+                compute_s, shown_s = step_s - done.exposed_s, done.exposed_s
+            steps_s.append(step_s)
+            computes_s.append(compute_s)
+            exposed_s.append(shown_s)
+            if tell is not None:
+                tell((number + 1) / num_steps)
+        return Simulation(
+            tuple(steps_s),
+            median(computes_s),
+            median(exposed_s),
+            sum(wire.total_s for wire in self._wires(stalls=False)),
+            len(self.buckets),
+            self.plan.sync_every,
+            tuple(self.costs),
+        )
+
+    def _speeds(self) -> NDArray[np.float64]:
+        return np.array(self.cluster.speeds) if self.cluster.speeds else np.ones(1)
+
+    def _factors(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """For each rank: micro-steps before the last one, and the last one, in recorded ones."""
+        recorded = self.workload.relative_steps
+        if len(recorded) < 2:
+            return (self.plan.sync_every - 1) * self.slowness, self.slowness
+        drawn = self.random.choice(np.array(recorded), (self.plan.sync_every, self.size))
+        return drawn[:-1].sum(axis=0) * self.slowness, drawn[-1] * self.slowness
+
+    def _replay(
+        self, before: NDArray[np.float64], last: NDArray[np.float64], wires: Sequence[Wire]
+    ) -> Replay:
+        """From the start of the first forward to the end of the last reduction; the slowest rank counts."""
+        begun_s = before * (self.forward_s + self.backward_s) + last * self.forward_s
+        slowest = last.max()
+
+        def slowest_s(ready_s: float) -> float:
+            if self.plan.sync_every == 1:  # all proportional: the slowest is the slowest at everything
+                return float(slowest * (self.forward_s + ready_s))
+            return float((begun_s + last * ready_s).max())
+
+        sizes = [bucket.size_bytes for bucket in self.buckets]
+        ready_s = [slowest_s(bucket.ready_s) for bucket in self.buckets]
+        computed_s = slowest_s(self.backward_s)
+        launch_s = [self.plan.launch.of(size) for size in sizes]
+        finish_s = [self.plan.finish.of(size) for size in sizes]
+        if self.plan.servers is None:
+            lanes = self.plan.num_groups
+            return replay(ready_s, wires, computed_s, launch_s, finish_s, num_lanes=lanes)
+        halves = [Wire(wire.fixed_s / 2, wire.link_s / 2, wire.alone_s / 2) for wire in wires]
+        if not self.plan.servers.duplex:
+            return replay(ready_s, wires, computed_s, launch_s, finish_s)
+        pushed_s = in_one_lane(ready_s, halves)
+        pulled_s = in_one_lane(pushed_s, halves)
+        return Replay(computed_s, tuple(pulled_s), max([computed_s, *pulled_s]))
+
+    def _wires(self, *, stalls: bool = True) -> list[Wire]:
+        if self.plan.servers is not None:
+            return [self._served(bucket) for bucket in self.buckets]
+        wires = []
+        for bucket, cost in zip(self.buckets, self.costs, strict=True):
+            sent = bucket.size_bytes * self.plan.payload_ratio
+            fixed_s = cost.fixed_s
+            if stalls and (expected := cost.stalls(sent)):
+                fixed_s += self.cluster.stall_s * int(self.random.poisson(expected))
+            wires.append(Wire(fixed_s, cost.link_s_per_byte * sent, cost.s_per_byte * sent))
+        return wires
+
+    def _served(self, bucket: BucketLoad) -> Wire:
+        """Pushing and pulling one bucket."""
+        assert self.plan.servers is not None
+        sent = bucket.size_bytes * self.plan.payload_ratio
+        latency_s = max(link.latency_s for link in self.cluster.links) + self.cluster.collective_s
+        each_s = max(self.plan.servers.s_per_byte(self.cluster)) * sent
+        return Wire(2 * latency_s, 2 * each_s, 2 * each_s)
+
+    def _overlapping_next_forward(self, slowness: float, wires: Sequence[Wire]) -> tuple[float, float]:
+        """A step and its computing when every layer's forward waits for its own bucket only (priorities)."""
+        layers, caps = self.workload.layers, self.plan.caps_bytes
+        bucket_of = _buckets_of_layers(self.workload, caps)
+        durations_s = [wire.total_s for wire in wires]
+        optimizer_s = self.workload.optimizer_s / len(layers)
+        arrivals_s, starts_at_s = [0.0] * len(wires), 0.0
+        step_s = 0.0
+        for _ in range(_SETTLING):
+            now_s = starts_at_s
+            for index, layer in enumerate(layers):
+                needed = bucket_of[index]
+                now_s = max(now_s, arrivals_s[needed] if needed is not None else 0.0)
+                now_s += slowness * layer.forward_s + optimizer_s
+            begun_s = now_s
+            ready_s = [begun_s + slowness * bucket.ready_s for bucket in self.buckets]
+            arrivals_s = by_priority(ready_s, durations_s)
+            end_s = begun_s + slowness * self.backward_s + self.workload.other_s
+            step_s, starts_at_s = end_s - starts_at_s, end_s
+        compute_s = slowness * (self.workload.forward_s + self.backward_s)
+        return step_s, compute_s + self.workload.optimizer_s + self.workload.other_s
+
+
+def _buckets_of_layers(workload: Workload, caps_bytes: Sequence[float]) -> list[int | None]:
+    """The last bucket that holds a gradient of each layer; None for layers without any."""
+    found: list[int | None] = [None] * len(workload.layers)
+    bucket = size_bytes = 0
+    for index in workload.order:
+        for gradient_bytes in reversed(workload.layers[index].gradient_bytes):
+            found[index] = bucket
+            size_bytes += gradient_bytes
+            if size_bytes >= caps_bytes[min(bucket, len(caps_bytes) - 1)]:
+                bucket, size_bytes = bucket + 1, 0
+    return found

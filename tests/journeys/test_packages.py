@@ -1,0 +1,68 @@
+"""What a release would upload: built from the tree, complete, with the metadata that an index shows."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+import zipfile
+from email.parser import Parser
+
+import pytest
+
+from installed_smoke import build, twelve_lines
+from terminal import REPOSITORY
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    pytest.importorskip("setuptools")
+    return build(tmp_path_factory.mktemp("packages"))
+
+
+@pytest.fixture(scope="module")
+def metadata(built):
+    with zipfile.ZipFile(built[1]) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(wheel.read(name).decode())
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built):
+    source = REPOSITORY / "src"
+    ours = {str(path.relative_to(source)) for path in source.glob("paceline/**/*") if path.is_file()}
+    ours = {name for name in ours if "__pycache__" not in name}
+    with zipfile.ZipFile(built[1]) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+        assert "paceline = paceline.cli:main" in wheel.read(entry_points).decode()
+        assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+    assert names == ours
+    assert "paceline/py.typed" in names
+    assert "paceline/integrations/at_start/sitecustomize.py" in names
+
+
+def test_the_sdist_holds_what_the_wheel_is_built_from(built):
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "src/paceline/__init__.py"} <= names
+    assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
+
+
+def test_an_index_shows_the_python_versions_that_the_readme_says(metadata):
+    lowest, highest = re.search(
+        r"Python 3\.(\d+) to 3\.(\d+)", (REPOSITORY / "README.md").read_text()
+    ).groups()
+    said = {f"3.{minor}" for minor in range(int(lowest), int(highest) + 1)}
+    classifiers = metadata.get_all("Classifier")
+    found = {name.rpartition(" ")[2] for name in classifiers if re.search(r":: 3\.\d+$", name)}
+    assert found == said
+    assert metadata["Requires-Python"] == f">=3.{lowest}"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert not [name for name in classifiers if name.startswith("License ::")], "the expression says it"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata["Summary"]
+    assert "Paceline trains one PyTorch model" in metadata.get_payload()
+
+
+def test_the_smoke_test_of_a_release_runs_the_readmes_lines():
+    assert "from paceline import DistributedDataParallel" in twelve_lines()
+    compile(twelve_lines(), "train.py", "exec")

@@ -1,0 +1,439 @@
+"""Unequal shares: gradients of one process on the whole batch, whatever each rank trains, and whoever moves samples.
+
+A row's loss depends on which row it is, so one that counts twice, not at all or with another weight gives another
+gradient.
+"""
+
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from models import Mlp, digest
+from paceline import DistributedDataParallel
+from paceline.data import Balance, GlobalBatch, GlobalShuffle
+from paceline.errors import ConfigurationError, PeerOutOfMemoryError, ProtocolError
+from paceline.reductions import GradientNoiseScale
+from ranks import pool, seeded
+from terminal import REPOSITORY
+
+NUM_SAMPLES = 90  # 6 steps of 15
+
+
+def dataset(num_samples=NUM_SAMPLES):
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(num_samples, 8, generator=source, dtype=torch.float64)
+    return TensorDataset(x, torch.arange(num_samples))
+
+
+def mean_loss(output, index):
+    return (output.square().sum(1) * (1 + index)).mean()
+
+
+def make():
+    torch.manual_seed(0)
+    return Mlp().double()
+
+
+def gradient_of(rows):
+    """One process, on these samples."""
+    model = make()
+    x, index = dataset()[rows]
+    mean_loss(model(x), index).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def difference(model, rows):
+    """The largest of any parameter, relative to the gradient's norm."""
+    pairs = zip(model.parameters(), gradient_of(rows), strict=True)
+    return max(((p.grad - g).norm() / g.norm()).item() for p, g in pairs)
+
+
+def make_pair(shares, accumulation=1, workers=0, **kwargs):
+    """A model that knows its sampler, and the loader."""
+    shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch(shares, accumulation))
+    loader = DataLoader(dataset(), batch_sampler=shuffle, num_workers=workers)
+    return DistributedDataParallel(make(), batch_sampler=shuffle, **kwargs), shuffle, loader
+
+
+def train_window(model, batches, **kwargs):
+    model.zero_grad()
+    with model.accumulate(batches, **kwargs) as micro_batches:
+        for x, index in micro_batches:
+            mean_loss(model(x), index).backward()
+    return micro_batches
+
+
+SHARES = [(8, 4, 2, 1), (5, 4, 3, 3), (0, 7, 0, 8), (15, 0, 0, 0), (1, 1, 1, 12), (8, 4, 2, 1)]
+
+
+def shares_every_step(rank, _num_ranks):
+    """Each step has other shares, by windows; also none for some, and all for one."""
+    model, shuffle, loader = make_pair(SHARES[0])
+    order = shuffle.order(0).tolist()
+    worst, seen = 0.0, []
+    for place, batches in enumerate(shuffle.steps(loader)):
+        assert shuffle.step.samples == SHARES[place]
+        seen += [i for _, index in batches for i in index.tolist()]
+        train_window(model, batches)
+        worst = max(worst, difference(model, order[15 * place : 15 * (place + 1)]))
+        if place + 1 < len(SHARES):
+            shuffle.change(GlobalBatch(SHARES[place + 1]))
+    return worst, seen, digest(p.grad for p in model.parameters())
+
+
+def own_micro_steps(rank, _num_ranks):
+    """Micro-batches of one size, of which ranks run different numbers."""
+    model, shuffle, loader = make_pair((3, 3, 3, 2), accumulation=(3, 1, 1, 1))
+    order, position, worst = shuffle.order(0).tolist(), 0, 0.0
+    for batches in shuffle.steps(loader):
+        assert [len(x) for x, _ in batches] == [size for _, size in shuffle.step.parts(rank)]
+        train_window(model, batches)
+        worst = max(worst, difference(model, order[position : shuffle.step.end]))
+        position = shuffle.step.end
+    assert position == NUM_SAMPLES
+    return worst
+
+
+def plain_loops(rank, num_ranks):
+    """Without a context: weighed by the sampler, by a function of the forward's arguments, by HetSeq's constant."""
+    shares = SHARES[0]
+    model, shuffle, loader = make_pair(shares)
+    rows = shuffle.order(0)[:15].tolist()
+    for [(x, index)] in shuffle.steps(loader):
+        mean_loss(model(x), index).backward()
+        break
+    found = {"sampler": difference(model, rows)}
+
+    mine = rows[sum(shares[:rank]) :][: shares[rank]]
+    x, index = dataset()[mine]
+    by_length = DistributedDataParallel(make(), weight=len)
+    mean_loss(by_length(x), index).backward()
+    found["function"] = difference(by_length, rows)
+
+    constant = DistributedDataParallel(
+        make(), weight=lambda _: 128
+    )  # the length of a sequence, whatever the batch
+    mean_loss(constant(x), index).backward()
+    found["HetSeq"] = difference(constant, rows)
+
+    # A mean over nothing is no number; it counts nothing.
+    nothing = DistributedDataParallel(make(), weight=len)
+    mean_loss(nothing(x[: 0 if rank == 1 else None]), index[: 0 if rank == 1 else None]).backward()
+    found["nothing"] = difference(nothing, rows[:8] + rows[12:])
+
+    told = []
+    forgotten = DistributedDataParallel(make())
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            mean_loss(forgotten(x), index).backward()
+        told.append([str(warning.message) for warning in caught])
+    found["forgotten"] = difference(forgotten, rows)
+    return found, told
+
+
+def other_reductions(rank, num_ranks):
+    """What shares mean to Adasum, to a codec with error feedback, to the noise scale."""
+    shares = (8, 0, 7, 0)
+    found = {}
+    # Adasum: ranks without samples are not there; where gradients agree, it is the mean.
+    model = DistributedDataParallel(make(), reduction="adasum")
+    rows = dataset()[0][0].expand(shares[rank], -1)
+    train_window(
+        model, [(rows, torch.zeros(len(rows)))] if len(rows) else [], weight=lambda batch: len(batch[0])
+    )
+    alone = make()
+    mean_loss(alone(dataset()[0][0][None]), torch.zeros(1)).backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    found["adasum"] = max(((p.grad - q.grad).norm() / q.grad.norm()).item() for p, q in pairs)
+
+    # Error feedback: what is lost in one step is sent later, in the same units, though shares move.
+    model = DistributedDataParallel(make(), compression="onebit")
+    rows, num_steps, total = list(range(15)), 200, 0.0
+    draw = seeded("shares")
+    for _ in range(num_steps):
+        cuts = sorted(draw.randint(0, 15) for _ in range(3))
+        shares = tuple(b - a for a, b in zip((0, *cuts), (*cuts, 15), strict=True))
+        mine = rows[sum(shares[:rank]) :][: shares[rank]]
+        model.zero_grad()
+        with model.accumulate(
+            [dataset()[mine]] if mine else [], weight=lambda batch: len(batch[0])
+        ) as window:
+            for x, index in window:
+                mean_loss(model(x), index).backward()
+        total = total + torch.cat([p.grad.flatten() for p in model.parameters()])
+    flat = torch.cat([g.flatten() for g in gradient_of(rows)])
+    found["onebit"] = ((total / num_steps - flat).norm() / flat.norm()).item()
+    return found
+
+
+def noise_of_changing_shares(rank, num_ranks):
+    """Noise of known variance around a known gradient, under shares that are others in every step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2000, 1, bias=False).double()
+    noise = GradientNoiseScale(memory_steps=1e9)
+    wrapped = DistributedDataParallel(model, reduction=noise)
+    draw, source = seeded("noise"), torch.Generator().manual_seed(rank)
+    for _ in range(120):
+        cuts = sorted(draw.randint(0, 16) for _ in range(num_ranks - 1))
+        size = [b - a for a, b in zip((0, *cuts), (*cuts, 16), strict=True)][rank]
+        # The gradient of one sample's loss is its row: mean 1, variance 4.
+        rows = 1 + 2 * torch.randn(size, 2000, generator=source, dtype=torch.float64)
+        wrapped.zero_grad()
+        with wrapped.accumulate([rows] if size else [], weight=len) as window:
+            for x in window:
+                wrapped(x).mean().backward()
+    return noise.noise_over_signal * 16
+
+
+def short_soak(rank, num_ranks):
+    """The benchmark's, with everything it does, for some epochs."""
+    sys.path.insert(0, str(REPOSITORY))
+    from benchmarks.unequal_soak import Config, soak
+
+    return soak(Config(num_steps=150, seed=3), lambda _: None)
+
+
+def all_of_it(rank, num_ranks):
+    """One launch."""
+    return {
+        each.__name__: each(rank, num_ranks)
+        for each in (
+            shares_every_step,
+            own_micro_steps,
+            plain_loops,
+            other_reductions,
+            noise_of_changing_shares,
+            short_soak,
+        )
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return pool(4).run(all_of_it, deadline_s=180)
+
+
+def test_shares_that_change_every_step(outcomes):
+    """8/4/2/1, nothing for some, everything for one: exact to 1e-12, and every sample once."""
+    steps = [outcome["shares_every_step"] for outcome in outcomes]
+    assert max(worst for worst, _, _ in steps) < 1e-12
+    assert sorted(sample for _, seen, _ in steps for sample in seen) == list(range(NUM_SAMPLES))
+    assert len({gradients for _, _, gradients in steps}) == 1
+
+
+def test_micro_steps_of_each_rank(outcomes):
+    """As exact, up to the end of the epoch, which is no whole step."""
+    assert max(outcome["own_micro_steps"] for outcome in outcomes) < 1e-12
+
+
+def test_plain_loops(outcomes):
+    """One line makes them exact, also with a batch that counts nothing; without it ranks of other sizes are told once.
+
+    HetSeq's weight, which does not know the batch, is the mutant: it is as wrong as no weight.
+    """
+    for rank, outcome in enumerate(outcomes):
+        found, told = outcome["plain_loops"]
+        assert max(found[way] for way in ("sampler", "function", "nothing")) < 1e-12
+        assert min(found[way] for way in ("HetSeq", "forgotten")) > 0.05
+        assert len(told[0]) == (rank > 0)
+        assert not told[1]
+        if rank:
+            assert f"this rank's batch has {SHARES[0][rank]} samples, rank 0's has 8" in told[0][0]
+
+
+def test_what_shares_mean_to_other_reductions(outcomes):
+    """As the guide says."""
+    for outcome in outcomes:
+        found = outcome["other_reductions"]
+        assert found["adasum"] < 1e-12
+        assert found["onebit"] < 0.1
+        # S / |G|^2 = 4: the variance of one sample over its mean, squared.
+        assert outcome["noise_of_changing_shares"] == pytest.approx(4, rel=0.1)
+
+
+def test_a_short_soak(outcomes):
+    """Shares, stalls, memory, restarts at random: no sample lost, no drift. The long one is a benchmark."""
+    for outcome in outcomes:
+        soak = outcome["short_soak"]
+        assert soak.num_epochs >= 3
+        assert min(soak.num_changes, soak.num_repeats, soak.num_restarts) > 0
+        assert soak.num_bad_epochs == soak.num_drifts == 0
+        assert soak.difference < 1e-12
+
+
+class Slow(torch.nn.Module):
+    """A rank that takes `sample_s` for each sample, and has no memory for more than `most` of them."""
+
+    def __init__(self, sample_s=0.0, most=NUM_SAMPLES):
+        super().__init__()
+        self.body, self.sample_s, self.most = make(), sample_s, most
+
+    def forward(self, x):
+        if len(x) > self.most:
+            raise MemoryError(f"{len(x)} samples")
+        time.sleep(self.sample_s * len(x))
+        return self.body(x)
+
+
+def train_epochs(model, shuffle, loader, num_epochs):
+    """Plain SGD; which samples were trained in each epoch here, and how often a step was repeated."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    seen, num_repeats = [], 0
+    for _ in range(num_epochs):
+        seen.append([])
+        for batches in shuffle.steps(loader):
+            window = train_window(model, batches)
+            optimizer.step()
+            if window.repeats:
+                num_repeats += 1
+                continue
+            seen[-1] += [i for _, index in batches for i in index.tolist()]
+    return seen, num_repeats
+
+
+def as_one_process(num_epochs, size):
+    """Parameters that one process comes to with these global batches."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch((size,)), 0)
+    for _ in range(num_epochs):
+        for rows in shuffle:
+            optimizer.zero_grad()
+            x, index = dataset()[rows]
+            mean_loss(model(x), index).backward()
+            optimizer.step()
+    return list(model.parameters())
+
+
+def apart(model, wanted):
+    pairs = zip(model.parameters(), wanted, strict=True)
+    return max(((p - q).norm() / q.norm()).item() for p, q in pairs)
+
+
+class Ahead:
+    """Fetches batches early, as worker processes do; a test's ranks cannot have any."""
+
+    def __init__(self, loader, num_batches):
+        self.loader, self.num_batches = loader, num_batches
+
+    def __iter__(self):
+        fetched = []
+        for batch in self.loader:
+            fetched.append(batch)
+            if len(fetched) > self.num_batches:
+                yield fetched.pop(0)
+        yield from fetched
+
+
+def balanced(rank, num_ranks):
+    """Rank 1 is four times slower; rank 0 fetches further ahead."""
+    shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch((5, 5)))
+    loader = Ahead(DataLoader(dataset(), batch_sampler=shuffle), num_batches=3 - 2 * rank)
+    model = DistributedDataParallel(
+        Slow((0.002, 0.008)[rank]), batch_sampler=shuffle, balance=Balance(num_ignored=1)
+    )
+    seen, _ = train_epochs(model, shuffle, loader, 3)
+    return {
+        "seen": seen,
+        "apart": apart(model, as_one_process(3, 10)),
+        "samples": shuffle.batch.samples,
+        "report": model.balance_report(),
+    }
+
+
+def out_of_memory(rank, num_ranks):
+    """Rank 1 has room for two samples, and is first given five; then for none; then nobody makes room."""
+    found = {}
+    shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch((5, 5), accumulation=2))
+    loader = Ahead(DataLoader(dataset(), batch_sampler=shuffle), num_batches=2)
+    network = Slow(most=(NUM_SAMPLES, 2)[rank])
+    model = DistributedDataParallel(network, batch_sampler=shuffle, balance="auto")
+    found["seen"], found["repeats"] = train_epochs(model, shuffle, loader, 2)
+    found["apart"] = apart(model, as_one_process(2, 20))
+    found["batch"] = shuffle.batch
+    found["parameters"] = digest(model.parameters())
+
+    network.most = (NUM_SAMPLES, 0)[rank]
+    with pytest.raises(ConfigurationError) as no_room:
+        train_epochs(model, shuffle, loader, 1)
+    found["no room"] = str(no_room.value)
+
+    shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch((5, 5)))
+    alone = DistributedDataParallel(network, batch_sampler=shuffle)
+    with pytest.raises((MemoryError, PeerOutOfMemoryError)) as raised:
+        train_epochs(alone, shuffle, DataLoader(dataset(), batch_sampler=shuffle), 1)
+    found["unbalanced"] = type(raised.value).__name__
+    return found
+
+
+def not_in_the_same_step(rank, num_ranks):
+    """Rank 1 has changed its shares alone; then it has left an epoch alone."""
+    told = []
+    model, shuffle, loader = make_pair((5, 5))
+    if rank == 1:
+        shuffle.change(GlobalBatch((4, 6)))
+    with pytest.raises(ProtocolError) as raised:
+        train_epochs(model, shuffle, loader, 1)
+    told.append(str(raised.value))
+    model, shuffle, loader = make_pair((5, 5))
+    loop = shuffle.steps(loader)
+    for _ in range(1 + rank):
+        batches = next(loop)
+    with pytest.raises(ProtocolError) as raised:
+        train_window(model, batches)
+    told.append(str(raised.value))
+    loop.close()
+    loop = shuffle.steps(loader)
+    train_window(model, next(loop))
+    return told, digest(p.grad for p in model.parameters())
+
+
+def two_ranks(rank, num_ranks):
+    """One launch."""
+    return {each.__name__: each(rank, num_ranks) for each in (balanced, out_of_memory, not_in_the_same_step)}
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return pool(2).run(two_ranks, deadline_s=180)
+
+
+def test_balance_moves_samples_and_nothing_else(pairs):
+    """To the fast rank; every sample once an epoch, in the same steps, with one process's result."""
+    both = [pair["balanced"] for pair in pairs]
+    for seen in zip(*(one["seen"] for one in both), strict=True):
+        assert sorted(seen[0] + seen[1]) == list(range(NUM_SAMPLES))
+    assert both[0]["samples"] == both[1]["samples"]
+    assert both[0]["samples"][0] > both[0]["samples"][1]
+    assert sum(both[0]["samples"]) == 10
+    assert max(one["apart"] for one in both) < 1e-12
+    assert both[0]["report"] == both[1]["report"]
+    assert {entry["what"] for entry in both[0]["report"]["history"]} == {"moved"}
+
+
+def test_a_rank_without_memory_trains_less(pairs):
+    """The same global batch again, none lost or doubled; where nothing helps, all ranks raise."""
+    both = [pair["out_of_memory"] for pair in pairs]
+    for seen in zip(*(one["seen"] for one in both), strict=True):
+        assert sorted(seen[0] + seen[1]) == list(range(NUM_SAMPLES))
+    assert [one["repeats"] for one in both] == [2, 2]  # 5, then 3, then 2
+    assert both[0]["batch"] == both[1]["batch"] == GlobalBatch((8, 2), accumulation=2)
+    assert both[0]["parameters"] == both[1]["parameters"]
+    assert max(one["apart"] for one in both) < 1e-12
+    assert both[0]["no room"] == both[1]["no room"]
+    assert "No room is left" in both[0]["no room"]
+    assert [one["unbalanced"] for one in both] == ["PeerOutOfMemoryError", "MemoryError"]
+
+
+def test_ranks_in_different_steps_are_told(pairs):
+    """All of them, in the step in which they differ; after that training may go on."""
+    for told, _ in (pair["not_in_the_same_step"] for pair in pairs):
+        assert "rank 1 is at sample 0 of epoch 0" in told[0]
+        assert "in other shares" in told[0]
+        assert "rank 1 is at sample 10 of epoch 0, rank 0 at 0" in told[1]
+    assert len({bits for _, bits in (pair["not_in_the_same_step"] for pair in pairs)}) == 1

@@ -1,0 +1,287 @@
+"""Where the answer is known, the simulator gives it: alpha-beta formulas, ideal overlap, the schedules' prices."""
+
+import math
+import random
+import time
+
+import pytest
+
+from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
+from paceline.errors import ConfigurationError
+from paceline.planning import (
+    Cluster,
+    EmulationCost,
+    HostLink,
+    LayerTimes,
+    Line,
+    Plan,
+    Servers,
+    Workload,
+    collective_cost,
+    simulate,
+)
+from paceline.planning.replay import Wire, by_priority, replay, shared_rates
+from paceline.planning.round_patterns import ALL_REDUCES, candidates, is_possible, patterns
+from paceline.planning.training_plan import cut_buckets
+from paceline.schedules import SCHEDULES, Link, Links, Topology, price
+
+MIB = 2**20
+LATENCY, RATE = 1e-4, 1e8
+
+
+def workload(num_layers: int = 10, backward_s: float = 0.01, size: int = MIB, **more: object) -> Workload:
+    layers = tuple(LayerTimes(f"{i}", backward_s / 2, backward_s, (size,)) for i in range(num_layers))
+    return Workload("made up", "made up", layers, **more)  # type: ignore[arg-type]
+
+
+def flat(num_ranks: int, **more: object) -> Cluster:
+    link = HostLink(RATE, LATENCY)
+    return Cluster((1,) * num_ranks, (link,) * num_ranks, **more)  # type: ignore[arg-type]
+
+
+def test_patterns_are_the_schedules() -> None:
+    """Who sends how many bytes to whom, round by round, for every algorithm and many shapes of cluster."""
+    shapes = [Topology.one_rank_a_host(n) for n in (2, 3, 4, 5, 7, 8, 12, 16)]
+    shapes += [
+        Topology((0, 0, 1, 1)),
+        Topology((0, 1, 0, 1, 2, 2)),
+        Topology((0, 0, 0, 1, 1)),
+        Topology((0,) * 4),
+    ]
+    for topology in shapes:
+        for name in candidates(topology):
+            schedule = SCHEDULES[name].build(topology)
+            wanted = [_sent(t, schedule.num_blocks) for t in schedule.rounds]
+            found: list[dict[tuple[int, int], float]] = []
+            for pattern in patterns(name, topology):
+                round_: dict[tuple[int, int], float] = {}
+                for source, target, ratio in zip(
+                    pattern.sources, pattern.targets, pattern.ratios, strict=True
+                ):
+                    pair = (int(source), int(target))
+                    round_[pair] = round_.get(pair, 0.0) + ratio
+                found += [round_] * pattern.repeat
+            assert len(found) == len(wanted), (name, topology)
+            for mine, theirs in zip(found, wanted, strict=True):
+                assert mine == pytest.approx(theirs), (name, topology)
+
+
+def _sent(transfers: tuple, num_blocks: int) -> dict[tuple[int, int], float]:
+    sent: dict[tuple[int, int], float] = {}
+    for t in transfers:
+        pair = (t.source, t.target)
+        sent[pair] = sent.get(pair, 0.0) + (t.last - t.first) / num_blocks
+    return sent
+
+
+def test_a_collective_costs_what_its_schedule_is_priced_at() -> None:
+    """The same links everywhere: the formula of `schedules.price`, to rounding."""
+    links = Links(Link(2e-5, 4e9), Link(LATENCY, RATE), fold_s_per_byte=1e-10)
+    for hosts in ((1,) * 8, (1,) * 5, (2, 2, 2, 2), (4, 4), (3, 2)):
+        cluster = Cluster(hosts, (HostLink(RATE, LATENCY),) * len(hosts), links.within, fold_s_per_byte=1e-10)
+        for name in candidates(cluster.topology):
+            size = 8 * 3 * 5 * 64 * 1024
+            wanted = price(SCHEDULES[name].build(cluster.topology), size, cluster.topology, links)
+            cost = collective_cost(cluster, name)
+            assert cost.rounds == wanted.rounds
+            assert cost.of(size) == pytest.approx(wanted.time_s, rel=1e-9), (name, hosts)
+
+
+def test_alpha_beta_formulas() -> None:
+    size = 64 * MIB
+    for num_ranks in (2, 4, 8, 64, 256):
+        cluster = flat(num_ranks)
+        moved_s = 2 * (num_ranks - 1) / num_ranks * size / RATE
+        ring = 2 * (num_ranks - 1) * LATENCY + moved_s
+        assert collective_cost(cluster, "ring").of(size) == pytest.approx(ring, rel=1e-12)
+        halving = 2 * math.log2(num_ranks) * LATENCY + moved_s
+        assert collective_cost(cluster, "halving_doubling").of(size) == pytest.approx(halving, rel=1e-12)
+
+
+def test_overlap_is_ideal_where_it_can_be() -> None:
+    """Communication that fits behind backward leaves the last bucket; one that does not leaves its own length."""
+    for rate in (1e12, 1e9, 1e8, 1e7):
+        links = (HostLink(rate),) * 4
+        cluster = Cluster((1,) * 4, links)
+        load = workload()
+        each_s = 1.5 * MIB / rate
+        found = simulate(load, cluster, Plan(caps_bytes=(MIB,)))
+        if each_s <= 0.01:
+            wanted = load.compute_s + each_s
+        else:
+            wanted = load.forward_s + 0.01 + 10 * each_s
+        assert found.step_s == pytest.approx(wanted, rel=1e-12)
+        after = simulate(load, cluster, Plan(caps_bytes=(math.inf,)))
+        assert after.step_s == pytest.approx(load.compute_s + 10 * each_s, rel=1e-12)
+        assert simulate(load, cluster, Plan((MIB,), overlap=False)).step_s == pytest.approx(after.step_s)
+
+
+def test_skipping_synchronization_saves_what_is_exposed() -> None:
+    load, cluster = workload(optimizer_s=0.003, other_s=0.002), flat(4)
+    every = simulate(load, cluster)
+    for n in (2, 4, 8):
+        found = simulate(load, cluster, Plan(sync_every=n))
+        wanted = load.compute_s - load.optimizer_s + (every.exposed_s + load.optimizer_s) / n
+        assert found.micro_step_s == pytest.approx(wanted, rel=1e-12)
+
+
+def test_groups_help_only_where_a_connection_cannot_fill_the_link() -> None:
+    load, plan = workload(backward_s=1e-5), Plan(caps_bytes=(MIB,), algorithm="ring")
+    free, capped = flat(4), flat(4, flow_bytes_per_s=RATE / 3)
+    no_latency = [
+        Cluster((1,) * 4, (HostLink(RATE),) * 4, flow_bytes_per_s=c.flow_bytes_per_s) for c in (free, capped)
+    ]
+    steps = [
+        [simulate(load, c, Plan((MIB,), "ring", num_groups=n)).wire_s for n in (1, 3)] for c in no_latency
+    ]
+    assert steps[0][0] == steps[0][1]
+    times = [
+        [simulate(load, c, Plan((MIB,), "ring", num_groups=n)).exposed_s for n in (1, 3, 5)]
+        for c in no_latency
+    ]
+    assert times[0][1] == pytest.approx(times[0][0], rel=1e-3)
+    assert times[1][0] == pytest.approx(3 * times[0][0], rel=1e-3)
+    assert times[1][1] == pytest.approx(
+        times[0][0], rel=0.35
+    )  # ten buckets in three lanes: the last is alone
+    assert plan.num_groups == 1
+
+
+def test_unequal_links_speeds_and_shares() -> None:
+    size, load = 8 * MIB, workload()
+    links = (
+        HostLink(RATE, LATENCY),
+        HostLink(RATE / 10, LATENCY),
+        HostLink(RATE, LATENCY),
+        HostLink(RATE, LATENCY),
+    )
+    cost = collective_cost(Cluster((1,) * 4, links), "ring")
+    assert cost.of(size) == pytest.approx(6 * LATENCY + 1.5 * size / (RATE / 10))
+    assert cost.bottleneck == "host 1's link"
+    uplink = collective_cost(flat(4, racks=2, uplink_bytes_per_s=RATE / 20), "ring")
+    assert uplink.bottleneck == "a rack's uplink"
+    fast = (HostLink(math.inf),) * 2
+    slow_rank = Cluster((1, 1), fast, speeds=(1.0, 0.5))
+    assert simulate(load, slow_rank).step_s == pytest.approx(2 * load.compute_s)
+    shared = simulate(load, slow_rank, Plan(shares=(2 / 3, 1 / 3)))
+    assert shared.step_s == pytest.approx(load.compute_s * 4 / 3)
+
+
+def test_parameter_servers_hide_from_the_lemmas_number_on() -> None:
+    """Half-duplex servers, as the lemma has them: the wire's time is 2 S N / (n B)."""
+    load, workers = workload(backward_s=0.05), Cluster((1,) * 8, (HostLink(math.inf),) * 8)
+    for number in (1, 2, 4):
+        plan = Plan((MIB,), servers=Servers(number, 1e9, duplex=False))
+        assert simulate(load, workers, plan).wire_s == pytest.approx(2 * 10 * MIB * 8 / (number * 1e9))
+        duplex = simulate(load, workers, Plan((MIB,), servers=Servers(number, 1e9)))
+        assert duplex.step_s <= simulate(load, workers, plan).step_s * (1 + 1e-9)
+
+
+def test_the_slowest_of_more_ranks_is_slower() -> None:
+    load = workload(relative_steps=(0.95, 1.0, 1.0, 1.02, 1.3))
+    fast = HostLink(math.inf)
+    steps = [
+        sum(simulate(load, Cluster.of_equal_hosts(n, fast), num_steps=200).steps_s) / 200 for n in (2, 8, 64)
+    ]
+    assert steps[0] < steps[1] < steps[2] <= 1.31 * load.compute_s
+    again = [simulate(load, flat(8), num_steps=3, seed=s).steps_s for s in (1, 1, 2)]
+    assert again[0] == again[1] != again[2]
+
+
+def test_loss_stalls_more_the_more_messages_there_are() -> None:
+    load = workload()
+    lossy = [Cluster.of_equal_hosts(n, HostLink(RATE, LATENCY, 0.001)) for n in (2, 16)]
+    dry = [Cluster.of_equal_hosts(n, HostLink(RATE, LATENCY)) for n in (2, 16)]
+    stalls = [
+        sum(simulate(load, a, Plan(algorithm="ring"), num_steps=100).steps_s) / 100
+        - simulate(load, b, Plan(algorithm="ring")).step_s
+        for a, b in zip(lossy, dry, strict=True)
+    ]
+    assert 0 < stalls[0] < stalls[1]
+
+
+def test_what_emulation_costs_is_apart() -> None:
+    load = workload()
+    cost = EmulationCost(2, collective_s=1e-3, message_s=1e-4, s_per_byte=1e-9, layer_s=1e-4)
+    alone, shared = flat(4), flat(4, emulation=cost)
+    ring = [collective_cost(c, "ring") for c in (alone, shared)]
+    added = 4 / 2 * 1e-3 + 24 / 2 * 1e-4 + 6 * MIB / 2 * 1e-9
+    assert ring[1].of(MIB) - ring[0].of(MIB) == pytest.approx(added)
+    assert simulate(load, shared).step_s > simulate(load, alone).step_s + 20 * 2 * 1e-4
+
+
+def test_priorities_serve_the_front_first() -> None:
+    assert by_priority([0.0, 1.0], [3.0, 1.0]) == [4.0, 2.0]
+    assert by_priority([5.0, 0.0], [1.0, 1.0]) == [6.0, 1.0]
+    load, cluster = workload(size=8 * MIB), flat(4)
+    plans = [Plan((MIB,), priority=first) for first in (False, True)]
+    plain, first = (simulate(load, cluster, plan).step_s for plan in plans)
+    wire_s = simulate(load, cluster, plans[0]).wire_s
+    assert wire_s * (1 - 1e-9) <= first < plain  # the next forward hides some of it, the wire is the limit
+
+
+def test_links_are_shared_fairly() -> None:
+    assert shared_rates([1.0, 1.0]) == [0.5, 0.5]
+    assert shared_rates([0.1, 1.0, 1.0]) == pytest.approx([0.1, 0.45, 0.45])
+    done = replay([0.0, 0.0], [Wire(0.0, 1.0, 1.0), Wire(0.5, 1.0, 1.0)], 0.0, num_lanes=2)
+    assert done.arrivals_s == pytest.approx((1.5, 2.0))
+
+
+def test_buckets_are_cut_as_ddp_cuts_them() -> None:
+    chance = random.Random(0)
+    for _ in range(50):
+        sizes = [chance.choice([4, 4096, MIB, 5 * MIB]) for _ in range(chance.randint(1, 60))]
+        caps = tuple(chance.choice([0, MIB, 3 * MIB, 25 * MIB]) for _ in range(chance.randint(1, 3)))
+        specs = [GradientSpec(size, "float32") for size in sizes]
+        wanted = assign_buckets(specs, range(len(sizes)), BucketCaps(caps))
+        found = cut_buckets([(float(i), size) for i, size in enumerate(sizes)], caps)
+        assert [b.size_bytes for b in found] == [sum(sizes[i] for i in bucket) for bucket in wanted]
+        assert [b.ready_s for b in found] == [bucket[-1] for bucket in wanted]
+
+
+def test_launching_and_finishing_take_their_time() -> None:
+    load, fast = workload(), Cluster((1, 1), (HostLink(math.inf),) * 2)
+    found = simulate(load, fast, Plan((MIB,), launch=Line(1e-3, 0.0), finish=Line(2e-3, 0.0)))
+    assert found.step_s == pytest.approx(load.compute_s + 10 * 3e-3)
+
+
+def test_one_rank_has_nothing_to_overlap() -> None:
+    found = simulate(workload(), flat(1))
+    assert (found.num_buckets, found.exposed_s) == (0, 0)
+    assert found.step_s == pytest.approx(workload().compute_s)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for make in (
+        lambda: HostLink(0),
+        lambda: HostLink(math.nan),
+        lambda: HostLink(1e9, -1),
+        lambda: HostLink(1e9, loss_ratio=1),
+        lambda: Cluster((), ()),
+        lambda: Cluster((1, 1), (HostLink(1),)),
+        lambda: flat(2, speeds=(1.0, 0.0)),
+        lambda: flat(2, speeds=(1.0,)),
+        lambda: flat(2, racks=3),
+        lambda: Plan(caps_bytes=()),
+        lambda: Plan(payload_ratio=0),
+        lambda: Plan(shares=(0.5, 0.6)),
+        lambda: Plan(sync_every=0),
+        lambda: Plan(priority=True, num_groups=2),
+        lambda: Servers(0, 1e9),
+        lambda: Workload("x", "y", ()),
+        lambda: workload(backward_s=math.nan),
+        lambda: simulate(workload(), flat(2), num_steps=0),
+        lambda: simulate(workload(), flat(2), Plan(shares=(1.0,))),
+        lambda: simulate(workload(), flat(2), Plan(algorithm="rings")),
+    ):
+        with pytest.raises(ConfigurationError):
+            make()
+
+
+def test_thousands_of_ranks_are_fast() -> None:
+    """Not a benchmark: an order of magnitude below what would mean that something is done for each message."""
+    load = workload(100, relative_steps=(0.9, 1.0, 1.2))
+    assert all(is_possible(name, flat(256).topology) for name in ALL_REDUCES if not name.startswith("hier"))
+    began_s = time.process_time()
+    simulate(load, Cluster.of_equal_hosts(4096, HostLink(RATE, LATENCY), 8), Plan((MIB,)), num_steps=10)
+    assert time.process_time() - began_s < 30

@@ -1,0 +1,218 @@
+"""Machines of a launch compare what they have before anything starts, here as threads with a store in memory."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from paceline.comm import TOKEN
+from paceline.errors import ConfigurationError
+from paceline.launch import machines, parse
+from paceline.launch.machines import Card, MachinesDifferError, Meeting
+from paceline.launch.rendezvous import be_first, without
+
+AGREED = {"--nnodes": "3", "torch": "2.13.0", "Paceline": "0.1.0 (sources ab)", "the script": "train.py"}
+
+
+def meeting(name, num_ranks=1, *, num_machines=3, waits=True, latecomers=False, timeout_s=20.0, **facts):
+    rank, arguments = facts.pop("node_rank", None), facts.pop("arguments", ())
+    card = Card(name, num_ranks, AGREED | facts, rank, arguments)
+    return Meeting(card, num_machines, waits, latecomers, "10.0.0.1:29400", timeout_s)
+
+
+def hold(*meetings, store=None, quiet_s=0.0):
+    """Every machine's cards, or the words of its error, and what was said meanwhile."""
+    store, notes = store or dist.HashStore(), []
+    come = threading.Barrier(len(meetings))
+
+    def one(number, meeting):
+        come.wait()
+        while store.add("paceline machines", 0) < number:  # in this order
+            pass
+        try:
+            return [card.name for card in meeting.hold(store, is_server=number == 0, note=notes.append)]
+        except MachinesDifferError as error:
+            return str(error)
+
+    with (
+        mock.patch.object(machines, "_QUIET_S", quiet_s),
+        mock.patch.object(machines, "_PAUSE_S", 0.005),
+        mock.patch.object(machines, "_LINGER_S", 0.2),
+        ThreadPoolExecutor(len(meetings)) as threads,
+    ):
+        return list(threads.map(one, range(len(meetings)), meetings)), notes
+
+
+def test_machines_that_fit_learn_of_each_other():
+    found, notes = hold(meeting("a", 4), meeting("b", 2), meeting("c"))
+    assert found == [["a", "b", "c"]] * 3
+    assert "all 3 machines are there, 7 ranks: a (4 rank(s)), b (2 rank(s)), c (1 rank(s))" in notes
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"torch": "2.11.0"}, "torch is 2.11.0 on c, 2.13.0 on a"),
+        ({"Paceline": "0.1.0 (sources cd)"}, "Paceline is 0.1.0 (sources cd) on c, 0.1.0 (sources ab) on a"),
+        ({"the script": "train.py (digest 12)"}, "the script is train.py (digest 12) on c"),
+        ({"--nnodes": "4"}, "--nnodes is 4 on c, 3 on a"),
+    ],
+)
+def test_every_machine_names_the_one_that_does_not_fit(facts, says):
+    found, _ = hold(meeting("a"), meeting("b"), meeting("c", **facts))
+    for words in found:
+        assert words.startswith("c does not fit a, where the launch began: "), words
+        assert says in words
+
+
+def test_another_number_of_machines_is_noticed_whoever_waits_for_more():
+    """The first waits for two machines, the second for three: both hear of it, instead of one starting alone."""
+    two, three = {"num_machines": 2, "--nnodes": "2"}, {"num_machines": 3}
+    for first, second in ((two, three), (three, two)):
+        found, _ = hold(meeting("a", **first), meeting("b", **second))
+        assert all(words.startswith("b does not fit a") for words in found), found
+
+
+def test_one_number_given_twice():
+    found, _ = hold(meeting("a", node_rank=0), meeting("b", node_rank=1), meeting("c", node_rank=1))
+    assert all("b and c were both given --node-rank 1" in words for words in found), found
+
+
+def test_a_machine_too_many_and_one_that_comes_back():
+    store = dist.HashStore()
+    hold(meeting("a"), meeting("b"), meeting("c"), store=store)
+    (late,), _ = hold(meeting("d"), store=store)
+    assert late.startswith(
+        "d came too late: the 3 machine(s) of --nnodes have met at 10.0.0.1:29400 already (a (1"
+    )
+    (back,), _ = hold(meeting("b", latecomers=True), store=store)
+    assert back == ["a", "b", "c", "d", "b"]
+    (other,), _ = hold(meeting("b", latecomers=True, torch="2.8.0"), store=store)
+    assert other.startswith("b does not fit a")
+
+
+def test_machines_that_do_not_come():
+    found, notes = hold(meeting("a", timeout_s=0.2), meeting("b", timeout_s=0.2))
+    assert all(
+        words.startswith("only 2 of 3 machines came to 10.0.0.1:29400 within 0 s: a (1") for words in found
+    )
+    assert "a (1 rank(s)), b (1 rank(s)) at 10.0.0.1:29400; 1 more of 3 machine(s) to come" in notes
+    assert hold(meeting("a", waits=False))[0] == [["a"]]  # an elastic job begins with whoever is there
+
+
+def test_other_arguments_of_the_script_are_said_once():
+    found, notes = hold(meeting("a"), meeting("b"), meeting("c", arguments=("--epochs", "3")), quiet_s=60)
+    assert found == [["a", "b", "c"]] * 3
+    assert notes == ["c gives the script other arguments than a: '--epochs 3'"]
+
+
+def test_a_stranger_is_not_counted_and_another_token_is_an_error():
+    store = dist.HashStore()
+    with mock.patch.dict(os.environ, {TOKEN: "ours"}):
+        store.add("paceline machines", 1)
+        machines.SealedStore(store, "machines").set("paceline machine 0", meeting("a").card.encode())
+        store.add("paceline machines", 1)
+        store.set("paceline machine 1", "0123 {}")
+        found, notes = hold(meeting("b", num_machines=2), store=store)
+        assert found == [["a", "b"]]
+        assert (
+            "somebody came to 10.0.0.1:29400 without this job's PACELINE_TOKEN; that does not count" in notes
+        )
+    for nonsense in (
+        "[1]",
+        "{}",
+        '{"name": 1}',
+        meeting("a\x1b[2J").card.encode(),
+        meeting("a", num_ranks="x").card.encode(),
+    ):
+        assert Card.decode(nonsense.encode()) is None, nonsense
+    with mock.patch.dict(os.environ, {TOKEN: "theirs"}):
+        (words,), _ = hold(meeting("c"), store=store)
+    assert words.startswith("c has another PACELINE_TOKEN than the machine where the launch began")
+
+
+def test_a_card_says_what_this_machine_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print(1)")
+    args = parse(
+        ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "train.py", "-x"]
+    ).torchrun
+    card = Card.of_this_machine(args, 3)
+    assert Card.decode(card.encode().encode()) == card
+    assert (card.num_ranks, card.node_rank, card.arguments) == (3, 1, ("-x",))
+    assert "+" not in card.must_agree["torch"]
+    (tmp_path / "train.py").write_text("print(2)")
+    changed = Card.of_this_machine(args, 3)
+    assert changed.must_agree["the script"] != card.must_agree["the script"]
+    assert replace(changed, must_agree=card.must_agree) == card
+
+
+@pytest.mark.parametrize(
+    ("words", "backend", "is_first"),
+    [
+        (["--nnodes", "3"], "c10d", True),
+        (["--nnodes", "3", "--rdzv-endpoint", "10.0.0.1:29400"], "c10d", False),
+        (["--nnodes", "3", "--node-rank", "0"], "static", False),
+        (["--nnodes", "3", "--master-addr", "10.0.0.1"], "static", False),
+        (["--nnodes", "3", "--rdzv-backend", "etcd"], "etcd", False),
+        (["--nnodes", "3", "--rdzv-endpoint", "file:///tmp/job"], "c10d", False),
+        (["--nnodes", "1"], "static", False),
+        (["--standalone"], "static", False),
+        ([], "static", False),
+    ],
+)
+def test_how_machines_find_each_other_follows_from_what_was_said(
+    words, backend, is_first, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    found = parse([*words, "train.py"])
+    args = found.torchrun
+    assert (args.rdzv_backend, found.is_first) == (backend, is_first)
+    assert (args.node_rank, args.master_addr) == (0, "10.0.0.1" if "--master-addr" in words else "127.0.0.1")
+    if "file:///tmp/job" in words:
+        assert (args.rdzv_endpoint, args.rdzv_conf) == ("/tmp/job", "store_type=file")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "says"),
+    [
+        ("file://job", "is no full path. Write three slashes, as in file:///shared/job1"),
+        ("file:///no/such/folder/job", "/no/such/folder is not a folder in which a file job can be written"),
+        ("file:///tmp", "is not a folder in which a file tmp can be written"),
+    ],
+)
+def test_files_that_cannot_be_met_by(endpoint, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(ConfigurationError) as caught:
+        parse(["--nnodes", "2", "--rdzv-endpoint", endpoint, "train.py"])
+    assert says in str(caught.value)
+    with pytest.raises(ConfigurationError, match="without --node-rank"):
+        parse(["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "file:///tmp/job", "train.py"])
+
+
+def test_the_first_machine_says_what_to_type(monkeypatch):
+    monkeypatch.setenv(TOKEN, "sesame")
+    args = argparse.Namespace(local_addr="127.0.0.1", rdzv_id="none", rdzv_conf="", rdzv_endpoint="")
+    args.training_script_args = ["--local-addr", "a b"]
+    notes = []
+    be_first(
+        args, ["--local-addr=127.0.0.1", "--nnodes", "3", "train.py", "--local-addr", "a b"], notes.append
+    )
+    assert args.rdzv_endpoint.startswith("127.0.0.1:")
+    where = f"--rdzv-endpoint {args.rdzv_endpoint} --rdzv-id {args.rdzv_id}"
+    assert notes[1].endswith(
+        f" && PACELINE_TOKEN=sesame paceline run {where} --nnodes 3 train.py --local-addr 'a b'"
+    )
+    args.local_addr = "192.0.2.1"
+    with pytest.raises(ConfigurationError, match=r"--local-addr 192.0.2.1 is not an address of this machine"):
+        be_first(args, ["train.py"], notes.append)
+    assert without(["-a", "1", "-b=2", "-c"], ("-a", "-b")) == ["-c"]
