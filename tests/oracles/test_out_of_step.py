@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import Mlp, conv_net, digest, generator, squares
 from paceline import DistributedDataParallel, convert_sync_batchnorm
-from paceline.errors import HookError, PeerAbortedError
+from paceline.errors import HookError, PeerAbortedError, ProtocolError
 from ranks import pool
 
 FINE = 0.0001  # MiB: a bucket for almost every gradient
@@ -538,3 +538,95 @@ def test_a_backward_around_the_wrapper_is_local():
     assert max(error, other) < 1e-12
     assert len(warned) == 1
     assert "without a forward of the wrapped model" in warned[0]
+
+
+class _Backwards(nn.Module):
+    """Uses its layers last to first, so that the order of buckets changes after the first step."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def graph_in_the_first_step(rank, num_ranks):
+    """Distances, and whether anything of the graph is left in the second step."""
+    warnings.simplefilter("ignore")
+    found = []
+    for width in (8, 72):  # 72: gradients that are copied while backward runs
+        torch.manual_seed(0)
+        model = DistributedDataParallel(_Backwards(width), bucket_cap_mb=FINE)
+        xs = [batch(r, 0, width) for r in range(num_ranks)]
+        expected = mean_of(model.module, [lambda m, x=x: squares(m(x)) for x in xs])
+        for has_graph in (True, False):
+            model.zero_grad()
+            squares(model(xs[rank])).backward(create_graph=has_graph)
+            grads = [p.grad for p in model.parameters()]
+            kept = {g.requires_grad for g in grads} | {b.message.requires_grad for b in model.reducer.buckets}
+            found.append((has_graph, distance(model, expected), kept))
+            if has_graph:
+                torch.autograd.grad(sum((g**2).sum() for g in grads), list(model.parameters()))
+        assert model.reducer.has_rebuilt_buckets
+    return found
+
+
+def test_a_graph_of_the_first_steps_gradients():
+    """Gradients with a graph keep it when buckets are laid out anew; the buffers take no part in it."""
+    for found in pool(2).run(graph_in_the_first_step):
+        for has_graph, error, kept in found:
+            assert error < 1e-12
+            assert kept == ({True, False} if has_graph else {False})
+
+
+def set_after_an_exception(rank, num_ranks):
+    """Distance of the sum of what was set and what was computed; what there was directly after the exception."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Mlp(dtype=torch.float64), bucket_cap_mb=FINE)
+    try:
+        handle = model.module.layers[1].weight.register_hook(lambda _: _stumble() if rank == 1 else None)
+        squares(model(batch(rank, 0))).backward()
+    except (ValueError, PeerAbortedError):
+        left = [p.grad is not None for p in model.parameters()]
+    handle.remove()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    squares(model(batch(rank, 1))).backward()
+    losses = [lambda m, r=r: squares(m(batch(r, 1))) for r in range(num_ranks)]
+    alone = copy.deepcopy(model.module)
+    alone.zero_grad()
+    return any(left), distance(model, [1 + gradient for gradient in mean_of(alone, losses)])
+
+
+def _stumble():
+    raise ValueError("out of memory, say")
+
+
+def test_gradients_that_are_set_after_an_exception():
+    """Those of the step that raised are gone at once, on all ranks; what a user sets before the next forward stays."""
+    for left, error in pool(2).run(set_after_an_exception):
+        assert not left
+        assert error < 1e-12
+
+
+def two_orders(rank, _num_ranks):
+    """What each rank is told of two modules of one size whose backwards come in another order on rank 1."""
+    torch.manual_seed(0)
+    models = [DistributedDataParallel(Mlp()) for _ in range(2)]
+    said = []
+    for model in models if rank == 0 else reversed(models):
+        try:
+            squares(model(torch.ones(2, 8))).backward()
+        except ProtocolError as error:
+            said.append(str(error))
+    return said
+
+
+def test_modules_of_one_size_in_another_order():
+    """Their messages fit, and nobody averages one module's gradients with the other's."""
+    for said in pool(2).run(two_orders):
+        assert len(said) == 2
+        assert all("the ranks synchronize different modules: rank 0 number" in words for words in said)

@@ -39,6 +39,7 @@ class Bucket(Protocol):
         expected: Touches that make it full; 1 while idle: the first touch wakes the reducer.
         launched: Whether it has been collected in this backward.
         ready_s: When it was full, or backward had ended; 0.0 before.
+        not_finite: From `collect` on: NaN if gradients of this rank are not finite, as far as seen, else zero; or None.
     """
 
     index: int
@@ -49,6 +50,7 @@ class Bucket(Protocol):
     expected: int
     launched: bool
     ready_s: float
+    not_finite: Tensor | None
 
     @property
     def size_bytes(self) -> int:

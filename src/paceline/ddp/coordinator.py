@@ -112,6 +112,7 @@ class StepCoordinator:
         self.has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self._module.modules())
         self.window: Window[Any] | None = None
         self.join = JoinState()
+        self._number = int(name.rpartition("/")[-1])  # among the modules over this group
         self._frozen: list[Parameter] = []
         # A weighed forward outside of windows was run.
         self._plain_step: tuple[WeightExchange, float] | None = None
@@ -160,7 +161,10 @@ class StepCoordinator:
         ]
         description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
         words_on = device_for_words(self.process_group, self.device)
-        return verify(description, self.process_group, self.peers, words_on, self.device.type == "cpu")
+        on_cpu, self._number = verify(
+            description, self.process_group, self.peers, words_on, self.device.type == "cpu", self._number
+        )
+        return on_cpu
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
         """Give all ranks the parameters, and buffers if asked for, of rank `source`. Collective; blocks."""
@@ -184,6 +188,7 @@ class StepCoordinator:
         self.reducer = setting.make_reducer(managed, options, self.reduce_groups, self.peers, self.buffers)
         self.reducer.synchronizes = self._synchronizes
         self.reducer.reduction = setting.reduction
+        self.reducer.module_number = self._number
         self.reducer.forward_overlap = self.forward_overlap
         self._frozen = [p for p in self._parameters if not p.requires_grad]
 
@@ -230,6 +235,7 @@ class StepCoordinator:
     def move_to(self, process_group: ProcessGroup) -> None:
         """Reduce over another process group from now on. Local; every member must do so in the same step."""
         self.process_group = process_group
+        self._number = 0  # a rank that joins now does not know it
         self.setting.process_groups = self.reduce_groups = [process_group]
         self.peers = Peers(
             process_group, f"group {process_group.group_name}", in_slices=self.device.type == "cpu"

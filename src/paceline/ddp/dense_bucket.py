@@ -28,6 +28,7 @@ from torch.nn import Parameter
 from paceline.comm.collectives import launch_sum
 from paceline.comm.pending import Done, Pending
 from paceline.ddp.bucket import Scales
+from paceline.ddp.non_finite import Sample
 from paceline.reductions import Message, Reduction
 from paceline.reductions.reduction import real_numel
 
@@ -117,6 +118,7 @@ class DenseBucket:
         self._small = body[num_large_elements:]
         self._small_parameters = self.parameters[self.num_large :]
         self._small_views = self.views[self.num_large :]
+        self._sample = Sample(body, [real_numel(parameter) for parameter in self.parameters])
         self._slots = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
 
         # State of one backward.
@@ -133,6 +135,7 @@ class DenseBucket:
         self._untouched: list[int] = []
         self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
         self._with_graph: dict[int, Tensor] = {}  # made under create_graph: the graph outlives the step
+        self.not_finite: Tensor | None = None
         self._late = body  # the sum of late gradients, from `launch_late` on
 
     @property
@@ -248,6 +251,7 @@ class DenseBucket:
             _set_gradients(self._small_parameters, itertools.repeat(None))
         if self._small_parameters:
             _multiply(self._small, scale)
+        self.not_finite = self._sample.times_zero()
         self.launched = True
 
     def _keep(self, slot: int) -> None:

@@ -2,8 +2,9 @@
 
 Rules
 1. The autograd engine owns the object of a backward under way and drops it when it raises. A backward whose object is
-   gone and that was never ended has raised; nobody can be told at that moment, because no code of ours runs.
-2. So it is noticed at the next forward, window or synchronization of this rank. The other ranks wait until then.
+   gone and that was never ended has raised. At that moment this rank's gradients go, like the other ranks' later on.
+2. The others are told at the next forward, window or synchronization of this rank, and wait until then: nothing may
+   communicate while an exception is on its way. Gradients that a user has set meanwhile stay.
 3. A failure of communication is for good: no step begins after it.
 """
 
@@ -89,8 +90,12 @@ class Recovery:
 
     def watch(self, backward: Backward) -> None:
         """This backward begins."""
-        self._backward = weakref.ref(backward)
+        self._backward = weakref.ref(backward, self._note_raised)
         self._synchronizes = backward.synchronizes
+
+    def _note_raised(self, _: object) -> None:
+        if self._synchronizes:
+            self.drop_gradients()
 
     def current(self) -> Backward | None:
         """The backward under way, if any."""
@@ -159,14 +164,18 @@ class Recovery:
         Contract:
             Collective if that backward synchronizes: matches the other ranks' backward.  Blocks: yes.
         """
+        raised = self._backward is not None and self._backward() is None
         self._backward = None
         if self._synchronizes:
+            set_since = [parameter.grad if raised else None for parameter in self._parameters]
             try:
                 self._reducer.complete_aborted(status)
             except Exception as error:
                 self._failure = error
                 raise
             self.drop_gradients()
+            for parameter, gradient in zip(self._parameters, set_since, strict=True):
+                parameter.grad = gradient
         self._reducer.rest()
 
     def abort(self, status: Status = Status.ABORTED) -> None:

@@ -40,11 +40,12 @@ from paceline.ddp.flight import Flight
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.forward_overlap.flight import PieceFlight
 from paceline.ddp.layout import GradientMemory, ManagedParameters
+from paceline.ddp.non_finite import Suspicion
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.recovery import Backward, Recovery
 from paceline.ddp.verdict import Status, Verdict
-from paceline.errors import PeerAbortedError
+from paceline.errors import PeerAbortedError, ProtocolError
 from paceline.observe import StepTiming, StepTimings
 from paceline.observe.stations import station
 from paceline.reductions import Mean, Reduction
@@ -121,6 +122,7 @@ class Reducer:
         group = self.process_groups[0]
         self._num_ranks = group.size()
         self._used_before: set[int] = set()  # touched without synchronization since the last one
+        self._suspicion: Suspicion | None = None
         self._futures: list[torch.futures.Future[Any]] = []  # of buffer hooks; awaited when backward ends
         self._verdict = Verdict(group.rank(), self._num_ranks, managed.names)
         self.open_forwards = self._verdict.open_forwards
@@ -133,6 +135,15 @@ class Reducer:
         self._cut(range(len(managed) - 1, -1, -1))
         self.arrivals.record_order()
 
+    @property
+    def module_number(self) -> int:
+        """Among the modules over this group, the same on every rank; 0 if not known."""
+        return self._verdict.control.module_number
+
+    @module_number.setter
+    def module_number(self, number: int) -> None:
+        self._verdict.control.module_number = number
+
     def _cut(self, order: Sequence[int]) -> None:
         self._order = list(order)
         self.buckets = self._memory.cut(self._order)
@@ -143,6 +154,8 @@ class Reducer:
     def prepare(self) -> None:
         """Before a forward that will be differentiated; raises and communicates as `Recovery.check`."""
         self.recovery.check()
+        if self._suspicion is not None:
+            self._confirm()
 
     def watch(self, output_nodes: Sequence[Any]) -> None:
         """Begin as soon as a backward reaches one of these, the `grad_fn`s of the outputs of the last forward."""
@@ -320,7 +333,7 @@ class Reducer:
         waited_s = time.perf_counter() - ended_s
         try:
             has_late = self._verdict.reach(self.num_steps + 1, self.reduction)
-        except PeerAbortedError:
+        except ProtocolError:
             self._land()
             self.recovery.drop_gradients()
             raise
@@ -330,6 +343,7 @@ class Reducer:
             if has_late:
                 self._reduce_late()
             self._attach(unused)
+            self._suspect()
         if backward.by_autograd:
             self._note_unused(unused)
         self.arrivals.expected.learn(self.buckets)
@@ -398,7 +412,9 @@ class Reducer:
                     bucket.ready_s = time.perf_counter()
             bucket.collect(self._scales, self._used_before, has_ended=True)
         unused = [index for bucket in self.buckets for index in bucket.untouched_members()]
-        self._verdict.control.write(unused, status, self.open_forwards.word(self._by_autograd))
+        self._verdict.control.write(
+            unused, status, self.open_forwards.word(self._by_autograd), self._not_finite()
+        )
         for bucket in remaining:
             self._launch(bucket)
         if self.synchronizes_buffers and self.reduction.carries_words:
@@ -415,6 +431,9 @@ class Reducer:
         torch.futures.wait_all(self._futures)
         self._futures = []
         return unused
+
+    def _not_finite(self) -> list[Tensor]:
+        return [bucket.not_finite for bucket in self.buckets if bucket.not_finite is not None]
 
     def _exchange_words(self) -> None:
         if self._num_ranks > 1:
@@ -439,6 +458,17 @@ class Reducer:
             if self.on_reduced is not None:
                 for parameter in self.managed.parameters:
                     self.on_reduced(parameter)
+
+    def _suspect(self) -> None:
+        """Where a rank has seen gradients that are not finite, find the first one, for the next forward to say so."""
+        if ranks := self._verdict.control.ranks_not_finite():
+            named = [(self.managed.names[index], self.managed.parameters[index]) for index in self._order]
+            self._suspicion = self._suspicion or Suspicion.of(self.num_steps + 1, ranks, named)
+
+    def _confirm(self) -> None:
+        suspicion, self._suspicion = self._suspicion, None
+        if suspicion is not None and suspicion.has_come_true():
+            self._verdict.warn_of_not_finite(suspicion)
 
     def _note_unused(self, unused: list[int]) -> None:
         looks = self.options.find_unused_parameters
@@ -468,8 +498,10 @@ class Reducer:
         """Cut the buckets in this order; gradients that are alive move along."""
         alive: dict[int, Tensor] = {}
         for parameter in self.managed.parameters:
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                alive[id(parameter)] = parameter.grad.clone()
+            gradient = parameter.grad
+            # One with a graph (create_graph) is a tensor of its own, and stays one.
+            if gradient is not None and not (gradient.is_sparse or gradient.requires_grad):
+                alive[id(parameter)] = gradient.clone()
                 parameter.grad = None
         self._cut(order)
         for bucket in self.buckets:

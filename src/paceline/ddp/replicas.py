@@ -65,9 +65,14 @@ def _facts(tensor: Tensor) -> str:
 
 
 def verify(
-    description: Description, process_group: ProcessGroup, peers: Peers, device: torch.device, on_cpu: bool
-) -> list[bool]:
-    """Make sure that every rank described the same model, and say where each has it.
+    description: Description,
+    process_group: ProcessGroup,
+    peers: Peers,
+    device: torch.device,
+    on_cpu: bool,
+    number: int = 0,
+) -> tuple[list[bool], int]:
+    """Make sure that every rank described the same model, and say where each has it, and what it is called.
 
     Args:
         description: Of this rank's.
@@ -75,16 +80,17 @@ def verify(
         peers: The same, for waiting.
         device: Where the words that are exchanged lie.
         on_cpu: Whether this rank's model is on the CPU. Ranks may differ in that.
+        number: Among the modules over this group, as far as this rank knows.
 
     Returns:
         One `on_cpu` a rank: what defaults that depend on the device have to be made from, so that all ranks make
-        the same.
+        the same. And rank 0's number.
 
     Contract:
         Collective: every rank.  Blocks: yes.
 
     Cost:
-        One all-gather of 6 words a rank; a second one, of the whole description, only where ranks differ.
+        One all-gather of 7 words a rank; a second one, of the whole description, only where ranks differ.
 
     Raises:
         ReplicaMismatchError: On every rank, with the same message, naming rank and parameter.
@@ -92,10 +98,11 @@ def verify(
     encoded = description.encode()
     digest = hashlib.sha256(encoded).digest()
     words = [len(encoded)] + [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
-    gathered = _gather(torch.tensor([*words, on_cpu], device=device), process_group, peers)
+    gathered = _gather(torch.tensor([*words, on_cpu, number], device=device), process_group, peers)
+    numbers = [row.pop() for row in gathered]
     all_on_cpu = [bool(row.pop()) for row in gathered]
     if all(row == gathered[0] for row in gathered):
-        return all_on_cpu
+        return all_on_cpu, numbers[0]
     longest = max(row[0] for row in gathered)
     padded = torch.tensor(list(encoded.ljust(longest)), dtype=torch.uint8, device=device)
     texts = _gather(padded, process_group, peers)

@@ -27,6 +27,7 @@ class SparseBucket:
         self.parameters = [parameter]
         self.message = torch.empty(0)  # the reduced gradient, once it is there
         self.words: Tensor | None = None
+        self.not_finite: Tensor | None = None  # not looked at: dense gradients show it as well
         self.size_bytes = 0
         self.num_large = 0
         self.touched: list[Tensor] = []

@@ -7,6 +7,7 @@ comes one status word a rank, zero on all others.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from enum import IntEnum
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm.peers import describe
+from paceline.ddp.non_finite import Suspicion
 from paceline.ddp.open_forwards import NOT_COUNTED, OpenForwards, differences
-from paceline.errors import PeerAbortedError, PeerOutOfMemoryError
+from paceline.errors import PeerAbortedError, PeerOutOfMemoryError, ProtocolError
 from paceline.reductions import Reduction
 
 
@@ -29,7 +31,11 @@ class Status(IntEnum):
     OUT_OF_MEMORY = 3  # likewise, and smaller batches may help
 
 
-_OPEN_FORWARD = 4  # a status word is a status plus this many times the number of open forwards
+# A status word is a status, plus so many times the number of open forwards, plus this if gradients are not finite, plus
+# so many times the module's number, as far as that is exact in the type of the words; else its remainder.
+_OPEN_FORWARD = 4
+_NOT_FINITE = _OPEN_FORWARD * (NOT_COUNTED + 1)
+_MODULE = 2 * _NOT_FINITE
 
 
 class ControlWords:
@@ -39,6 +45,7 @@ class ControlWords:
         self._num_parameters = num_parameters
         self._rank = rank
         self.num_words = num_parameters + num_ranks
+        self.module_number = 0
         self.words = torch.zeros(self.num_words)
         self._status_words: list[int] = []
 
@@ -46,20 +53,29 @@ class ControlWords:
         """Use `words`, shape (num_words,), from now on: the end of the last bucket's buffer, or a tensor of its own."""
         self.words = words.copy_(self.words)  # so that the last step's can still be read
 
-    def write(self, unused: Sequence[int], status: Status, num_open_forwards: int) -> None:
+    def write(
+        self, unused: Sequence[int], status: Status, num_open_forwards: int, not_finite: Sequence[Tensor] = ()
+    ) -> None:
         """Say which parameters this rank did not use, how its backward ended, and what it has left undone.
 
         Args:
             unused: Parameter indices.
             status: Of this rank's backward.
             num_open_forwards: As `OpenForwards.word` says it.
+            not_finite: Of each bucket that was looked at, NaN if it has gradients that are not finite, else zero.
         """
         self.words.fill_(1.0)
         self.words[self._num_parameters :] = 0.0
-        if status is not Status.GOOD or num_open_forwards:
-            self.words[self._num_parameters + self._rank] = float(status + _OPEN_FORWARD * num_open_forwards)
+        word = status + _OPEN_FORWARD * num_open_forwards + _MODULE * self._module_remainder()
+        if self.words.device.type == "cpu" and any(math.isnan(bucket.item()) for bucket in not_finite):
+            word += _NOT_FINITE
+        if word:
+            self.words[self._num_parameters + self._rank] = float(word)
         for index in unused:
             self.words[index] = 0.0
+        if self.words.device.type != "cpu" and not_finite:  # without waiting for the device
+            nan = torch.stack([bucket.to(self.words.device, self.words.dtype) for bucket in not_finite]).sum()
+            self.words[self._num_parameters + self._rank] += _NOT_FINITE * nan.isnan()
 
     def read(self) -> None:
         """Take in the ranks' status words. On an accelerator this waits for the device."""
@@ -77,8 +93,20 @@ class ControlWords:
 
     def open_forwards(self) -> dict[int, int]:
         """The ranks' words on forwards without a backward, of those that count them; after `read`."""
-        counts = {rank: word // _OPEN_FORWARD for rank, word in enumerate(self._status_words)}
+        counts = {rank: word % _NOT_FINITE // _OPEN_FORWARD for rank, word in enumerate(self._status_words)}
         return {rank: count for rank, count in counts.items() if count != NOT_COUNTED}
+
+    def ranks_not_finite(self) -> list[int]:
+        """Ranks that have seen gradients of their own that are not finite; after `read`."""
+        return [rank for rank, word in enumerate(self._status_words) if word % _MODULE >= _NOT_FINITE]
+
+    def _module_remainder(self) -> int:
+        """The module's number, less 1, as far as there is room."""
+        return max(self.module_number - 1, 0) % int(2 / torch.finfo(self.words.dtype).eps / _MODULE)
+
+    def modules(self) -> list[int]:
+        """Which module each rank has synchronized; after `read`."""
+        return [word // _MODULE + 1 for word in self._status_words]
 
     def is_used(self) -> list[bool]:
         """Whether any rank used each parameter. On an accelerator this waits for the device."""
@@ -122,12 +150,24 @@ class Verdict:
         self.control.read()
         if self.control.is_plain:
             return False
+        self._raise_if_another_module()
         self._raise_if_aborted(step)
         self._raise_if_out_of_step(step)
         late = self.control.ranks_with(Status.LATE_GRADIENTS)
         if late:
             self._raise_if_not_linear(late[0], reduction)
         return bool(late)
+
+    def _raise_if_another_module(self) -> None:
+        modules = self.control.modules()
+        for rank, module in enumerate(modules):
+            if module != modules[0]:
+                raise ProtocolError(
+                    f"rank {self._rank}: the ranks synchronize different modules: rank 0 number {modules[0]} and rank "
+                    f"{rank} number {module} of those that were wrapped over this group. Run the backwards of several "
+                    "modules in the same order on every rank, or give each a process group of its own. The gradients "
+                    "of this step are undefined, the parameters are untouched."
+                )
 
     def only_out_of_memory(self) -> tuple[int, ...]:
         """Ranks that ran out of memory, if no backward raised anything else; once all words are there."""
@@ -192,6 +232,23 @@ class Verdict:
             "unused",
             f"this backward did not use {describe(indices, self._names)}. They count as zero on this "
             "rank, so the mean is right; pass find_unused_parameters=True if that is intended.",
+        )
+
+    def warn_of_not_finite(self, suspicion: Suspicion) -> None:
+        ranks = " and ".join(map(str, suspicion.ranks))
+        found = (
+            f"In step {suspicion.step} gradients of rank {ranks} were not, before they were averaged with the others'; "
+            f"the first in backward's order was that of {suspicion.name}. Look at rank {suspicion.ranks[0]}'s batch "
+            "and loss in that step. To go on, "
+        )
+        unknown = (
+            f"They were not before step {suspicion.step} already, by whose gradients was not seen: only one element of "
+            "each is looked at. To go on, "
+        )
+        self._warn(
+            "not finite",
+            f"parameters are not finite any more. {unknown if suspicion.is_old else found}restart from the last "
+            "checkpoint, and skip such steps: `if model.gradients_are_finite(): optimizer.step()`.",
         )
 
     def warn_of_local_backward(self) -> None:
