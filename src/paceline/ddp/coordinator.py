@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
-from paceline.comm.collectives import device_for_words
+from paceline.comm.collectives import device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.ddp import arguments
 from paceline.ddp.buffers import Broadcast, Buffers
@@ -128,7 +128,9 @@ class StepCoordinator:
             ("reduction", repr(self.setting.reduction)),
         ]
         description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
-        verify(description, self.process_group, self.peers, device_for_words(self.process_group, self.device))
+        verify(
+            description, self.process_group, self.peers, device_for_metadata(self.process_group, self.device)
+        )
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
         """Give all ranks the parameters, and buffers if asked for, of rank `source`. Collective; blocks."""

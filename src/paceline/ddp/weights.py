@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import device_for_words, launch_sum
+from paceline.comm.collectives import device_for_metadata, launch_sum
 from paceline.comm.peers import Peers
 from paceline.comm.pending import Done, Pending
 from paceline.errors import PeerLostError
@@ -69,7 +69,7 @@ class WeightExchange:
         self._peers = peers
         words = [0.0] * (1 + process_group.size())
         words[0], words[1 + process_group.rank()] = weight, float(num_micro_steps)
-        where = device_for_words(process_group, device)
+        where = device_for_metadata(process_group, device)
         self._words = torch.tensor(words, dtype=torch.float64, device=where)
         is_alone = process_group.size() == 1
         self._pending: Pending = Done() if is_alone else launch_sum(self._words, process_group)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.meeting import Meeting
+from paceline.comm.rendezvous import Rendezvous
 from paceline.host.processes import whereabouts
 from paceline.transports.shared_memory import futex
 from paceline.transports.shared_memory.arena import Arena, Budget, least_bytes, size_within
@@ -87,14 +87,14 @@ def join_host(
     """
     doing = f"joining a process group of {num_ranks} ranks"
     patience: Any = store
-    meeting = Meeting(store, rank, num_ranks, timeout or patience.timeout, doing, known)
+    rendezvous = Rendezvous(store, rank, num_ranks, timeout or patience.timeout, doing, known)
     card, fd = _card()
     try:
-        meeting.publish("card", json.dumps(card))
-        cards = [json.loads(words) for words in meeting.collect("card")]
+        rendezvous.publish("card", json.dumps(card))
+        cards = [json.loads(words) for words in rendezvous.collect("card")]
         mapped, why = _map_arenas(rank, cards)
-        meeting.publish("mapped", json.dumps({"ranks": sorted(mapped), "why": why}))
-        answers = [json.loads(words) for words in meeting.collect("mapped")]
+        rendezvous.publish("mapped", json.dumps({"ranks": sorted(mapped), "why": why}))
+        answers = [json.loads(words) for words in rendezvous.collect("mapped")]
     finally:
         if fd is not None:
             os.close(fd)  # all have opened it
