@@ -37,8 +37,9 @@ from paceline.lab.bench.sides import StepTimes, Trainee
 from paceline.lab.bench.timed_model import TimedWorkload
 from paceline.lab.emulation import ClusterSpec, quantities
 from paceline.lab.emulation.quantities import show_rate, show_seconds
-from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import look_of
+from paceline.lab.report.panels import Line, Lines
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, ratios, slowest_rank
 from paceline.reductions.auto import Auto

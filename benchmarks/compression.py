@@ -24,8 +24,9 @@ from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.emulation.quantities import show_size
-from paceline.lab.report.figures import Bar, Bars, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import OURS, PAPER
+from paceline.lab.report.panels import Bar, Bars
 from paceline.lab.report.publication import Report, figure_path, publish
 from paceline.lab.report.summary import Summary, ratios
 

@@ -34,8 +34,9 @@ from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.bench.sides import labels, parse_sides, wrap
-from paceline.lab.report.figures import Bar, Bars, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import look_of, workload_name
+from paceline.lab.report.panels import Bar, Bars
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.workloads import Workload, make_workload
 

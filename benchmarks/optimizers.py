@@ -20,8 +20,9 @@ from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.report.figures import Bar, Bars, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import workload_name
+from paceline.lab.report.panels import Bar, Bars
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, ratios
 from paceline.lab.workloads import make_workload

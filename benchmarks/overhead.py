@@ -29,8 +29,9 @@ from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.bench.sides import labels, parse_sides, wrap
-from paceline.lab.report.figures import Bars, bars_of, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import look_of
+from paceline.lab.report.panels import Bars, bars_of
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, differences
 from paceline.lab.workloads.synthetic import TinyWorkload

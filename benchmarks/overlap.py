@@ -39,8 +39,9 @@ from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import choose_place, gather
 from paceline.lab.bench.sides import labels, parse_sides, wrap
 from paceline.lab.emulation.quantities import rate, show_rate
-from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import look_of
+from paceline.lab.report.panels import Line, Lines
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, slowest_rank
 

@@ -25,8 +25,9 @@ from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks, gather
 from paceline.lab.bench.sides import StepTimes, Trainee, labels, parse_sides
-from paceline.lab.report.figures import Bars, bars_of, draw_figure, show_ratio
+from paceline.lab.report.figures import draw_figure, show_ratio
 from paceline.lab.report.look import look_of, workload_name
+from paceline.lab.report.panels import Bars, bars_of
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, ratios, slowest_rank
 from paceline.lab.workloads import Workload, make_workload

@@ -34,8 +34,9 @@ from paceline.lab.bench.protocol import WrongAnswerError
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.report.figures import Dots, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import OURS, look_of
+from paceline.lab.report.panels import Dots
 from paceline.lab.report.publication import Report, figure_path, publish
 
 TOL = 1e-3

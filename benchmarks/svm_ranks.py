@@ -1,10 +1,11 @@
 """What does each of 1 to 64 ranks do in one fit, and how long would it take behind a network? Counted, then predicted.
 
 Real fits of one problem cut into P parts, few rows each: the ranks are threads of this process that hand arrays to
-each other, so turns, kernel values and bytes are those of P processes, while times would mean nothing. The prediction
-takes the processor time of one rank, measured here: what every rank repeats (the working set's pair updates) grows with
-the turns, what is shared shrinks with the largest number of kernel values of any rank, and a collective costs
-LATENCY_S * log2(P) and its bytes, from all ranks to each, at RATE_BYTES_PER_S. It is a prediction, never seen.
+each other, so working sets, kernel values and bytes are those of P processes, while times would mean nothing. The
+prediction takes the processor time of one rank, measured here: what every rank repeats (the pair updates of a working
+set) grows with their number, what is shared shrinks with the largest number of kernel values of any rank, and a
+collective costs LATENCY_S * log2(P) and its bytes, from all ranks to each, at RATE_BYTES_PER_S. It is a prediction,
+never seen.
 """
 
 import time
@@ -20,8 +21,9 @@ from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run
 from benchmarks.svm_data import HELP, Split, load
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.emulation.quantities import show_rate
-from paceline.lab.report.figures import Line, Lines, draw_figure, show_time
+from paceline.lab.report.figures import draw_figure, show_time
 from paceline.lab.report.look import OURS
+from paceline.lab.report.panels import Line, Lines
 from paceline.lab.report.publication import Report, figure_path, publish
 
 LATENCY_S = 30e-6
@@ -140,7 +142,7 @@ def main(
         question=f"What does each of P ranks do in a fit of {config.data}, and how long would it take?",
         columns=(
             "ranks",
-            "turns",
+            "working sets",
             "kernel values a rank",
             "collectives",
             "bytes a rank",

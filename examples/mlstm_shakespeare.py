@@ -33,8 +33,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn import functional
 
 from paceline import DistributedDataParallel
-from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import OURS, PAPER
+from paceline.lab.report.panels import Line, Lines
 from paceline.lab.workloads import Mlstm, State, load_text
 
 CLIP_NORM = 1.0

@@ -7,8 +7,10 @@ import json
 
 import pytest
 
-from paceline.lab.report.figures import Bar, Bars, Dots, Line, Lines, Stacks, draw_figure, show_ratio, spread
+from paceline.lab.report.figures import draw_figure, show_ratio
+from paceline.lab.report.label_places import spread
 from paceline.lab.report.look import BASELINE, OURS, look_of
+from paceline.lab.report.panels import Bar, Bars, Dots, Line, Lines, Stacks
 from terminal import REPOSITORY
 
 matplotlib_figure = pytest.importorskip("matplotlib.figure")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import warm
 from models import Mlp
 from paceline import DistributedDataParallel
-from paceline.comm import meeting, peers
+from paceline.comm import peers, rendezvous
 from paceline.comm.sealed_store import TOKEN, SealedStore
 from paceline.errors import PeerLostError
 from paceline.host.processes import ProcessCard
@@ -62,8 +62,8 @@ def test_a_death_while_groups_are_made_is_named(num_ranks, victim, where):
 def together(num_ranks, present, timeout_s, before=lambda _store: None):
     """The error of the first of `present` that is alone in front of the store."""
     store = dist.HashStore()
-    before(SealedStore(store, "meeting"))
-    ours = meeting.Meeting(store, present, num_ranks, timedelta(seconds=timeout_s), "meeting")
+    before(SealedStore(store, "rendezvous"))
+    ours = rendezvous.Rendezvous(store, present, num_ranks, timedelta(seconds=timeout_s), "joining a group")
     ours.publish("x", "here")
     with pytest.raises(PeerLostError) as caught:
         ours.collect("x")
@@ -73,7 +73,7 @@ def together(num_ranks, present, timeout_s, before=lambda _store: None):
 def test_who_did_not_come():
     """Never heard of; heard of and elsewhere; dead; of a host that cannot be looked at; lost by another rank."""
     nobody = together(3, 0, 0.05)
-    assert "rank 0 was meeting" in str(nobody)
+    assert "rank 0 was joining a group" in str(nobody)
 
     me = ProcessCard.of_this_process()
     elsewhere = together(2, 0, 0.6, lambda store: store.set("process/1", me.words))

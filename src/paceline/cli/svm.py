@@ -177,8 +177,9 @@ def _draw(path: Path, progress: list[dict[str, Any]]) -> None:
     import importlib.util
 
     from paceline.errors import ConfigurationError
-    from paceline.lab.report.figures import Line, Lines, draw_figure
+    from paceline.lab.report.figures import draw_figure
     from paceline.lab.report.look import OURS
+    from paceline.lab.report.panels import Line, Lines
 
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError("--figure needs matplotlib. pip install 'paceline[plot]'")

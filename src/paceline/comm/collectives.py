@@ -121,8 +121,8 @@ def reduces_in_shared_memory(group: ProcessGroup) -> bool:
     return backend_of(group) == BACKEND_NAME and len(ours.host.hosts) == 1
 
 
-def device_for_words(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where a few numbers to be gathered should lie: on the host, if the group can communicate from there.
+def device_for_metadata(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Where metadata that ranks exchange should lie (counts, shapes, settings): on the host, if the group reaches it.
 
     Args:
         group: Over whom; Gloo gathers host tensors only, NCCL device tensors only.

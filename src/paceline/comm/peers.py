@@ -20,8 +20,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from paceline.comm.meeting import announce
 from paceline.comm.pending import Pending
+from paceline.comm.rendezvous import announce
 from paceline.comm.sealed_store import SealedStore
 from paceline.errors import PeerLostError
 from paceline.host.exit import end_before_exit

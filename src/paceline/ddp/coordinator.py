@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
-from paceline.comm.collectives import device_for_words
+from paceline.comm.collectives import device_for_metadata
 from paceline.comm.gradient_group import group_for_pieces, on_one_host
 from paceline.comm.peers import Peers
 from paceline.ddp import arguments, inputs_outputs
@@ -160,7 +160,7 @@ class StepCoordinator:
             *more,
         ]
         description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
-        words_on = device_for_words(self.process_group, self.device)
+        words_on = device_for_metadata(self.process_group, self.device)
         on_cpu, self._number = verify(
             description, self.process_group, self.peers, words_on, self.device.type == "cpu", self._number
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline import version
-from paceline.comm.collectives import device_for_words, launch_gather
+from paceline.comm.collectives import device_for_metadata, launch_gather
 from paceline.comm.peers import Peers, next_name
 from paceline.ddp.layout import ManagedParameters
 from paceline.errors import ReplicaMismatchError
@@ -118,7 +118,7 @@ def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch
     """
     if process_group.size() == 1:
         return
-    where = device_for_words(process_group, device)
+    where = device_for_metadata(process_group, device)
     peers = Peers(process_group, next_name(process_group, is_collective=True), in_slices=where.type == "cpu")
     with suppress(ReplicaMismatchError):  # what the others raise
         verify(Description.of_refusal(error), process_group, peers, where, device.type == "cpu")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import device_for_words, launch_sum
+from paceline.comm.collectives import device_for_metadata, launch_sum
 from paceline.comm.peers import Peers
 from paceline.comm.pending import Done, Pending
 from paceline.errors import PeerLostError
@@ -86,7 +86,7 @@ class WeightExchange:
         words[0], words[1 + rank] = weight, float(num_micro_steps)
         place = 1 + self._num_ranks + rank * width
         words[place : place + width] = report
-        where = device_for_words(process_group, device)
+        where = device_for_metadata(process_group, device)
         self._words = torch.tensor(words, dtype=torch.float64, device=where)
         is_alone = process_group.size() == 1
         self._pending: Pending = Done() if is_alone else launch_sum(self._words, process_group)

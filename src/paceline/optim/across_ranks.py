@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from paceline import version
-from paceline.comm.collectives import device_for_words, launch_broadcast, launch_gather
+from paceline.comm.collectives import device_for_metadata, launch_broadcast, launch_gather
 from paceline.comm.peers import Peers, next_name
 from paceline.errors import ConfigurationError, ReplicaMismatchError
 from paceline.optim.flat_parameters import FlatParameters, flatten
@@ -155,7 +155,7 @@ class AcrossRanks(Optimizer, ABC):
 
     def _gather(self, digest: bytes) -> list[bytes]:
         """Every rank's digest. Collective; blocks."""
-        device = device_for_words(self._group, self._parameters()[0].device)
+        device = device_for_metadata(self._group, self._parameters()[0].device)
         row = torch.tensor(list(digest), dtype=torch.uint8, device=device)
         rows = [torch.empty_like(row) for _ in range(self._group.size())]
         if len(rows) == 1:

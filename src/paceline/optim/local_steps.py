@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from paceline.comm.collectives import device_for_words, launch_sum
+from paceline.comm.collectives import device_for_metadata, launch_sum
 from paceline.comm.pending import Pending
 from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Compressor
@@ -141,7 +141,7 @@ class LocalSteps(AcrossRanks):
         rank, num_ranks = self._group.rank(), self._group.size()
         if num_ranks == 1:
             return
-        where = device_for_words(self._group, self._parameters()[0].device)
+        where = device_for_metadata(self._group, self._parameters()[0].device)
         counts = torch.zeros(num_ranks, dtype=torch.float64, device=where)
         counts[rank] = self._steps_since
         self._peers.wait(launch_sum(counts, self._group), f"synchronizing after step {self._num_steps}")

@@ -32,7 +32,7 @@ def _register_with(c10d: Any) -> None:
 def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     import torch.distributed as dist  # noqa: PLC0415  only those who ask for one pay for it
 
-    from paceline.comm.meeting import announce  # noqa: PLC0415
+    from paceline.comm.rendezvous import announce  # noqa: PLC0415
 
     announce(dist.PrefixStore("memory", store), rank)  # what is imported now may take seconds
     from paceline.process_group.backend import ProcessGroup  # noqa: PLC0415

@@ -1,7 +1,7 @@
 """numba's options for loops that numpy and torch would do in several passes over memory.
 
 Rules
-1. A loop that must be vectorised runs over a slice from 0, in lanes: `a[t0 + t]` and scalar minima are not.
+1. A loop that must be vectorised runs over a slice from 0, in SIMD lanes: `a[t0 + t]` and scalar minima are not.
 2. Compiled code is kept on disk beside this file (or in numba's own cache folder): only the first process of a
    machine waits for the compiler.
 3. No NaN or infinity reaches these loops (`fastmath` assumes so); the finite number `FAR` takes their place.
@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 
-LANES = 64
+LANES = 64  # of SIMD: so many numbers the compiler treats alike, some vector registers full
 FAR = 1e30
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -5,7 +5,7 @@ It solves working sets and small problems: whatever has a gradient that stays in
 Rules
 1. i by the largest violation, j by the largest decrease of the objective (Fan, Chen & Lin 2005, "Working set selection
    using second order information", WSS 2).
-2. The two passes over all variables run in lanes (`compiled.py`, rule 1), and no reassociation is allowed: the number
+2. The two passes over all variables run in SIMD lanes (`compiled.py`, rule 1), without reassociation: the number
    that was found as a minimum is looked for again.
 3. Every update strictly decreases the objective, or, where rounding swallows it, ends the loop.
 """
@@ -43,7 +43,7 @@ class Variables(NamedTuple):
 
 
 class LaneArrays(NamedTuple):
-    """What the two passes over all variables read and write, in lanes: S sides of L times LANES.
+    """What the two passes over all variables read and write, in SIMD lanes: S sides of L times LANES.
 
     Attributes:
         rows: Kernel rows, shape (R, L, LANES).
@@ -95,7 +95,7 @@ def solve(
             closed_up[v] = zero
         if beta[v] > lower[v]:
             closed_down[v] = zero
-    # In lanes: (side, lanes of a side, lane).
+    # In SIMD lanes: (side, lanes of a side, lane).
     form = (S, P // LANES, LANES)
     lanes = LaneArrays(
         store.rows.reshape((num_rows, *form[1:])),
@@ -131,7 +131,7 @@ def _update_pairs(
     """Run to the end, or until a kernel row is missing.
 
     Args:
-        lanes: What the passes read and write, in lanes.
+        lanes: What the passes read and write, in SIMD lanes.
         variables: The same memory without lanes, and the rest.
         flat: `closed_up`, `closed_down` and `gains` without lanes.
         rows: Kernel rows without lanes.

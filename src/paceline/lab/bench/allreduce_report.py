@@ -14,8 +14,9 @@ from paceline.lab.bench.provenance import collect
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import Ranks
 from paceline.lab.emulation.quantities import show_size
-from paceline.lab.report.figures import Line, Lines, draw_figure, show_time
+from paceline.lab.report.figures import draw_figure, show_time
 from paceline.lab.report.look import LIMIT, look_of
+from paceline.lab.report.panels import Line, Lines
 from paceline.lab.report.publication import Report
 from paceline.lab.report.summary import Summary, ratios
 

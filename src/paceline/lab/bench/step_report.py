@@ -14,8 +14,9 @@ from paceline.lab.bench.ranks import Ranks
 from paceline.lab.bench.sides import StepTimes, labels
 from paceline.lab.bench.step import StepConfig, StepOutcome, per_round
 from paceline.lab.bench.timed_model import scaled
-from paceline.lab.report.figures import Bars, bars_of, draw_figure, show_ratio
+from paceline.lab.report.figures import draw_figure, show_ratio
 from paceline.lab.report.look import look_of, workload_name
+from paceline.lab.report.panels import Bars, bars_of
 from paceline.lab.report.publication import Report
 from paceline.lab.report.summary import Summary, ratios, slowest_rank
 

@@ -15,8 +15,9 @@ import torch
 from paceline import __version__
 from paceline.lab.demo.progress_pipe import Progress, RankOutcome
 from paceline.lab.report import ReportFolder
-from paceline.lab.report.figures import Line, Lines, Stacks, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import BASELINE, LIMIT, OURS
+from paceline.lab.report.panels import Line, Lines, Stacks
 from paceline.launch import num_cores
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import LIMIT, look_of
+from paceline.lab.report.panels import Line, Lines
 from paceline.lab.studies.cluster_study import (
     LIKE_NOTE,
     PAPERS_NOTE,

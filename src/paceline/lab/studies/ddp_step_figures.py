@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.lab.bench.limit import StepLimit
-from paceline.lab.report.figures import Line, Lines, Stacks, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import BASELINE, LIMIT, OURS, PAPER, look_of, workload_name
+from paceline.lab.report.panels import Line, Lines, Stacks
 from paceline.lab.studies.cluster_study import (
     LIKE_NOTE,
     PAPERS_NOTE,

@@ -11,8 +11,9 @@ import torch
 from rich.console import Console
 
 from paceline.lab.report import table
-from paceline.lab.report.figures import Bar, Bars, Line, Lines, Panel, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import LIMIT, ROW_COLORS
+from paceline.lab.report.panels import Bar, Bars, Line, Lines, Panel
 from paceline.lab.report.publication import Report
 from paceline.lab.report.terminal import progress_bar
 from paceline.lab.studies.claims import Verdict, judge

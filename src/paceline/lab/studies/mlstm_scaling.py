@@ -17,8 +17,9 @@ from paceline.errors import ConfigurationError
 from paceline.lab.bench.layer_profile import Profile, default_profile
 from paceline.lab.bench.limit import ring_bytes_per_rank
 from paceline.lab.bench.timed_model import gradient_bytes
-from paceline.lab.report.figures import Line, Lines, draw_figure, linear_line
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import CURVE_COLORS, LIMIT, OURS, PAPER
+from paceline.lab.report.panels import Line, Lines, linear_line
 from paceline.lab.studies.cluster_study import (
     Block,
     StudyConfig,

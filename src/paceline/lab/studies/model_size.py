@@ -20,8 +20,9 @@ from torch.nn import functional
 from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import ClusterRanks, gather
-from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import BASELINE, OURS
+from paceline.lab.report.panels import Line, Lines
 from paceline.lab.report.summary import Summary, slowest_rank
 from paceline.lab.studies.cluster_study import StudyOptions, TimeStudy
 from paceline.lab.studies.description import Findings, Measured

@@ -22,8 +22,9 @@ from torch.nn import functional
 from paceline.ddp import DistributedDataParallel
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.report.figures import Bar, Bars, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import BASELINE, OURS, PAPER
+from paceline.lab.report.panels import Bar, Bars
 from paceline.lab.report.summary import Summary
 from paceline.lab.studies.cluster_study import StudyOptions, TimeStudy
 from paceline.lab.studies.description import Findings, Measured

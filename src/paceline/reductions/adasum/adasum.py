@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import device_for_words, launch_broadcast
+from paceline.comm.collectives import device_for_metadata, launch_broadcast
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.pending import Done, Pending, PendingWork
 from paceline.errors import ConfigurationError
@@ -178,7 +178,7 @@ class Connection:
         self._find_topology = find_topology
         self._timeout = _timeout_of(process_group)
         self._store = _store()
-        token_device = device_for_words(process_group, device)
+        token_device = device_for_metadata(process_group, device)
         self._token = torch.tensor([secrets.randbits(62)], device=token_device)
         self._token_sent = launch_broadcast(self._token, process_group, source=0)
         self._over_ranks: AdasumOverRanks | None = None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import device_for_words, launch_maximum
+from paceline.comm.collectives import device_for_metadata, launch_maximum
 from paceline.comm.pending import Pending
 from paceline.observe import StepTiming
 from paceline.planning import Decision, Rules, StepProfile, decide
@@ -118,7 +118,7 @@ class GroupDecision:
         else:
             index = -1.0 if self._loaded is None else float(self._codecs.index(self._loaded))
             numbers = [index, -index]  # their maxima are the largest, and the negative of the smallest
-        maxima = torch.tensor(numbers, dtype=torch.float64, device=device_for_words(group, device))
+        maxima = torch.tensor(numbers, dtype=torch.float64, device=device_for_metadata(group, device))
         yield launch_maximum(maxima, group)
         self._agreed = maxima.tolist()
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline import version
-from paceline.comm.meeting import Meeting
+from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError
 from paceline.host.processes import whereabouts
 from paceline.transports.shared_memory import futex
@@ -90,17 +90,17 @@ def join_host(
     """
     doing = f"joining a process group of {num_ranks} ranks"
     patience: Any = store
-    meeting = Meeting(store, rank, num_ranks, timeout or patience.timeout, doing, known)
+    rendezvous = Rendezvous(store, rank, num_ranks, timeout or patience.timeout, doing, known)
     card, fd = _card()
     try:
-        meeting.publish("card", json.dumps(card))
-        cards = [json.loads(words) for words in meeting.collect("card")]
+        rendezvous.publish("card", json.dumps(card))
+        cards = [json.loads(words) for words in rendezvous.collect("card")]
         versions = [card.get("version", "of a version that does not say") for card in cards]
         if (other_version := version.difference(versions)) is not None:
             raise ConfigurationError(other_version)
         mapped, why = _map_arenas(rank, cards)
-        meeting.publish("mapped", json.dumps({"ranks": sorted(mapped), "why": why}))
-        answers = [json.loads(words) for words in meeting.collect("mapped")]
+        rendezvous.publish("mapped", json.dumps({"ranks": sorted(mapped), "why": why}))
+        answers = [json.loads(words) for words in rendezvous.collect("mapped")]
     finally:
         if fd is not None:
             os.close(fd)  # all have opened it

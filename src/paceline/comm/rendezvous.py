@@ -1,4 +1,4 @@
-"""Ranks that wait for each other's words in a store, before there is a group: the error names who died or did not come.
+"""A rendezvous: ranks wait for each other in a store, before they have a group; errors name who died or did not come.
 
 Rules
 1. A rank writes who it is before anything else, so that whoever waits for it can look whether it is still there.
@@ -19,7 +19,7 @@ from paceline.errors import PeerLostError
 from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
 
 SLICE_S = 0.5  # between two looks at those who are missing
-_SCOPE = "meeting"
+_SCOPE = "rendezvous"
 _PROCESS, _FAILED = "process", "failed"
 _NEXT = "See docs/troubleshooting.md#did-not-come."
 
@@ -29,15 +29,15 @@ def announce(store: dist.Store, rank: int) -> None:
     SealedStore(store, _SCOPE).set(f"{_PROCESS}/{rank}", ProcessCard.of_this_process().words)
 
 
-class Meeting:
-    """Ranks in front of one store.
+class Rendezvous:
+    """One rank's part in a rendezvous.
 
     Args:
-        store: Of this meeting alone.
+        store: Of this rendezvous alone.
         rank: Of this process.
-        num_ranks: How many meet.
+        num_ranks: How many take part.
         timeout: How long a rank waits for the others.
-        doing: What they meet for, for messages.
+        doing: What it is for, for messages: "joining a process group of 4 ranks".
         known: A store in which every rank may have announced itself before, as the same rank.
     """
 
