@@ -326,7 +326,7 @@ def report(
         notes=(
             "computation sleeps; gradients, weights and reports are real, over Gloo on loopback",
             f"auto / ideal: median of the steps after {LEARNING_STEPS}; where a rank is throttled, of the last quarter",
-            f"without computing, a balanced step takes {costs['auto_minus_fixed_ms']:.2f} ms more than with fixed shares",
+            f"without computing, a balanced step takes {costs['auto_minus_fixed_ms']:.2f} ms more than a fixed one",
             f"and {costs['auto_minus_plain_ms']:.2f} ms more than in a plain loop ({config.cost_ranks} ranks)",
         ),
         config=config,
