@@ -31,8 +31,9 @@ from paceline.lab.bench.protocol import turns
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks, gather
-from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import CURVE_COLORS
+from paceline.lab.report.panels import Line, Lines
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, differences, ratios, slowest_rank
 from paceline.planning import Speed, best_shares, ideal_s
@@ -328,8 +329,8 @@ def report(
         notes=(
             "computation sleeps; gradients, weights and reports are real, over Gloo on loopback",
             f"auto / ideal: median of the steps after {LEARNING_STEPS}; where a rank is throttled, of the last quarter",
-            f"without computing, balancing adds {costs['auto_minus_fixed_ms']:.2f} ms a step to fixed shares",
-            f"and {costs['auto_minus_plain_ms']:.2f} ms to a plain loop ({config.cost_ranks} ranks)",
+            f"without computing, a balanced step takes {costs['auto_minus_fixed_ms']:.2f} ms more than a fixed one",
+            f"and {costs['auto_minus_plain_ms']:.2f} ms more than in a plain loop ({config.cost_ranks} ranks)",
         ),
         config=config,
         summaries={"cases": summaries, "cost": costs},

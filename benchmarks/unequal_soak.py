@@ -173,7 +173,7 @@ class Soak:
         """Whether the step succeeded."""
         victim, chance = self.draw.randrange(self.num_ranks), self.draw.random()
         sizes = self.shuffle.step.samples if self.shuffle.step is not None else ()
-        self.network.fails = self.rank == victim and chance < 0.05 and sizes[victim] > SIZE // 2
+        self.network.fails = self.rank == victim and chance < 0.2 and sizes[victim] > SIZE // 2
         self.network.stall_s = 0.02 if self.rank == victim and 0.9 < chance < 0.93 else 0.0
         before = self.shuffle.batch
         self.optimizer.zero_grad()

@@ -111,8 +111,18 @@ def plain_loops(rank, num_ranks):
     mine = rows[sum(shares[:rank]) :][: shares[rank]]
     x, index = dataset()[mine]
     by_length = DistributedDataParallel(make(), weight=len)
+    by_length(dataset()[: 3 + rank][0])  # a batch that all ranks skip
     mean_loss(by_length(x), index).backward()
     found["function"] = difference(by_length, rows)
+
+    # Rank 0 has a second batch, and trains it alone.
+    joined = DistributedDataParallel(make(), weight=len)
+    with joined.join():
+        for _ in range(1 + (rank == 0)):
+            joined.zero_grad()
+            mean_loss(joined(x), index).backward()
+            if rank == 0:
+                found["joined"] = difference(joined, rows[:8])
 
     constant = DistributedDataParallel(
         make(), weight=lambda _: 128
@@ -239,6 +249,7 @@ def test_plain_loops(outcomes):
     for rank, outcome in enumerate(outcomes):
         found, told = outcome["plain_loops"]
         assert max(found[way] for way in ("sampler", "function", "nothing")) < 1e-12
+        assert found.get("joined", 0.0) < 1e-12
         assert min(found[way] for way in ("HetSeq", "forgotten")) > 0.05
         assert len(told[0]) == (rank > 0)
         assert not told[1]

@@ -15,8 +15,9 @@ from paceline.errors import ConfigurationError
 from paceline.lab.emulation import quantities
 from paceline.lab.planner.scoring import PREDICTIONS
 from paceline.lab.planner.script_recording import DEFAULT_STEPS, record_script
-from paceline.lab.report.figures import Line, Lines, Panel, draw_figure, linear_line
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import COMMUNICATION, OURS, PAPER
+from paceline.lab.report.panels import Line, Lines, Panel, linear_line
 from paceline.lab.report.publication import ReportFolder
 from paceline.lab.report.terminal import progress_bar, table
 from paceline.planning import Cluster, HostLink, Plan, Servers, Workload

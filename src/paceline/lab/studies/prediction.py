@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.lab.report.figures import Line, Lines, draw_figure
+from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import CURVE_COLORS, PAPER
+from paceline.lab.report.panels import Line, Lines
 from paceline.lab.studies.cluster_study import (
     Block,
     StudyConfig,
