@@ -4,8 +4,8 @@ The hosts are an emulated cluster's, the training is real: all sides train the s
 differ in how long a step takes, not in how many there are (the report says by how much losses differ). Where the
 clock stands when the training loss, a mean of 8 steps, first falls to the target, is compared.
 
-    --compute timed   ranks sleep for their samples by their speed, a third in forward, and compute as well. They do
-                      not compete for this machine's cores, so that the result is that of machines of their own
+    --compute timed   ranks take for their samples what their speed says, a third in forward: they compute, and sleep
+                      for the rest. So they hardly compete for this machine's cores, as machines of their own do not
     --compute quota   hosts have CPU quotas and compute for real: needs an otherwise idle machine
 
     torch     torch.nn.parallel.DistributedDataParallel, equal shares
@@ -147,19 +147,24 @@ def count(batch: Sequence[Tensor]) -> int:
 
 
 class Paced(nn.Module):
-    """A network whose forward and backward take longer, by this rank's speed; nothing more where that is None."""
+    """A network whose forward and backward take as long as this rank's speed says; its own time where that is None.
+
+    What it computes is a part of that time: forward sleeps for the rest, backward for what is left of it if it takes
+    twice as long as forward.
+    """
 
     def __init__(self, network: nn.Module, speed: Speed | None) -> None:
         super().__init__()
         self.network, self.speed = network, speed
 
     def forward(self, x: Tensor) -> Tensor:
+        began_s = time.perf_counter()
         output: Tensor = self.network(x)
         if self.speed is None:
             return output
-        seconds = self.speed.step_s(len(x))
-        time.sleep(seconds / 3)
-        slowed: Tensor = _sleep(output, seconds * 2 / 3)
+        left_s = max(0.0, self.speed.step_s(len(x)) / 3 - (time.perf_counter() - began_s))
+        time.sleep(left_s)
+        slowed: Tensor = _sleep(output, 2 * left_s)
         return slowed
 
 
@@ -366,7 +371,7 @@ def report(
         )
     worst = max(outcome.largest_difference() for outcome in outcomes)
     how = {
-        "timed": "ranks sleep by their speed besides computing, so that they do not compete for this machine's cores",
+        "timed": "ranks compute and sleep for the rest of what their speed says: they hardly compete for the cores",
         "quota": "hosts have CPU quotas; the ideal is processor time divided by the quota",
     }[compute]
     return Report(
