@@ -15,7 +15,17 @@ import typer
 from benchmarks.options import REPOSITORY, RESULTS_FOLDER, Quick, ResultsFolder, run_cli
 
 WORKLOADS = ("tiny", "wide_mlp", "resnet50", "transformer", "mlstm")  # those that two cores can compute
-WITHOUT_SIDES = ("optimizers", "svm", "svm_ranks", "adasum", "compression", "auto_compression", "unequal")
+WITHOUT_SIDES = (
+    "optimizers",
+    "svm",
+    "svm_ranks",
+    "adasum",
+    "compression",
+    "auto_compression",
+    "unequal",
+    "time_to_loss",
+    "hetseq_table",
+)
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
@@ -24,8 +34,9 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("adasum",),
     ("adasum", "--ranks", "4"),
     ("compression",),
-    *([("auto_compression",)] if os.geteuid() == 0 else []),
+    *([("auto_compression",), ("time_to_loss",)] if os.geteuid() == 0 else []),
     ("unequal",),
+    ("hetseq_table",),
     ("svm",),
     ("svm_ranks",),
     *[

@@ -29,6 +29,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "allreduce": allreduce_report.draw,
     "auto-compression": "auto_compression",
     "compression": "compression",
+    "hetseq_table": "hetseq_table",
     "large-batch": draw_results,
     "memory": "memory",
     "mlstm-shakespeare": _draw_shakespeare,
@@ -44,6 +45,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "svm": "svm",
     "svm-memory": None,
     "svm-ranks": "svm_ranks",
+    "time_to_loss": "time_to_loss",
     "unequal": "unequal",
 }
 

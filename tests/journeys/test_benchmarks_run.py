@@ -38,6 +38,8 @@ def benchmark(*arguments: str, folder: Path) -> Finished:
         ["compression"],
         ["auto_compression"],
         ["unequal"],
+        ["time_to_loss"],
+        ["hetseq_table"],
     ],
     ids="-".join,
 )
@@ -59,9 +61,12 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     assert record["samples"]
     assert record["rows"]
     assert all(len(row) == len(record["columns"]) for row in record["rows"])
-    baseline = {"compression": {"memcpy", "int8"}, "auto_compression": {"light", "loopback"}}.get(
-        arguments[0], {"torch", "ours"}
-    )
+    baseline = {
+        "compression": {"memcpy", "int8"},
+        "auto_compression": {"light", "loopback"},
+        "time_to_loss": {"text 1:3"},
+        "hetseq_table": {"1", "4", "2.600"},
+    }.get(arguments[0], {"torch", "ours"})
     assert baseline <= {cell for row in record["rows"] for cell in row}
     assert json.loads((tmp_path / f"{record['name']}.json").read_text()) == record
     assert (tmp_path / f"{record['name']}.png").exists() or not _has_matplotlib()

@@ -16,7 +16,7 @@ from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
 from paceline.launch import machines, parse
 from paceline.launch.machines import Card, MachinesDifferError, Meeting
-from paceline.launch.rendezvous import be_first, without
+from paceline.launch.rendezvous import be_first, patience_s, without
 
 AGREED = {"--nnodes": "3", "torch": "2.13.0", "Paceline": "0.1.0 (sources ab)", "the script": "train.py"}
 
@@ -24,7 +24,12 @@ AGREED = {"--nnodes": "3", "torch": "2.13.0", "Paceline": "0.1.0 (sources ab)", 
 def meeting(name, num_ranks=1, *, num_machines=3, waits=True, latecomers=False, timeout_s=20.0, **facts):
     rank, arguments = facts.pop("node_rank", None), facts.pop("arguments", ())
     card = Card(name, num_ranks, AGREED | facts, rank, arguments)
-    return Meeting(card, num_machines, waits, latecomers, "10.0.0.1:29400", timeout_s)
+    return Meeting(card, num_machines, waits, latecomers, "10.0.0.1:29400", "job", timeout_s)
+
+
+def _inside(store):
+    """Where machines of a launch with this id write."""
+    return dist.PrefixStore("paceline launch job", store)
 
 
 def hold(*meetings, store=None, quiet_s=0.0):
@@ -34,7 +39,7 @@ def hold(*meetings, store=None, quiet_s=0.0):
 
     def one(number, meeting):
         come.wait()
-        while store.add("paceline machines", 0) < number:  # in this order
+        while _inside(store).add("machines", 0) < number:  # in this order
             pass
         try:
             return [card.name for card in meeting.hold(store, is_server=number == 0, note=notes.append)]
@@ -51,7 +56,10 @@ def hold(*meetings, store=None, quiet_s=0.0):
 
 
 def test_machines_that_fit_learn_of_each_other():
-    found, notes = hold(meeting("a", 4), meeting("b", 2), meeting("c"))
+    """Those of another launch in the same store do not count."""
+    store = dist.HashStore()
+    hold(replace(meeting("x", num_machines=1), job="another"), store=store)
+    found, notes = hold(meeting("a", 4), meeting("b", 2), meeting("c"), store=store)
     assert found == [["a", "b", "c"]] * 3
     assert "all 3 machines are there, 7 ranks: a (4 rank(s)), b (2 rank(s)), c (1 rank(s))" in notes
 
@@ -116,10 +124,11 @@ def test_other_arguments_of_the_script_are_said_once():
 def test_a_stranger_is_not_counted_and_another_token_is_an_error():
     store = dist.HashStore()
     with mock.patch.dict(os.environ, {TOKEN: "ours"}):
-        store.add("paceline machines", 1)
-        machines.SealedStore(store, "machines").set("paceline machine 0", meeting("a").card.encode())
-        store.add("paceline machines", 1)
-        store.set("paceline machine 1", "0123 {}")
+        inside = _inside(store)
+        inside.add("machines", 1)
+        machines.SealedStore(inside, "machines").set("machine 0", meeting("a").card.encode())
+        inside.add("machines", 1)
+        inside.set("machine 1", "0123 {}")
         found, notes = hold(meeting("b", num_machines=2), store=store)
         assert found == [["a", "b"]]
         assert (
@@ -177,8 +186,19 @@ def test_how_machines_find_each_other_follows_from_what_was_said(
     args = found.torchrun
     assert (args.rdzv_backend, found.is_first) == (backend, is_first)
     assert (args.node_rank, args.master_addr) == (0, "10.0.0.1" if "--master-addr" in words else "127.0.0.1")
-    if "file:///tmp/job" in words:
-        assert (args.rdzv_endpoint, args.rdzv_conf) == ("/tmp/job", "store_type=file")
+    assert patience_s(args) == 600
+    args.rdzv_conf = "is_host=1, join_timeout=90"
+    assert patience_s(args) == 90
+    args.rdzv_conf = "join_timeout=soon"
+    with pytest.raises(ConfigurationError, match="join_timeout=soon is not a number of seconds"):
+        patience_s(args)
+
+
+def test_a_file_is_what_torch_s_own_options_would_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    args = parse(["--nnodes", "3", "--rdzv-endpoint", "file:///tmp/job", "train.py"]).torchrun
+    assert (args.rdzv_endpoint, args.rdzv_conf) == ("/tmp/job", "store_type=file")
 
 
 @pytest.mark.parametrize(

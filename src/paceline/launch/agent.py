@@ -139,6 +139,8 @@ def _find_the_others(arguments: LaunchArguments, note: Callable[[str], None]) ->
         waits=least == most,
         takes_latecomers=args.max_restarts > 0 or least != most,
         where=args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}",
+        job=args.rdzv_id,
+        timeout_s=rendezvous.patience_s(args),
     )
 
 

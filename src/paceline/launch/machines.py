@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from paceline.comm import TOKEN
 from paceline.comm.sealed_store import SealedStore
@@ -32,11 +33,9 @@ from paceline.errors import PacelineError
 if TYPE_CHECKING:
     import argparse
 
-    import torch.distributed as dist
-
-JOIN_TIMEOUT_S = 600.0
 _PAUSE_S = 0.1
 _QUIET_S = 3.0  # so long nothing is said about waiting
+_MOST_CARDS = 10_000  # that are read, whatever a stranger says of their number
 _LINGER_S = 5.0  # so long the store stays open for those who have still to read why
 
 
@@ -105,6 +104,7 @@ class Meeting:
         waits: Whether to wait for all of them; otherwise (an elastic job) each is only compared with the first.
         takes_latecomers: Whether a machine may come once all are there, in the place of one that failed.
         where: For messages.
+        job: The launch's --rdzv-id: several may meet in one store.
         timeout_s: How long to wait for the others.
     """
 
@@ -113,7 +113,8 @@ class Meeting:
     waits: bool
     takes_latecomers: bool
     where: str
-    timeout_s: float = JOIN_TIMEOUT_S
+    job: str = "none"
+    timeout_s: float = 600.0
 
     def hold(self, store: dist.Store, is_server: bool, note: Callable[[str], None]) -> list[Card]:
         """Compare this machine with the others, and return all that are there, in the order in which they came.
@@ -129,6 +130,7 @@ class Meeting:
         Raises:
             MachinesDifferError: One does not fit, came too late, or not at all; on every machine that is there.
         """
+        store = dist.PrefixStore(f"paceline launch {self.job}", store)
         number = store.add(_COUNT, 1) - 1
         sealed = SealedStore(store, "machines")
         sealed.set(_key(number), self.card.encode())
@@ -152,7 +154,7 @@ class Meeting:
         began_s, has_told = time.monotonic(), False
         strangers: set[int] = set()
         while True:
-            for other in range(store.add(_COUNT, 0)):
+            for other in range(min(store.add(_COUNT, 0), _MOST_CARDS)):
                 if other in cards or not store.check([_key(other)]):
                     continue
                 card = Card.decode(sealed.get(_key(other)))
@@ -203,6 +205,7 @@ class Meeting:
             for other in cards:
                 if (
                     other != number
+                    and not self.takes_latecomers
                     and card.node_rank is not None
                     and cards[other].node_rank == card.node_rank
                 ):
@@ -236,8 +239,8 @@ class Meeting:
     def _too_few(self, cards: Mapping[int, Card]) -> str:
         return (
             f"only {len(cards)} of {self.num_machines} machines came to {self.where} within {self.timeout_s:.0f} s: "
-            f"{_names(cards)}. Look at the others' launchers (torchrun does not count: start all with paceline run); "
-            "--rdzv-conf join_timeout=3600 waits longer. Nothing was started. "
+            f"{_names(cards)}. Look at the others' launchers: they need the same --rdzv-id, and have to be paceline "
+            "run's, not torchrun's; --rdzv-conf join_timeout=3600 waits longer. Nothing was started. "
             "See docs/troubleshooting.md#does-not-fit."
         )
 
@@ -249,11 +252,11 @@ class Meeting:
         )
 
 
-_COUNT, _HEARD = "paceline machines", "paceline machines that know"
+_COUNT, _HEARD = "machines", "machines that know"
 
 
 def _key(number: int) -> str:
-    return f"paceline machine {number}"
+    return f"machine {number}"
 
 
 def _names(cards: Mapping[int, Card]) -> str:

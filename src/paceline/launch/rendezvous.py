@@ -23,12 +23,12 @@ from pathlib import Path
 
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
-from paceline.launch.machines import JOIN_TIMEOUT_S
 from paceline.launch.stores import addresses_here
 
 FILE = "file://"
 _USUAL_PORT = 29400
 _NOWHERE = "192.0.2.1"  # reserved for documentation: asking for the way there sends nothing
+_JOIN_TIMEOUT_S = 600.0
 _KNOCK_S = 0.5
 _QUIET_S = 3.0
 
@@ -62,6 +62,15 @@ def choose_backend(args: argparse.Namespace, num_machines: int) -> bool:
 def meets_by_file(args: argparse.Namespace) -> bool:
     """Whether the machines meet by a file that all of them see."""
     return "store_type=file" in (args.rdzv_conf or "").replace(" ", "").split(",")
+
+
+def patience_s(args: argparse.Namespace) -> float:
+    """How long machines wait for each other: torch's `join_timeout` of --rdzv-conf, 10 minutes by default."""
+    words = [word.strip() for word in (args.rdzv_conf or "").split(",")]
+    given = [word.partition("=")[2] for word in words if word.startswith("join_timeout=")]
+    if given and not given[-1].isdecimal():
+        raise ConfigurationError(f"--rdzv-conf join_timeout={given[-1]} is not a number of seconds.")
+    return float(given[-1]) if given else _JOIN_TIMEOUT_S
 
 
 def be_first(args: argparse.Namespace, words: Sequence[str], note: Callable[[str], None]) -> None:
@@ -121,7 +130,7 @@ def wait_for_store(args: argparse.Namespace, note: Callable[[str], None]) -> Non
     if meets_by_file(args) or args.rdzv_backend != "c10d" or not port.isdigit() or addresses_here(host):
         return
     began_s, has_told = time.monotonic(), False
-    while time.monotonic() - began_s < JOIN_TIMEOUT_S:
+    while time.monotonic() - began_s < patience_s(args):
         with contextlib.suppress(TimeoutError, ConnectionError):
             try:
                 socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()

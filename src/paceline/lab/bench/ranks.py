@@ -36,7 +36,7 @@ from paceline.launch.keeper import MARK
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from paceline.lab.emulation import ClusterSpec, EmulatedCluster
+    from paceline.lab.emulation import ClusterSpec, EmulatedCluster, Scenario
 
 
 Config = TypeVar("Config")
@@ -171,10 +171,16 @@ class LoopbackRanks(Ranks):
 
 
 class ClusterRanks(Ranks):
-    """Processes on the hosts of an emulated cluster, which stands from enter to exit."""
+    """Processes on the hosts of an emulated cluster, which stands from enter to exit.
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    Args:
+        spec: The cluster.
+        scenario: What changes of it during each task.
+    """
+
+    def __init__(self, spec: ClusterSpec, scenario: Scenario | None = None) -> None:
         self.spec = spec
+        self.scenario = scenario
         self.num_ranks = spec.num_ranks
         self.rate_bytes_per_s = slowest_rate_bytes_per_s(spec)
         self.label = _label(spec)
@@ -206,7 +212,9 @@ class ClusterRanks(Ranks):
 
     def _start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         assert self.cluster is not None
-        outcome = self.cluster.run(list(words), environment=environment, on_line=_to_stderr)
+        outcome = self.cluster.run(
+            list(words), environment=environment, on_line=_to_stderr, scenario=self.scenario
+        )
         if outcome.exit_code != 0:
             raise RanksFailedError(
                 f"the ranks on host {outcome.failed_host} of the emulated cluster ended with exit code "
@@ -260,7 +268,8 @@ def _label(spec: ClusterSpec) -> str:
 
 
 def _to_stderr(host: int, rank: int | None, text: str) -> None:
-    print(f"[host {host}{'' if rank is None else f', rank {rank}'}] {text}", file=sys.stderr)
+    who = "scenario" if host < 0 else f"host {host}{'' if rank is None else f', rank {rank}'}"
+    print(f"[{who}] {text}", file=sys.stderr)
 
 
 def gather(value: Result) -> list[Result]:

@@ -1,0 +1,485 @@
+"""How long do unequal machines take to a given loss? torch's DDP, HetSeq's rule, our fixed and our automatic shares.
+
+The hosts are an emulated cluster's, the training is real: all sides train the same samples in the same steps, so they
+differ in how long a step takes, not in how many there are (the report says by how much losses differ). Where the
+clock stands when the training loss, a mean of 8 steps, first falls to the target, is compared.
+
+    --compute timed   ranks take for their samples what their speed says, a third in forward: they compute, and sleep
+                      for the rest. So they hardly compete for this machine's cores, as machines of their own do not
+    --compute quota   hosts have CPU quotas and compute for real: needs an otherwise idle machine
+
+    torch     torch.nn.parallel.DistributedDataParallel, equal shares
+    HetSeq    the same with its step: six sums over the ranks, gradients times W / sum(sample_size), where its
+              sample_size is a constant of the model (1 for images), clipped to 25 (Ding et al. 2021 and its code)
+    fixed     shares by the speeds at the start, which a user would have to know
+    auto      balance="auto", from equal shares
+    ideal     arithmetic: samples could be divided, nothing is communicated
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
+from benchmarks.unequal import Case, _sleep
+from paceline import DistributedDataParallel
+from paceline.data import GlobalBatch, GlobalShuffle
+from paceline.errors import ConfigurationError
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.rank_program import TellProgress
+from paceline.lab.bench.ranks import ClusterRanks, gather
+from paceline.lab.emulation import ClusterSpec, Scenario
+from paceline.lab.report.figures import draw_figure
+from paceline.lab.report.look import BASELINE, CURVE_COLORS, LIMIT, OURS
+from paceline.lab.report.panels import Line, Lines, Panel
+from paceline.lab.report.publication import Report, Verdict, figure_path, publish
+from paceline.lab.report.summary import Summary
+from paceline.lab.workloads import load_images, load_text
+from paceline.planning import Speed, ideal_s
+
+TORCH, HETSEQ, FIXED, AUTO, IDEAL = "torch", "HetSeq", "fixed", "auto", "ideal"
+SIDES = (TORCH, HETSEQ, FIXED, AUTO)
+LOOKS = {
+    TORCH: (BASELINE, "-"),
+    HETSEQ: (CURVE_COLORS[4], "--"),
+    FIXED: (CURVE_COLORS[2], "--"),
+    AUTO: (OURS, "-"),
+}
+SMOOTH_STEPS = 8
+TARGET_IDEAL = 1.15  # of the whole time, the steps in which speeds are learnt included
+HALF_WAY = "half of the steps are done"
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training, on one kind of cluster.
+
+    Attributes:
+        workload: `images` (a small CNN) or `text` (a byte model whose sequences differ in length).
+        case: How slow the hosts are, and whether one gets slower half-way.
+        num_steps: That are trained; the target has to lie within.
+        quotas: Cores of each host; None: ranks sleep.
+        side: Which of `SIDES`.
+    """
+
+    workload: str
+    case: Case
+    num_steps: int
+    quotas: tuple[float, ...] | None = None
+    side: str = TORCH
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload} {self.case.name}"
+
+
+CASES = (
+    Case((1, 1, 2, 4), ideal_s=0.2, samples_per_rank=48),
+    Case((1, 1, 1, 1), ideal_s=0.2, samples_per_rank=48, throttled=(2, 4.0)),
+)
+
+
+# ---- what is trained
+
+
+class Convolutions(nn.Module):
+    """A small CNN for images of 28 pixels."""
+
+    def __init__(self, side: int, num_classes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 8, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(16 * ((side + 3) // 4) ** 2, 64),
+            nn.ReLU(),
+            nn.Linear(64, num_classes),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layers(x)
+        return output
+
+
+class ByteModel(nn.Module):
+    """Predicts the next byte with a small GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 16)
+        self.recurrent = nn.GRU(16, 48, batch_first=True)
+        self.head = nn.Linear(48, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.recurrent(self.embedding(x))
+        output: Tensor = self.head(states).flatten(0, 1)
+        return output
+
+
+def make_workload(name: str, num_samples: int) -> tuple[TensorDataset, nn.Module, float]:
+    """Data, a model with the same parameters on every rank, and the learning rate of Adam."""
+    torch.manual_seed(0)
+    if name == "images":
+        images = load_images("fashion-mnist", max_train=num_samples)
+        data = TensorDataset(torch.from_numpy(images.train_images), torch.from_numpy(images.train_labels))
+        return data, Convolutions(images.side, images.num_classes), 2e-3
+    content = torch.frombuffer(bytearray(load_text().content), dtype=torch.uint8).long()
+    lengths = torch.randint(8, 33, (num_samples,))
+    starts = torch.randint(0, len(content) - 33, (num_samples,))
+    rows = content[starts[:, None] + torch.arange(33)]
+    targets = rows[:, 1:].masked_fill(torch.arange(32) >= lengths[:, None], IGNORED)
+    return TensorDataset(rows[:, :-1].contiguous(), targets), ByteModel(), 5e-3
+
+
+def count(batch: Sequence[Tensor]) -> int:
+    """Tokens or images of a batch: what its mean loss is the mean of."""
+    return int((batch[1] != IGNORED).sum())
+
+
+class Paced(nn.Module):
+    """A network whose forward and backward take as long as this rank's speed says; its own time where that is None.
+
+    What it computes is a part of that time: forward sleeps for the rest, backward for what is left of it if it takes
+    twice as long as forward.
+    """
+
+    def __init__(self, network: nn.Module, speed: Speed | None) -> None:
+        super().__init__()
+        self.network, self.speed = network, speed
+
+    def forward(self, x: Tensor) -> Tensor:
+        began_s = time.perf_counter()
+        output: Tensor = self.network(x)
+        if self.speed is None:
+            return output
+        left_s = max(0.0, self.speed.step_s(len(x)) / 3 - (time.perf_counter() - began_s))
+        time.sleep(left_s)
+        slowed: Tensor = _sleep(output, 2 * left_s)
+        return slowed
+
+
+# ---- how it is trained
+
+
+class Training:
+    """One side's model, sampler and step."""
+
+    def __init__(self, job: Job) -> None:
+        case, rank = job.case, dist.get_rank()
+        data, network, rate = make_workload(job.workload, case.size * job.num_steps)
+        speed = case.speeds()[rank] if job.quotas is None else None
+        self.network, self.side = Paced(network, speed), job.side
+        self.shuffle = GlobalShuffle(data, first_shares(job), seed=1)
+        self.model: nn.Module
+        if job.side in (TORCH, HETSEQ):
+            self.model = nn.parallel.DistributedDataParallel(self.network)
+        else:
+            balance = "auto" if job.side == AUTO else None
+            self.model = DistributedDataParallel(self.network, batch_sampler=self.shuffle, balance=balance)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=rate)
+        self._steps = iter(self.shuffle.steps(DataLoader(data, batch_sampler=self.shuffle)))
+
+    def step(self) -> tuple[float, int]:
+        """Train a step; the sum of this rank's losses, and of how many."""
+        batches = next(self._steps)
+        total, number = 0.0, 0
+        if isinstance(self.model, DistributedDataParallel):
+            with self.model.accumulate(batches, weight=count) as micro_batches:
+                for batch in micro_batches:
+                    total, number = total + self._backward(batch) * count(batch), number + count(batch)
+        else:
+            for batch in batches:
+                total, number = total + self._backward(batch) * count(batch), number + count(batch)
+            if self.side == HETSEQ:
+                self._weigh_as_hetseq(total, number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, number
+
+    def _backward(self, batch: Sequence[Tensor]) -> float:
+        loss = functional.cross_entropy(self.model(batch[0]), batch[1].flatten(), ignore_index=IGNORED)
+        loss.backward()
+        return float(loss.detach())
+
+    def _weigh_as_hetseq(self, total: float, number: int) -> None:
+        sample_size = 1.0  # what HetSeq's code says of an image batch, whatever its size
+        sums = torch.tensor([sample_size, number, total, 0.0, number, 0.0], dtype=torch.float64)
+        dist.all_reduce(sums)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(dist.get_world_size() / sums[0].item())
+        nn.utils.clip_grad_norm_(self.model.parameters(), 25)
+
+
+def first_shares(job: Job) -> GlobalBatch:
+    """Equal shares, or for the side that is told, shares by speed."""
+    equal = (job.case.samples_per_rank,) * len(job.case.slowness)
+    if job.side != FIXED:
+        return GlobalBatch(equal)
+    speeds = [1 / slowness for slowness in job.case.slowness]
+    exact = [job.case.size * speed / sum(speeds) for speed in speeds]
+    shares = [int(share) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda rank: shares[rank] - exact[rank])
+    for rank in by_rest[: job.case.size - sum(shares)]:
+        shares[rank] += 1
+    return GlobalBatch(tuple(shares))
+
+
+def train_all(jobs: Sequence[Job], tell: TellProgress) -> list[dict[str, Any]]:
+    """Train one job after another; every rank returns the same."""
+    results = []
+    for done, job in enumerate(jobs):
+        results.append(train(job, lambda ratio, done=done: tell((done + ratio) / len(jobs))))  # type: ignore[misc]
+    return results
+
+
+def train(job: Job, tell: TellProgress) -> dict[str, Any]:
+    """Train all steps: when each ended on the last rank, the mean loss, and each rank's processor time. Collective."""
+    training = Training(job)
+    seen: dict[str, Any] = {"end_s": [], "loss": [], "number": [], "processor_s": []}
+    dist.barrier()
+    began_s = time.perf_counter()
+    for step in range(job.num_steps):
+        if step == job.num_steps // 2 and job.case.throttled is not None:
+            rank, factor = job.case.throttled
+            if job.quotas is None and dist.get_rank() == rank and training.network.speed is not None:
+                training.network.speed = training.network.speed.times(factor)
+            if job.quotas is not None and dist.get_rank() == 0:
+                print(HALF_WAY, flush=True)  # a scenario waits for it
+        processor_s = time.process_time()
+        total, number = training.step()
+        seen["end_s"].append(time.perf_counter() - began_s)
+        seen["loss"].append(total)
+        seen["number"].append(number)
+        seen["processor_s"].append(time.process_time() - processor_s)
+        tell((step + 1) / job.num_steps)
+    seen["samples"] = list(training.shuffle.batch.samples)
+    everyone = gather(seen)
+    return {
+        "end_s": [max(ends) for ends in zip(*(rank["end_s"] for rank in everyone), strict=True)],
+        "loss": [
+            sum(losses) / sum(numbers)
+            for losses, numbers in zip(
+                zip(*(rank["loss"] for rank in everyone), strict=True),
+                zip(*(rank["number"] for rank in everyone), strict=True),
+                strict=True,
+            )
+        ],
+        "processor_s": [rank["processor_s"] for rank in everyone],
+        "samples": seen["samples"],
+    }
+
+
+# ---- what came out
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All sides of one job.
+
+    Attributes:
+        job: Which.
+        runs: What `train` returned, by side.
+        target: The loss that all sides had to reach.
+        ideal_s: When each step would end at best.
+    """
+
+    job: Job
+    runs: dict[str, dict[str, Any]]
+    target: float
+    ideal_s: list[float]
+
+    @classmethod
+    def of(cls, job: Job, runs: dict[str, dict[str, Any]]) -> "Outcome":
+        """The target is what the worst side's loss falls to within 7/8 of the steps."""
+        last = job.num_steps * 7 // 8
+        target = max(min(smoothed(run["loss"])[:last]) for run in runs.values())
+        ends, now_s = [], 0.0
+        for step in range(job.num_steps):
+            now_s += ideal_s(speeds_at(job, step, runs[TORCH]), job.case.size)
+            ends.append(now_s)
+        return cls(job, runs, target, ends)
+
+    def reached_at(self, side: str) -> int:
+        """The first step whose smoothed loss is the target."""
+        losses = smoothed(self.runs[TORCH if side == IDEAL else side]["loss"])
+        return next(step for step, loss in enumerate(losses) if loss <= self.target)
+
+    def seconds(self, side: str) -> float:
+        """When a side's loss had come down to the target."""
+        ends = self.ideal_s if side == IDEAL else self.runs[side]["end_s"]
+        return float(ends[self.reached_at(side)])
+
+    def largest_difference(self) -> float:
+        """Between the smoothed losses of torch and of our automatic shares, relative."""
+        pairs = zip(smoothed(self.runs[TORCH]["loss"]), smoothed(self.runs[AUTO]["loss"]), strict=True)
+        return max(abs(ours / theirs - 1) for theirs, ours in pairs)
+
+
+def speeds_at(job: Job, step: int, equal: dict[str, Any]) -> list[Speed]:
+    """How fast each rank is in a step: what it sleeps, or what its processor time is worth under its quota."""
+    speeds = job.case.speeds()
+    if job.quotas is not None:
+        medians = [Summary.of(times).median for times in equal["processor_s"]]
+        per_sample_s = [seconds / job.case.samples_per_rank for seconds in medians]
+        speeds = [Speed(0.0, one_s / cores) for one_s, cores in zip(per_sample_s, job.quotas, strict=True)]
+    if job.case.throttled is not None and step >= job.num_steps // 2:
+        rank, factor = job.case.throttled
+        speeds[rank] = speeds[rank].times(factor)
+    return speeds
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The mean of each step's loss and those before it."""
+    return [
+        sum(losses[max(0, step - SMOOTH_STEPS + 1) : step + 1]) / min(step + 1, SMOOTH_STEPS)
+        for step in range(len(losses))
+    ]
+
+
+def report(
+    outcomes: Sequence[Outcome], ranks: ClusterRanks, compute: str, load_before: float, quick: bool
+) -> Report:
+    """A row for each job."""
+    rows, verdicts = [], []
+    for outcome in outcomes:
+        seconds = {side: outcome.seconds(side) for side in (*SIDES, IDEAL)}
+        rows.append(
+            (
+                outcome.job.name,
+                f"{outcome.target:.3f}",
+                *[f"{seconds[side]:.1f}" for side in seconds],
+                f"{seconds[TORCH] / seconds[AUTO]:.2f}",
+                " ".join(map(str, outcome.runs[AUTO]["samples"])),
+            )
+        )
+        verdicts.append(
+            Verdict(f"{outcome.job.name}: auto / ideal", seconds[AUTO] / seconds[IDEAL], TARGET_IDEAL, "x")
+        )
+        verdicts.append(
+            Verdict(f"{outcome.job.name}: auto / torch", seconds[AUTO] / seconds[TORCH], 1.0, "x")
+        )
+    worst = max(outcome.largest_difference() for outcome in outcomes)
+    how = {
+        "timed": "ranks compute and sleep for the rest of what their speed says: they hardly compete for the cores",
+        "quota": "hosts have CPU quotas; the ideal is processor time divided by the quota",
+    }[compute]
+    return Report(
+        name=f"time_to_loss-{compute}" + ("-quick" if quick else ""),
+        question="How long do unequal machines take to a given loss?",
+        columns=(
+            "training, slowness",
+            "loss",
+            *[f"{side}, s" for side in (*SIDES, IDEAL)],
+            "torch / auto",
+            "samples",
+        ),
+        rows=tuple(rows),
+        verdicts=tuple(verdicts),
+        notes=(
+            how,
+            "HetSeq's weight is a constant that changes nothing; its table of nodes is benchmarks.hetseq_table",
+            f"smoothed losses of torch and auto differ by at most {worst:.2%}: the same samples in the same steps",
+            "text counts tokens; torch's mean over ranks counts ranks",
+        ),
+        config=[outcome.job for outcome in outcomes],
+        summaries={
+            outcome.job.name: {
+                "target": outcome.target,
+                "seconds": {side: outcome.seconds(side) for side in (*SIDES, IDEAL)},
+                "gain": outcome.seconds(TORCH) / outcome.seconds(AUTO),
+                "auto_to_ideal": outcome.seconds(AUTO) / outcome.seconds(IDEAL),
+            }
+            for outcome in outcomes
+        },
+        samples={outcome.job.name: outcome.runs | {IDEAL: outcome.ideal_s} for outcome in outcomes},
+        provenance=collect(ranks.num_ranks, load_before),
+        place=ranks.describe(),
+    )
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw loss over time from a stored report, a panel a job."""
+    panels: list[Panel] = []
+    for job, runs in record["samples"].items():
+        losses = {side: smoothed(runs[side]["loss"]) for side in SIDES}
+        lines = [
+            Line(side, list(zip(runs[side]["end_s"], losses[side], strict=True)), *look, "")
+            for side, look in LOOKS.items()
+        ]
+        lines.append(Line(IDEAL, list(zip(runs[IDEAL], losses[TORCH], strict=True)), LIMIT, ":", ""))
+        panels.append(Lines(job, "seconds", "training loss", lines, bottom=None))
+    gains = [summary["gain"] for summary in record["summaries"].values()]
+    title = f"Shares by speed reach the loss {min(gains):.1f} to {max(gains):.1f} times as fast as torch's equal ones"
+    return draw_figure(path, title, panels)
+
+
+def main(
+    compute: Annotated[str, typer.Option(help="timed or quota.")] = "timed",
+    workloads: Annotated[str, typer.Option(help="Comma-separated: images, text.")] = "images,text",
+    steps: Annotated[int, typer.Option(min=16, help="Of each training.")] = 64,
+    rate: Annotated[str, typer.Option(help="Of each host's link.")] = "1Gbit",
+    quick: Quick = False,
+    as_json: AsJson = False,
+    results_folder: ResultsFolder = RESULTS_FOLDER,
+) -> None:
+    """Train every job with every side on an emulated cluster."""
+    if compute not in ("timed", "quota"):
+        raise ConfigurationError(f"--compute {compute} is neither timed nor quota.")
+    jobs = [Job(name, case, steps) for name in workloads.split(",") for case in CASES]
+    if quick:
+        jobs = [Job("text", Case((1, 3), ideal_s=0.02, samples_per_rank=8), 16)]
+    if compute == "quota":
+        jobs = [replace(job, quotas=quotas_of(job.case)) for job in jobs]
+    load_before = load_average()
+    sides = [replace(job, side=side) for job in jobs for side in SIDES]
+    # Sleeping ranks need one launch for all; a quota belongs to a cluster, and one that shrank stays so.
+    groups = [sides] if compute == "timed" else [[job] for job in sides]
+    runs: list[dict[str, Any]] = []
+    for group in groups:
+        with cluster_of(group[0], rate) as ranks:
+            runs += ranks.run(train_all, tuple(group), f"{len(group)} training(s)")[0]
+    by_job = [
+        dict(zip(SIDES, runs[at : at + len(SIDES)], strict=True)) for at in range(0, len(runs), len(SIDES))
+    ]
+    outcomes = [Outcome.of(job, found) for job, found in zip(jobs, by_job, strict=True)]
+    result = report(outcomes, cluster_of(jobs[-1], rate), compute, load_before, quick)
+    publish(result, results_folder, as_json)
+    draw(result.record(), figure_path(result, results_folder))
+
+
+def cluster_of(job: Job, rate: str) -> ClusterRanks:
+    """A host a rank, with the job's quotas, of which the throttled one's shrinks when a rank says so."""
+    words: dict[str, Any] = {"hosts": len(job.case.slowness), "rate": rate}
+    if job.quotas is None:
+        return ClusterRanks(ClusterSpec.parse(**words))
+    spec = ClusterSpec.parse(**words, cpu=",".join(f"{100 * cores:g}%" for cores in job.quotas))
+    if job.case.throttled is None:
+        return ClusterRanks(spec)
+    rank, factor = job.case.throttled
+    less = f"{100 * job.quotas[rank] / factor:g}%"
+    return ClusterRanks(spec, Scenario.parse(f"after {HALF_WAY}\n0s host{rank} cores {less}"))
+
+
+def quotas_of(case: Case) -> tuple[float, ...]:
+    """Cores of each host by its speed, four fifths of this machine's together and at most one each."""
+    speeds = [1 / slowness for slowness in case.slowness]
+    fastest = min(1.0, 0.8 * (os.cpu_count() or 1) / sum(speeds))
+    return tuple(round(fastest * speed, 3) for speed in speeds)
+
+
+if __name__ == "__main__":
+    run_cli(main)
