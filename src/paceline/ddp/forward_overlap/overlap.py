@@ -43,6 +43,8 @@ from paceline.planning.forward_overlap import Gain, Piece, cut
 AGREES_AFTER_STEPS = 3  # buckets are cut anew after the first
 AGREES_AGAIN_EVERY = 64
 
+GRACE_S = 1.0  # for sums under way when the program ends with an error
+
 Action = Callable[[Sequence[Parameter]], None]
 """Something to be done with the parameters of a bucket that has arrived."""
 
@@ -342,8 +344,12 @@ class ForwardOverlap:
 
     def end_with_program(self) -> None:
         """Complete the last step, for the other ranks need this rank's part of it; not if this program has failed."""
-        if self._step is not None and self._failure is None and getattr(sys, "last_value", None) is None:
+        if self._step is None or self._failure is not None:
+            return
+        if getattr(sys, "last_value", None) is None:
             self.settle()
+        else:
+            self._step.flight.give_up(GRACE_S)
 
 
 def zero_gradients(parameters: Iterable[Tensor], set_to_none: bool) -> None:
