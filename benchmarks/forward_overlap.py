@@ -38,12 +38,13 @@ from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import choose_place, gather
 from paceline.lab.bench.sides import digest, wrap
 from paceline.lab.bench.timed_model import TimedModel, gradient_bytes
-from paceline.lab.report.publication import Report, Verdict, publish
+from paceline.lab.report.figures import save_bars
+from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, slowest_rank
 from paceline.optim import overlap
 from paceline.planning.forward_overlap import Layer, least_step_s, step_without_s
 
-WARM_UP_STEPS = 5  # three before the ranks agree on an order, two with it
+WARM_UP_STEPS = 8  # three before the ranks agree on an order, three before they do so again, two with it
 FORWARD = "ours-forward"
 PAYLOAD_RATIO = 0.95
 TARGET_TO_TORCH = 0.82
@@ -292,7 +293,7 @@ def main(
     if unknown := set(names) - {"torch", "ours", FORWARD}:
         raise ConfigurationError(f"--sides: no side called {unknown}. There are torch, ours and {FORWARD}.")
     if quick:
-        compute_s, scale, rounds, steps, always = 0.02, 64.0, 2, 2, True
+        compute_s, scale, rounds, steps, always, hosts = 0.02, 64.0, 2, 2, True, 0
     config = Config(
         default_profile(workload).taking(compute_s), names, rounds, steps, scale, always, slow_rank
     )
@@ -303,6 +304,9 @@ def main(
         check(outcomes)
         result = report(config, outcomes, where, load_before, quick)
     publish(result, results_folder, as_json)
+    bars = {side.name: Summary.of([1e3 * s for s in side.steady_s]) for side in outcomes}
+    least = {} if result.summaries["least_s"] is None else {"least": 1e3 * result.summaries["least_s"]}
+    save_bars(figure_path(result, results_folder), result.question, "step ms", bars, references=least)
 
 
 if __name__ == "__main__":

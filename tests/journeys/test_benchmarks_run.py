@@ -35,6 +35,7 @@ def benchmark(*arguments: str, folder: Path) -> Finished:
         ["overhead", "--sides", "torch,ours,ours-unused"],
         ["memory", "--sides", "torch,ours"],
         ["overlap"],
+        ["forward_overlap"],
         ["compression"],
         ["auto_compression"],
         ["unequal"],

@@ -52,9 +52,6 @@ class _Progress:
     def has_ended(self) -> bool:
         return self._has_ended.is_set()
 
-    def let_end(self, timeout_s: float) -> None:
-        self._has_ended.wait(timeout_s)
-
     def wait(self, timeout_s: float | None = None) -> bool:
         if not self._has_ended.wait(timeout_s):
             return False
@@ -96,6 +93,7 @@ class PieceFlight:
         self._num_sent = 0  # pieces, in order
         self._num_under_way = 0
         self._lock = threading.RLock()
+        self._landed = threading.Condition(self._lock)
         self._is_sending = False
         self._error: Exception | None = None
         self.num_launched = 0  # buckets
@@ -145,6 +143,7 @@ class PieceFlight:
             error = caught
         with self._lock:
             self._num_under_way -= 1
+            self._landed.notify_all()
             progress = self.progress[piece.bucket]
             progress.num_left -= 1
             progress.done_s = time.perf_counter()
@@ -186,11 +185,14 @@ class PieceFlight:
         for bucket in self._buckets:
             self.wait_for(bucket)
 
-    def wait_quietly(self, timeout_s: float) -> None:
-        """Give what is under way this long to end, so that other ranks get their sums; whether it does, nobody asks."""
-        until_s = time.monotonic() + timeout_s
-        for progress in self.progress:
-            progress.let_end(max(0.0, until_s - time.monotonic()))
+    def give_up(self, timeout_s: float) -> None:
+        """Send nothing any more, and give what is under way this long to end.
+
+        A thread of Gloo's that comes back from a sum into an interpreter that is ending aborts the process.
+        """
+        with self._lock:
+            self._fail(RuntimeError("this rank's program has ended"))
+            self._landed.wait_for(lambda: self._num_under_way == 0, timeout_s)
 
     def group_of(self, bucket: Bucket) -> ProcessGroup:
         return self._group

@@ -41,7 +41,11 @@ from paceline.observe import StepTimings
 from paceline.planning.forward_overlap import Gain, Piece, cut
 
 AGREES_AFTER_STEPS = 3  # buckets are cut anew after the first
+AGREES_AGAIN_AFTER = (6, 12, 24, 48)  # the first steps may have been slow, and a rate too low costs the gain
 AGREES_AGAIN_EVERY = 64
+LOOKS_BACK_STEPS = 16
+
+GRACE_S = 1.0  # for sums under way when the program ends with an error
 
 Action = Callable[[Sequence[Parameter]], None]
 """Something to be done with the parameters of a bucket that has arrived."""
@@ -142,7 +146,8 @@ class ForwardOverlap:
         if self.is_on is False or num_steps < AGREES_AFTER_STEPS:
             self._needs.begin()
             return None
-        is_due = self.is_on is None or is_cut_anew or num_steps % AGREES_AGAIN_EVERY == 0
+        again = num_steps in AGREES_AGAIN_AFTER or num_steps % AGREES_AGAIN_EVERY == 0
+        is_due = self.is_on is None or is_cut_anew or again
         if is_due and not self._agree(buckets, timings, forward_s):
             return None
         self.is_idle = True
@@ -151,7 +156,7 @@ class ForwardOverlap:
     def _agree(self, buckets: Sequence[Bucket], timings: StepTimings, forward_s: float) -> bool:
         forward_s = max(0.0, forward_s - self._needs.waited_s)
         needed_s = [min(self._needs.of(bucket.parameters, forward_s), forward_s) for bucket in buckets]
-        mine = measure(buckets, timings.recent(AGREES_AFTER_STEPS - 1), needed_s, forward_s)
+        mine = measure(buckets, timings.recent(min(LOOKS_BACK_STEPS, len(timings) - 1)), needed_s, forward_s)
         sizes = [bucket.size_bytes for bucket in buckets]
         widths = [bucket.parameters[0].element_size() for bucket in buckets]
         pieces = cut([size // width for size, width in zip(sizes, widths, strict=True)], widths)
@@ -342,8 +347,12 @@ class ForwardOverlap:
 
     def end_with_program(self) -> None:
         """Complete the last step, for the other ranks need this rank's part of it; not if this program has failed."""
-        if self._step is not None and self._failure is None and getattr(sys, "last_value", None) is None:
+        if self._step is None or self._failure is not None:
+            return
+        if getattr(sys, "last_value", None) is None:
             self.settle()
+        else:
+            self._step.flight.give_up(GRACE_S)
 
 
 def zero_gradients(parameters: Iterable[Tensor], set_to_none: bool) -> None:
