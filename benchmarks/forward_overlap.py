@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -38,7 +39,9 @@ from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import choose_place, gather
 from paceline.lab.bench.sides import digest, wrap
 from paceline.lab.bench.timed_model import TimedModel, gradient_bytes
-from paceline.lab.report.figures import save_bars
+from paceline.lab.report.figures import draw_figure, show_ratio
+from paceline.lab.report.look import look_of
+from paceline.lab.report.panels import Bars, bars_of
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, slowest_rank
 from paceline.optim import overlap
@@ -304,9 +307,20 @@ def main(
         check(outcomes)
         result = report(config, outcomes, where, load_before, quick)
     publish(result, results_folder, as_json)
-    bars = {side.name: Summary.of([1e3 * s for s in side.steady_s]) for side in outcomes}
-    least = {} if result.summaries["least_s"] is None else {"least": 1e3 * result.summaries["least_s"]}
-    save_bars(figure_path(result, results_folder), result.question, "step ms", bars, references=least)
+    draw(result.record(), figure_path(result, results_folder))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw each side's steps and the least that is possible, from a stored report."""
+    summaries = record["summaries"]
+    steps = {side: Summary(**found["steady_s"]) for side, found in summaries["sides"].items()}
+    first, best = next(iter(steps)), min(steps, key=lambda side: steps[side].median)
+    marks = (
+        {} if summaries["least_s"] is None else {"no order of pieces goes below": 1e3 * summaries["least_s"]}
+    )
+    panel = Bars("", "a step, ms", bars_of({side: asdict(step) for side, step in steps.items()}, 1e3), marks)
+    words = show_ratio(steps[best].median / steps[first].median, f"{look_of(first).name}'s")
+    return draw_figure(path, f"A step of {look_of(best).name} is {words}", [panel])
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "allreduce": allreduce_report.draw,
     "auto-compression": "auto_compression",
     "compression": "compression",
+    "forward-overlap": "forward_overlap",
     "hetseq_table": "hetseq_table",
     "large-batch": draw_results,
     "memory": "memory",
