@@ -115,6 +115,7 @@ class ForwardOverlap:
         self.is_idle = False
         self._pieces: tuple[Piece, ...] = ()
         self._planned_sizes: list[int] = []
+        self._first_step: int | None = None  # of those that reduce these parameters
         self._step: _Step | None = None
         self._failure: Exception | None = None
         self._needs = Needs()
@@ -128,6 +129,7 @@ class ForwardOverlap:
         for hook in self._hooks:
             hook.remove()
         self._hooks = install(module, self, parameters)
+        self._first_step = None
 
     # ---- for the reducer: a synchronized backward begins, and ends
 
@@ -142,6 +144,9 @@ class ForwardOverlap:
         Returns:
             What sends its buckets; None: as ever.
         """
+        if self._first_step is None:
+            self._first_step = num_steps
+        num_steps -= self._first_step
         is_cut_anew = self.is_on and [bucket.size_bytes for bucket in buckets] != self._planned_sizes
         if self.is_on is False or num_steps < AGREES_AFTER_STEPS:
             self._needs.begin()
