@@ -408,15 +408,19 @@ class StepCoordinator:
 
     def _synchronizes(self) -> bool:
         """Whether the backward that begins now does."""
-        if self.window is not None:
-            return self.window.note_backward()
-        synchronizes = self._says_the_wrapper()
-        if synchronizes and self._plain_weight is not None:
-            weight, self._plain_weight = self._plain_weight, None
-            weights = self.finish_exchange(self.exchange_weights(weight, 1, begins_step=True))
-            raise_if_refused(self, weights)
-            self.set_weight(weights, weight, weight)
-        return synchronizes
+        return self._synchronizes_alone() if self.window is None else self.window.note_backward()
+
+    def _synchronizes_alone(self) -> bool:
+        return self._says_the_wrapper() and (
+            self._plain_weight is None or self._weigh_step(self._plain_weight)
+        )
+
+    def _weigh_step(self, weight: float) -> bool:
+        self._plain_weight = None
+        weights = self.finish_exchange(self.exchange_weights(weight, 1, begins_step=True))
+        raise_if_refused(self, weights)
+        self.set_weight(weights, weight, weight)
+        return True
 
     def _says_the_wrapper(self) -> bool:
         return (wrapped := self._wrapped()) is None or wrapped.require_backward_grad_sync

@@ -14,10 +14,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from paceline.ddp.open_forwards import OpenForwards
 from paceline.ddp.verdict import Status
@@ -46,6 +47,31 @@ class Backward:
 
     def end(self) -> None:
         self.on_end(self)
+
+    def waits_for_outer_end(self) -> bool:
+        """Whether a nested backward (a reentrant checkpoint's, say) has ended; `on_end` then waits for the outer one."""
+        outer = torch._C._current_autograd_node() if self.by_autograd else None
+        return outer is not None and not self.ends_with_inner and self._wait_for_outer(outer)
+
+    def _wait_for_outer(self, outer: Any) -> bool:
+        """Be called again once the engine has left this node, which started the nested backward.
+
+        It takes callbacks for the backward whose node it is running.
+        """
+        inner_task = torch._C._current_graph_task_id()
+        hooks: list[RemovableHandle] = []
+
+        def on_next_node(_: object) -> None:
+            for hook in hooks:
+                hook.remove()
+            if torch._C._current_graph_task_id() >= inner_task:
+                return  # another backward, after an exception in that one
+            self.waits_for_outer = False
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+        hooks += [node.register_prehook(on_next_node) for node, _ in outer.next_functions if node is not None]
+        self.waits_for_outer = bool(hooks)
+        return self.waits_for_outer
 
 
 class Interruptible(Protocol):

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.collectives import allocate_zeros, launch_sum
 from paceline.comm.peers import Peers
@@ -198,7 +197,9 @@ class Reducer:
         with station("started"):
             self.recovery.watch(backward)
             self._by_autograd = backward.by_autograd
-            self._flight = self._new_flight(backward.synchronizes)
+            overlap = self.forward_overlap
+            pieces = overlap and self._new_pieces(overlap, backward.synchronizes)
+            self._flight = pieces or Flight(self.reduction, self.process_groups, self._peers)
             self._launches_early = not any(map(self._shares_group_with, _under_way))
             num_averaged = self.num_averaged or self._num_ranks
             if backward.synchronizes:
@@ -211,13 +212,11 @@ class Reducer:
             )
             self.arrivals.arm(backward.synchronizes, backward.started_s)
 
-    def _new_flight(self, synchronizes: bool) -> Flight | PieceFlight:
-        overlap, flight = self.forward_overlap, None
-        if overlap is not None:
-            overlap.settle()  # the buffers are needed
-            if synchronizes:
-                flight = overlap.new_flight(self.buckets, self.num_steps, self.timings, self.forward_s)
-        return flight or Flight(self.reduction, self.process_groups, self._peers)
+    def _new_pieces(self, overlap: ForwardOverlap, synchronizes: bool) -> PieceFlight | None:
+        overlap.settle()  # the buffers are needed
+        if not synchronizes:
+            return None
+        return overlap.new_flight(self.buckets, self.num_steps, self.timings, self.forward_s)
 
     def _shares_group_with(self, other: Reducer) -> bool:
         is_active = other is not self and other.recovery.current() is not None
@@ -272,12 +271,13 @@ class Reducer:
 
     def _end(self, backward: Backward) -> None:
         """Called by autograd when it has nothing left to do."""
-        if self.recovery.current() is not backward or self._waits_for_outer(backward):
+        if self.recovery.current() is not backward or backward.waits_for_outer_end():
             return
         try:
             if backward.synchronizes:
                 self._finish(backward)
-                self._rebuild_once()
+                if not self.has_rebuilt_buckets:
+                    self._rebuild()
             else:
                 self._end_unsynchronized()
         except Exception as error:
@@ -286,31 +286,6 @@ class Reducer:
             raise
         finally:
             self.rest()
-
-    def _waits_for_outer(self, backward: Backward) -> bool:
-        """Whether a nested backward has ended, of a reentrant checkpoint say; then the outer one's end is awaited.
-
-        The engine takes callbacks for the backward whose node it is running, so this waits until it has left the node
-        that started the nested one.
-        """
-        outer = torch._C._current_autograd_node() if backward.by_autograd else None
-        if outer is None or backward.ends_with_inner:
-            return False
-        inner_task = torch._C._current_graph_task_id()
-        hooks: list[RemovableHandle] = []
-
-        def on_next_node(_: object) -> None:
-            for hook in hooks:
-                hook.remove()
-            if (
-                torch._C._current_graph_task_id() < inner_task
-            ):  # else another backward, after an exception in that one
-                backward.waits_for_outer = False
-                torch.autograd.Variable._execution_engine.queue_callback(backward.end)
-
-        hooks += [node.register_prehook(on_next_node) for node, _ in outer.next_functions if node is not None]
-        backward.waits_for_outer = bool(hooks)
-        return backward.waits_for_outer
 
     def _end_unsynchronized(self) -> None:
         for bucket in self.buckets:
@@ -337,14 +312,15 @@ class Reducer:
             self._land()
             self.recovery.drop_gradients()
             raise
-        is_put_off = self._may_put_off(backward, has_late)
+        is_put_off = self.forward_overlap is not None and self._may_put_off(backward, has_late)
         if not is_put_off:
             self._land()
             if has_late:
                 self._reduce_late()
             self._attach(unused)
-            self._suspect()
-        if backward.by_autograd:
+            if ranks := self._verdict.control.ranks_not_finite():
+                self._suspect(ranks)
+        if backward.by_autograd and (unused or self.options.find_unused_parameters):
             self._note_unused(unused)
         self.arrivals.expected.learn(self.buckets)
         self.num_steps += 1
@@ -459,11 +435,10 @@ class Reducer:
                 for parameter in self.managed.parameters:
                     self.on_reduced(parameter)
 
-    def _suspect(self) -> None:
-        """Where a rank has seen gradients that are not finite, find the first one, for the next forward to say so."""
-        if ranks := self._verdict.control.ranks_not_finite():
-            named = [(self.managed.names[index], self.managed.parameters[index]) for index in self._order]
-            self._suspicion = self._suspicion or Suspicion.of(self.num_steps + 1, ranks, named)
+    def _suspect(self, ranks: list[int]) -> None:
+        """These ranks have seen gradients that are not finite: find the first one, for the next forward to say so."""
+        named = [(self.managed.names[index], self.managed.parameters[index]) for index in self._order]
+        self._suspicion = self._suspicion or Suspicion.of(self.num_steps + 1, ranks, named)
 
     def _confirm(self) -> None:
         suspicion, self._suspicion = self._suspicion, None
@@ -479,10 +454,8 @@ class Reducer:
         elif looks and self.num_steps == 0 and self._verdict.control.all_used_everywhere():
             self._verdict.warn_of_none_unused()
 
-    def _rebuild_once(self) -> None:
+    def _rebuild(self) -> None:
         """After the first synchronized backward: lay the buckets out in the order that rank 0 observed."""
-        if self.has_rebuilt_buckets:
-            return
         device = self._verdict.control.words.device
         size = self.unweighed_size
         order, first_size = self.arrivals.agree_on_order(
