@@ -58,7 +58,7 @@ class Case:
 
     slowness: tuple[float, ...]
     fixed_s: float = 0.0
-    ideal_s: float = 0.3
+    ideal_s: float = 0.6
     samples_per_rank: int = 32
     throttled: tuple[int, float] | None = None
 
@@ -83,10 +83,10 @@ class Case:
 CASES = (
     Case((1, 2)),
     Case((1, 8)),
-    Case((1, 8), fixed_s=0.1),
-    Case((1, 1, 2, 2), ideal_s=0.5),
+    Case((1, 8), fixed_s=0.2),
+    Case((1, 1, 2, 2)),
     Case((1, 1, 2, 2, 4, 4, 8, 8), ideal_s=1.0),
-    Case((1, 1, 1, 1), ideal_s=0.5, throttled=(2, 3.0)),
+    Case((1, 1, 1, 1), throttled=(2, 3.0)),
 )
 
 
@@ -236,7 +236,7 @@ def measure_cost(config: Config, tell: TellProgress) -> dict[str, dict[str, list
     """Equal ranks, in turns: with computing, and without, so that only the cost is left. Collective."""
     slowness = (1.0,) * config.cost_ranks
     return {
-        SLEEPING: _alternate(config, Case(slowness), (FIXED, AUTO), 1),
+        SLEEPING: _alternate(config, Case(slowness, ideal_s=0.3), (FIXED, AUTO), 1),
         IDLE: _alternate(config, Case(slowness, ideal_s=0.0), (PLAIN, FIXED, AUTO), 10),
     }
 

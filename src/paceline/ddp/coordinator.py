@@ -358,15 +358,18 @@ class StepCoordinator:
 
     def _synchronizes(self) -> bool:
         """Whether the backward that begins now does."""
-        if self.window is not None:
-            return self.window.note_backward()
-        synchronizes = self._says_the_wrapper()
-        if synchronizes and self._plain_weight is not None:
-            weight, self._plain_weight = self._plain_weight, None
-            weights = self.finish_exchange(self.exchange_weights(weight, 1, begins_step=True))
-            raise_if_refused(self, weights)
-            self.set_weight(weights, weight, weight)
-        return synchronizes
+        return self._begins_plain_step() if self.window is None else self.window.note_backward()
+
+    def _begins_plain_step(self) -> bool:
+        return self._says_the_wrapper() and (self._plain_weight is None or self._exchange_plain_weight())
+
+    def _exchange_plain_weight(self) -> bool:
+        assert self._plain_weight is not None
+        weight, self._plain_weight = self._plain_weight, None
+        weights = self.finish_exchange(self.exchange_weights(weight, 1, begins_step=True))
+        raise_if_refused(self, weights)
+        self.set_weight(weights, weight, weight)
+        return True
 
     def _says_the_wrapper(self) -> bool:
         return (wrapped := self._wrapped()) is None or wrapped.require_backward_grad_sync
