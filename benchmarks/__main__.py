@@ -24,6 +24,7 @@ WITHOUT_SIDES = (
     "auto_compression",
     "time_to_loss",
     "hetseq_table",
+    "unequal",
 )
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
@@ -35,6 +36,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("compression",),
     *([("auto_compression",), ("time_to_loss",)] if os.geteuid() == 0 else []),
     ("hetseq_table",),
+    ("unequal",),
     ("svm",),
     ("svm_ranks",),
     *[

@@ -107,7 +107,14 @@ def draw(result: Report, path: Any) -> None:
         lines.append(Line(f"{side}, here", points, color, style))
     published = [(float(at), PUBLISHED[at][1]) for at in nodes]
     lines.append(Line("HetSeq, published", published, "tab:brown", "--"))
-    panel = Panel("over one node with equal shares", "nodes of 4 mixed GPUs", "speed-up", lines, ticks=nodes, linear_x=True)
+    panel = Panel(
+        "over one node with equal shares",
+        "nodes of 4 mixed GPUs",
+        "speed-up",
+        lines,
+        ticks=nodes,
+        linear_x=True,
+    )
     draw_panels(path, result.question, [panel])
 
 

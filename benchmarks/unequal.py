@@ -4,14 +4,17 @@ Every rank sleeps for its samples, a third in forward and the rest in backward, 
 compete for the machine's cores. Gradients, weights, reports and their exchange over Gloo are real. The ideal is
 arithmetic: the time at which all ranks would finish together if samples could be divided; it has no communication.
 
-    auto / ideal     median of the steps after the first 20
-    auto / equal     what was gained
-    cost             equal speeds: auto / the same loop with fixed shares, and / a plain loop, in alternating turns
-    followed         a rank is throttled in mid-run: the step from which all are within a tenth of the new ideal
+    auto / ideal     median of the steps after the first 20, as measured
+    shares / ideal   what the last step's shares would take, by arithmetic: without what the machine adds
+    best / ideal     the same loop, given the best shares from the start: what the machine adds to the ideal
+    equal / auto     what was gained
+    auto / fixed     equal speeds: the same loop with fixed shares, in alternating turns
+    cost             processor time that weighing and measuring add to a plain loop's step
+    followed         a rank is throttled in mid-run: steps until shares are within a tenth of the new ideal
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -23,21 +26,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from paceline import DistributedDataParallel
-from paceline.data import GlobalBatch, GlobalShuffle
+from paceline.data import Balance, GlobalBatch, GlobalShuffle
 from paceline.lab.bench.protocol import turns
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks, gather
 from paceline.lab.report.figures import save_lines
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary, ratios, slowest_rank
-from paceline.planning import Speed, ideal_s
+from paceline.lab.report.summary import Summary, differences, ratios, slowest_rank
+from paceline.planning import Speed, best_shares, finish_s, ideal_s
 
 NAME = "unequal"
-EQUAL, AUTO, FIXED, PLAIN = "equal", "auto", "fixed", "plain"
+SLEEPING, IDLE = "sleeping", "idle"
+EQUAL, BEST, AUTO, FIXED, PLAIN = "equal", "best", "auto", "fixed", "plain"
 LEARNING_STEPS = 20  # the goal: near the ideal after so many
 TARGET_IDEAL, TARGET_COST, TARGET_FOLLOWED = 1.05, 1.01, 10.0
 NEAR = 1.1
+TYPICAL_STEP_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class Case:
         return self.samples_per_rank * len(self.slowness)
 
     def speeds(self) -> list[Speed]:
+        if not self.ideal_s:
+            return [Speed(0.0, 0.0)] * len(self.slowness)
         one_s = (self.ideal_s - self.fixed_s) * sum(1 / each for each in self.slowness) / self.size
         return [Speed(self.fixed_s, one_s * each) for each in self.slowness]
 
@@ -79,7 +86,7 @@ CASES = (
     Case((1, 8)),
     Case((1, 8), fixed_s=0.1),
     Case((1, 1, 2, 2)),
-    Case((1, 1, 2, 2, 4, 4, 8, 8)),
+    Case((1, 1, 2, 2, 4, 4, 8, 8), ideal_s=0.6),
     Case((1, 1, 1, 1), throttled=(2, 3.0)),
 )
 
@@ -142,19 +149,22 @@ class Training:
     def __init__(self, side: str, case: Case, num_steps: int) -> None:
         data = TensorDataset(torch.randn(case.size * (num_steps + 1), 64))
         batch = GlobalBatch((case.samples_per_rank,) * len(case.slowness))
+        if side == BEST:
+            batch = GlobalBatch(best_shares(case.speeds(), case.size))
         self.network = Slow(case.speeds()[dist.get_rank()])
         self.shuffle = GlobalShuffle(data, batch)
         arguments: dict[str, Any] = {} if side == PLAIN else {"batch_sampler": self.shuffle}
         if side == AUTO:
-            arguments["balance"] = "auto"
+            # Steps of no duration are to be measured, and not to be improved.
+            arguments["balance"] = "auto" if case.ideal_s else Balance(gain_ratio=0.99)
         self.model = DistributedDataParallel(self.network, **arguments)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self._steps = iter(self.shuffle.steps(DataLoader(data, batch_sampler=self.shuffle)))
         self._is_plain = side == PLAIN
 
-    def step(self) -> float:
-        """Train a step; how long it took, in seconds."""
-        began_s = time.perf_counter()
+    def step(self, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Train a step; how long it took by `clock`, in seconds."""
+        began_s = clock()
         batches = next(self._steps)
         if self._is_plain:
             for (x,) in batches:
@@ -165,7 +175,13 @@ class Training:
                     self.model(x).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.perf_counter() - began_s
+        return clock() - began_s
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Of each rank in the last step."""
+        assert self.shuffle.step is not None
+        return self.shuffle.step.samples
 
 
 @dataclass(frozen=True)
@@ -176,12 +192,14 @@ class Run:
         case: Which.
         step_s: Of each step, by side.
         ideal_s: Of each step.
+        shares_s: What each balanced step's shares would take on a machine without overhead.
         report: What balancing did.
     """
 
     case: Case
     step_s: dict[str, list[float]]
     ideal_s: list[float]
+    shares_s: list[float]
     report: dict[str, Any]
 
     def ratio_to_ideal(self) -> list[float]:
@@ -192,12 +210,9 @@ class Run:
         return len(self.ideal_s) // 2
 
     def followed_after(self) -> int:
-        """Steps after the throttling until a step is near the ideal, and its successors' median, too."""
-        after = self.ratio_to_ideal()[self.throttled_at :]
-        for place, ratio in enumerate(after):
-            if ratio <= NEAR and Summary.of(after[place:]).median <= NEAR:
-                return place
-        return len(after)
+        """Steps after the throttling until the shares of all further steps are near the ideal."""
+        after = ratios(self.shares_s, self.ideal_s)[self.throttled_at :]
+        return max((place + 1 for place, ratio in enumerate(after) if ratio > NEAR), default=0)
 
 
 def measure(work: tuple[Case, int], tell: TellProgress) -> Run:
@@ -205,11 +220,12 @@ def measure(work: tuple[Case, int], tell: TellProgress) -> Run:
     case, num_steps = work
     step_s: dict[str, list[float]] = {}
     ideal: list[float] = []
+    shares: list[float] = []
     report: dict[str, Any] = {}
-    for side in (EQUAL, AUTO):
+    for side in (EQUAL, BEST, AUTO):
         training, mine = Training(side, case, num_steps), []
         speeds = case.speeds()
-        ideal = []
+        ideal, shares = [], []
         for place in range(num_steps if side == AUTO else max(num_steps // 4, 3)):
             if case.throttled is not None and side == AUTO and place == num_steps // 2:
                 rank, factor = case.throttled
@@ -217,32 +233,44 @@ def measure(work: tuple[Case, int], tell: TellProgress) -> Run:
                 training.network.speed = speeds[dist.get_rank()]
             ideal.append(ideal_s(speeds, case.size))
             mine.append(training.step())
-            tell((len(step_s) + place / num_steps) / 2)
+            shares.append(finish_s(speeds, training.samples))
+            tell((len(step_s) + place / num_steps) / 3)
         step_s[side] = slowest_rank(gather(mine))
         report = training.model.balance_report()
-    return Run(case, step_s, ideal, report)
+    return Run(case, step_s, ideal, shares, report)
 
 
-def measure_cost(config: Config, tell: TellProgress) -> dict[str, list[float]]:
-    """Equal ranks: a plain loop, fixed shares and balanced ones, in turns. Collective; every rank returns the same."""
-    case = Case((1.0,) * config.cost_ranks, ideal_s=0.1)
-    sides = (PLAIN, FIXED, AUTO)
+def measure_cost(config: Config, tell: TellProgress) -> dict[str, dict[str, list[float]]]:
+    """Equal ranks, in turns: with computing, and without, so that only the cost is left. Collective."""
+    slowness = (1.0,) * config.cost_ranks
+    return {
+        SLEEPING: _alternate(config, Case(slowness), (FIXED, AUTO), 1),
+        IDLE: _alternate(config, Case(slowness, ideal_s=0.0), (PLAIN, FIXED, AUTO), 10),
+    }
+
+
+def _alternate(config: Config, case: Case, sides: Sequence[str], times_more: int) -> dict[str, list[float]]:
     schedule = list(turns(len(sides), config.num_rounds))
-    most_steps = LEARNING_STEPS + config.steps_per_turn * 2 * config.num_rounds
-    trainings = [Training(side, case, most_steps) for side in sides]
+    num_steps = config.steps_per_turn * times_more
+    trainings = [Training(side, case, LEARNING_STEPS + num_steps * 2 * config.num_rounds) for side in sides]
     for training in trainings:
         for _ in range(LEARNING_STEPS // 2):
             training.step()
+    # Without computing processor time counts, which the machine's load does not lengthen.
+    clock = time.perf_counter if case.ideal_s else time.process_time
     times: list[list[float]] = [[] for _ in sides]
-    for done, turn in enumerate(schedule):
-        times[turn.side_index] += [trainings[turn.side_index].step() for _ in range(config.steps_per_turn)]
-        tell(done / len(schedule))
+    for turn in schedule:
+        times[turn.side_index] += [trainings[turn.side_index].step(clock) for _ in range(num_steps)]
     everyone = gather(times)
     return {side: slowest_rank([mine[at] for mine in everyone]) for at, side in enumerate(sides)}
 
 
 def report(
-    runs: Sequence[Run], cost: dict[str, list[float]], config: Config, load_before: float, quick: bool
+    runs: Sequence[Run],
+    cost: dict[str, dict[str, list[float]]],
+    config: Config,
+    load_before: float,
+    quick: bool,
 ) -> Report:
     """A row for each case."""
     rows, verdicts, summaries = [], [], []
@@ -252,6 +280,9 @@ def report(
         settled = Summary.of(late[len(late) // 2 :] if is_throttled else late or run.ratio_to_ideal())
         gain = Summary.of(run.step_s[EQUAL]).median / Summary.of(run.step_s[AUTO][-len(late) :]).median
         equal = Summary.of(run.step_s[EQUAL]).median / run.ideal_s[0]
+        best = Summary.of(run.step_s[BEST]).median / run.ideal_s[0]
+        shares = ratios(run.shares_s, run.ideal_s)[-1]
+        verdicts.append(Verdict(f"{run.case.name}: shares / ideal", shares, TARGET_IDEAL, "x"))
         verdicts.append(Verdict(f"{run.case.name}: auto / ideal", settled.median, TARGET_IDEAL, "x"))
         followed = run.followed_after() if is_throttled else None
         if followed is not None:
@@ -261,6 +292,8 @@ def report(
                 run.case.name,
                 str(len(run.case.slowness)),
                 f"{equal:.2f}",
+                f"{shares:.3f}",
+                f"{best:.3f}",
                 f"{settled.median:.3f}",
                 "-" if is_throttled else f"{gain:.2f}",
                 " ".join(map(str, run.report["samples"])),
@@ -272,22 +305,23 @@ def report(
                 "case": run.case.name,
                 "num_ranks": len(run.case.slowness),
                 "equal_to_ideal": equal,
+                "best_to_ideal": best,
+                "shares_to_ideal": shares,
                 "auto_to_ideal": settled.median,
                 "gain": None if is_throttled else gain,
                 "samples": run.report["samples"],
                 "followed_after": followed,
             }
         )
-    size = 2 * config.steps_per_turn
-    medians = {
-        side: [Summary.of(steps[at : at + size]).median for at in range(0, len(steps), size)]
-        for side, steps in cost.items()
-    }
-    costs = {}
+    ratio = Summary.of(ratios(*(_rounds(cost[SLEEPING][side], config) for side in (AUTO, FIXED))))
+    verdicts.append(Verdict("equal speeds: auto / fixed", ratio.median, TARGET_COST, "x"))
+    idle = {side: _rounds(steps, config) for side, steps in cost[IDLE].items()}
+    costs = {"auto_to_fixed": ratio.median}
     for side in (FIXED, PLAIN):
-        ratio = Summary.of(ratios(medians[AUTO], medians[side]))
-        costs[f"auto_to_{side}"] = ratio.median
-        verdicts.append(Verdict(f"equal speeds: auto / {side}", ratio.median, TARGET_COST, "x"))
+        extra_s = Summary.of(differences(idle[AUTO], idle[side])).median
+        costs[f"auto_minus_{side}_ms"] = 1e3 * extra_s
+    share = costs["auto_minus_plain_ms"] / 1e3 / TYPICAL_STEP_S
+    verdicts.append(Verdict(f"weighing and measuring, of a step of {TYPICAL_STEP_S:g} s", share, 0.01, "x"))
     return Report(
         name=NAME + ("-quick" if quick else ""),
         question="Do unequal machines work all the time?",
@@ -295,6 +329,8 @@ def report(
             "slowness",
             "ranks",
             "equal / ideal",
+            "shares / ideal",
+            "best / ideal",
             "auto / ideal",
             "equal / auto",
             "samples",
@@ -305,17 +341,31 @@ def report(
         notes=(
             "computation sleeps; gradients, weights and reports are real, over Gloo on loopback",
             f"auto / ideal: median of the steps after {LEARNING_STEPS}; where a rank is throttled, of the last quarter",
-            f"equal speeds, {config.cost_ranks} ranks: "
-            + ", ".join(f"{name.replace('_to_', ' / ')} {ratio:.4f}" for name, ratio in costs.items()),
+            f"a balanced step uses {costs['auto_minus_fixed_ms']:.2f} ms of a processor more than a fixed one",
+            f"and {costs['auto_minus_plain_ms']:.2f} ms more than in a plain loop ({config.cost_ranks} ranks)",
         ),
         config=config,
         summaries={"cases": summaries, "cost": costs},
         samples={
-            "cases": [{"case": run.case.name, "step_s": run.step_s, "ideal_s": run.ideal_s} for run in runs],
+            "cases": [
+                {
+                    "case": run.case.name,
+                    "step_s": run.step_s,
+                    "ideal_s": run.ideal_s,
+                    "shares_s": run.shares_s,
+                }
+                for run in runs
+            ],
             "cost_s": cost,
         },
         provenance=collect(max(len(run.case.slowness) for run in runs), load_before),
     )
+
+
+def _rounds(steps_s: Sequence[float], config: Config) -> list[float]:
+    """Each round's median step."""
+    size = len(steps_s) // config.num_rounds
+    return [Summary.of(steps_s[at : at + size]).median for at in range(0, len(steps_s), size)]
 
 
 def main(

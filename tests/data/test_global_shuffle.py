@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from paceline.data import GlobalBatch, GlobalShuffle
-from paceline.errors import ConfigurationError
+from paceline.errors import ConfigurationError, ProtocolError
 
 quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 batches = st.lists(st.integers(1, 7), min_size=1, max_size=5).map(lambda local: GlobalBatch(tuple(local)))
@@ -180,3 +180,127 @@ def test_a_batch_in_words():
     assert str(GlobalBatch((32, 16), 2)) == "2 ranks with 32 + 16 x 2 micro-steps = 96 samples"
     assert str(GlobalBatch((*range(1, 10), 100))) == "10 ranks with 1 to 100 = 145 samples"
     assert GlobalBatch.from_dict(GlobalBatch((32, 16), 2).as_dict()) == GlobalBatch((32, 16), 2)
+
+
+class _Rank:
+    """A rank's loop over `steps`, whose loader is so many batches ahead."""
+
+    def __init__(self, shuffle, ahead):
+        self.shuffle, self.ahead = shuffle, ahead
+        self.loop = shuffle.steps(self)
+
+    def __iter__(self):
+        """As a DataLoader with workers: indices are asked for early."""
+        indices, fetched = iter(self.shuffle), []
+        for batch in indices:
+            fetched.append(batch)
+            if len(fetched) > self.ahead:
+                yield fetched.pop(0)
+        yield from fetched
+
+
+ranks_with_none = st.lists(st.integers(0, 6), min_size=3, max_size=3).filter(any).map(tuple)
+
+
+@settings(quick, max_examples=25)
+@given(
+    first=st.tuples(ranks_with_none, st.lists(st.integers(1, 3), min_size=3, max_size=3)),
+    num_samples=st.integers(20, 70),
+    ahead=st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    draw=st.randoms(use_true_random=False),
+)
+def test_shares_that_change_between_steps(first, num_samples, ahead, draw):
+    """Every sample once, in the same global batches; ranks fetch unequally far ahead; some steps are repeated."""
+    batch = GlobalBatch(first[0], tuple(first[1]))
+    ranks = [_Rank(GlobalShuffle(num_samples, batch, rank), ahead[rank]) for rank in range(3)]
+    order, trained = ranks[0].shuffle.order(0).tolist(), []
+    while True:
+        lists = [next(rank.loop, None) for rank in ranks]
+        if lists[0] is None:
+            assert lists == [None] * 3
+            break
+        steps = [rank.shuffle.step for rank in ranks]
+        assert steps[0] == steps[1] == steps[2]
+        assert tuple(sum(map(len, parts)) for parts in lists) == steps[0].samples
+        mine = [i for parts in lists for batch in parts for i in batch]
+        assert sorted(mine) == sorted(order[steps[0].position : steps[0].end])
+        cuts = sorted(draw.randint(0, batch.size) for _ in range(2))
+        local = tuple(b - a for a, b in itertools.pairwise((0, *cuts, batch.size)))
+        what = draw.random()
+        if what < 0.2:  # the step was given up; its samples come again
+            for rank in ranks:
+                rank.shuffle.repeat(GlobalBatch(local))
+                assert rank.shuffle.state_dict()["position"] == steps[0].position
+            continue
+        trained += mine
+        states = {json.dumps(rank.shuffle.state_dict()) for rank in ranks}
+        assert len(states) == 1
+        assert json.loads(states.pop())["position"] == len(trained)
+        if what < 0.6:
+            position = max(rank.shuffle.fetched for rank in ranks)
+            for rank in ranks:
+                rank.shuffle.change(GlobalBatch(local), position)
+    assert sorted(trained) == list(range(num_samples))
+    assert len(next(iter(ranks[0].shuffle.steps(ranks[0])))) >= 0
+    assert ranks[0].shuffle.epoch == 1
+
+
+@settings(quick, max_examples=25)
+@given(part=st.floats(0, 1), before=ranks_with_none, after=batches, draw=st.randoms(use_true_random=False))
+def test_resumed_at_the_exact_sample(part, before, after, draw):
+    """In the middle of an epoch whose shares have moved, by other ranks with other shares."""
+    ranks = [_Rank(GlobalShuffle(60, GlobalBatch(before), rank), rank) for rank in range(3)]
+    trained = []
+    for lists in zip(*(rank.loop for rank in ranks), strict=True):
+        trained += [i for parts in lists for batch in parts for i in batch]
+        if len(trained) >= 60 * part:
+            break
+        position = max(rank.shuffle.fetched for rank in ranks)
+        batch = GlobalBatch(tuple(draw.sample(before, 3)))
+        for rank in ranks:
+            rank.shuffle.change(batch, position)
+    for rank in ranks:
+        rank.loop.close()  # what the state says does not change when the loop is left
+    state = json.loads(json.dumps(ranks[0].shuffle.state_dict()))
+    assert state["position"] == len(trained)
+    later = [_Rank(GlobalShuffle(60, after, rank), 0) for rank in range(after.num_ranks)]
+    for rank in later:
+        rank.shuffle.load_state_dict(state)
+    if len(trained) < 60 and later[0].shuffle.epoch == 0:
+        for lists in zip(*(rank.loop for rank in later), strict=True):
+            trained += [i for parts in lists for batch in parts for i in batch]
+    assert sorted(trained) == list(range(60))
+
+
+def test_workers_that_persist_follow_new_shares():
+    """Real ones, with prefetching: no sample twice, and a repeated step has the same samples."""
+    dataset = TensorDataset(torch.arange(48))
+    seen = []
+    for rank in range(2):
+        shuffle = GlobalShuffle(dataset, GlobalBatch((3, 3)), rank)
+        loader = DataLoader(dataset, batch_sampler=shuffle, num_workers=1, persistent_workers=True)
+        for place, batches in enumerate(shuffle.steps(loader)):
+            if place == 3 and shuffle.batch.local == (3, 3):
+                shuffle.repeat(GlobalBatch((1, 5)))
+                continue
+            seen += [i for (batch,) in batches for i in batch.tolist()]
+        assert shuffle.batch == GlobalBatch((1, 5))
+        assert [len(batch) for (batch,) in next(shuffle.steps(loader))] == [(1, 5)[rank]]
+    assert sorted(seen) == list(range(48))
+
+
+def test_what_steps_refuse():
+    """Changes that came too late, other loaders, ranks without samples in a plain loop."""
+    shuffle = GlobalShuffle(20, GlobalBatch((2, 2)), 0)
+    loop = iter(shuffle)
+    next(loop)
+    with pytest.raises(ProtocolError, match="has fetched up to 4"):
+        shuffle.change(GlobalBatch((1, 3)), position=0)
+    with pytest.raises(ProtocolError, match="no step to repeat"):
+        shuffle.repeat(GlobalBatch((1, 3)))
+    with pytest.raises(ConfigurationError, match="cannot follow"):
+        shuffle.change(GlobalBatch((1, 1, 2)))
+    with pytest.raises(ConfigurationError, match="BatchSampler as its batch sampler"):
+        shuffle.steps(DataLoader(list(range(20)), batch_size=2))
+    with pytest.raises(ConfigurationError, match="rank 1 has no samples"):
+        next(iter(GlobalShuffle(20, GlobalBatch((2, 0)), 0)))

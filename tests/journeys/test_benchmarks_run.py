@@ -37,6 +37,7 @@ def benchmark(*arguments: str, folder: Path) -> Finished:
         ["overlap"],
         ["compression"],
         ["auto_compression"],
+        ["unequal"],
         ["time_to_loss"],
         ["hetseq_table"],
     ],
@@ -63,6 +64,7 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     baseline = {
         "compression": {"memcpy", "int8"},
         "auto_compression": {"light", "loopback"},
+        "unequal": {"1:4", "2"},
         "time_to_loss": {"text 1:3"},
         "hetseq_table": {"1", "4", "2.600"},
     }.get(arguments[0], {"torch", "ours"})

@@ -158,7 +158,9 @@ def other_reductions(rank, num_ranks):
         for x in batches:
             (squares(alone(x)) * len(x) * num_ranks / sum(map(sum, sizes))).backward()
         grads.append([torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()])
-    wanted = {"bf16": [sum(g) / num_ranks for g in zip(*grads, strict=True)], "adasum": combine(grads)}
+    # To Adasum a rank without samples is not there, so the others' weights average to 1.
+    present = [[g * 2 / num_ranks for g in gradients] for gradients in grads[:2]]
+    wanted = {"bf16": [sum(g) / num_ranks for g in zip(*grads, strict=True)], "adasum": combine(present)}
     for name, gradients in wanted.items():
         options = {"compression": "bf16"} if name == "bf16" else {"reduction": name}
         model = DistributedDataParallel(

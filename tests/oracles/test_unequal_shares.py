@@ -4,6 +4,8 @@ A row's loss depends on which row it is, so one that counts twice, not at all or
 gradient.
 """
 
+import sys
+import time
 import warnings
 
 import pytest
@@ -12,9 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from models import Mlp, digest
 from paceline import DistributedDataParallel
-from paceline.data import GlobalBatch, GlobalShuffle
+from paceline.data import Balance, GlobalBatch, GlobalShuffle
+from paceline.errors import ConfigurationError, PeerOutOfMemoryError, ProtocolError
 from paceline.reductions import GradientNoiseScale
 from ranks import pool, seeded
+from terminal import REPOSITORY
 
 NUM_SAMPLES = 90  # 6 steps of 15
 
@@ -107,8 +111,18 @@ def plain_loops(rank, num_ranks):
     mine = rows[sum(shares[:rank]) :][: shares[rank]]
     x, index = dataset()[mine]
     by_length = DistributedDataParallel(make(), weight=len)
+    by_length(dataset()[: 3 + rank][0])  # a batch that all ranks skip
     mean_loss(by_length(x), index).backward()
     found["function"] = difference(by_length, rows)
+
+    # Rank 0 has a second batch, and trains it alone.
+    joined = DistributedDataParallel(make(), weight=len)
+    with joined.join():
+        for _ in range(1 + (rank == 0)):
+            joined.zero_grad()
+            mean_loss(joined(x), index).backward()
+            if rank == 0:
+                found["joined"] = difference(joined, rows[:8])
 
     constant = DistributedDataParallel(
         make(), weight=lambda _: 128
@@ -186,6 +200,14 @@ def noise_of_changing_shares(rank, num_ranks):
     return noise.noise_over_signal * 16
 
 
+def short_soak(rank, num_ranks):
+    """The benchmark's, with everything it does, for some epochs."""
+    sys.path.insert(0, str(REPOSITORY))
+    from benchmarks.unequal_soak import Config, soak
+
+    return soak(Config(num_steps=150, seed=3), lambda _: None)
+
+
 def all_of_it(rank, num_ranks):
     """One launch."""
     return {
@@ -196,6 +218,7 @@ def all_of_it(rank, num_ranks):
             plain_loops,
             other_reductions,
             noise_of_changing_shares,
+            short_soak,
         )
     }
 
@@ -226,6 +249,7 @@ def test_plain_loops(outcomes):
     for rank, outcome in enumerate(outcomes):
         found, told = outcome["plain_loops"]
         assert max(found[way] for way in ("sampler", "function", "nothing")) < 1e-12
+        assert found.get("joined", 0.0) < 1e-12
         assert min(found[way] for way in ("HetSeq", "forgotten")) > 0.05
         assert len(told[0]) == (rank > 0)
         assert not told[1]
@@ -241,3 +265,186 @@ def test_what_shares_mean_to_other_reductions(outcomes):
         assert found["onebit"] < 0.1
         # S / |G|^2 = 4: the variance of one sample over its mean, squared.
         assert outcome["noise_of_changing_shares"] == pytest.approx(4, rel=0.1)
+
+
+def test_a_short_soak(outcomes):
+    """Shares, stalls, memory, restarts at random: no sample lost, no drift. The long one is a benchmark."""
+    for outcome in outcomes:
+        soak = outcome["short_soak"]
+        assert soak.num_epochs >= 3
+        assert min(soak.num_changes, soak.num_repeats, soak.num_restarts) > 0
+        assert soak.num_bad_epochs == soak.num_drifts == 0
+        assert soak.difference < 1e-12
+
+
+class Slow(torch.nn.Module):
+    """A rank that takes `sample_s` for each sample, and has no memory for more than `most` of them."""
+
+    def __init__(self, sample_s=0.0, most=NUM_SAMPLES):
+        super().__init__()
+        self.body, self.sample_s, self.most = make(), sample_s, most
+
+    def forward(self, x):
+        if len(x) > self.most:
+            raise MemoryError(f"{len(x)} samples")
+        time.sleep(self.sample_s * len(x))
+        return self.body(x)
+
+
+def train_epochs(model, shuffle, loader, num_epochs):
+    """Plain SGD; which samples were trained in each epoch here, and how often a step was repeated."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    seen, num_repeats = [], 0
+    for _ in range(num_epochs):
+        seen.append([])
+        for batches in shuffle.steps(loader):
+            window = train_window(model, batches)
+            optimizer.step()
+            if window.repeats:
+                num_repeats += 1
+                continue
+            seen[-1] += [i for _, index in batches for i in index.tolist()]
+    return seen, num_repeats
+
+
+def as_one_process(num_epochs, size):
+    """Parameters that one process comes to with these global batches."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch((size,)), 0)
+    for _ in range(num_epochs):
+        for rows in shuffle:
+            optimizer.zero_grad()
+            x, index = dataset()[rows]
+            mean_loss(model(x), index).backward()
+            optimizer.step()
+    return list(model.parameters())
+
+
+def apart(model, wanted):
+    pairs = zip(model.parameters(), wanted, strict=True)
+    return max(((p - q).norm() / q.norm()).item() for p, q in pairs)
+
+
+class Ahead:
+    """Fetches batches early, as worker processes do; a test's ranks cannot have any."""
+
+    def __init__(self, loader, num_batches):
+        self.loader, self.num_batches = loader, num_batches
+
+    def __iter__(self):
+        fetched = []
+        for batch in self.loader:
+            fetched.append(batch)
+            if len(fetched) > self.num_batches:
+                yield fetched.pop(0)
+        yield from fetched
+
+
+def balanced(rank, num_ranks):
+    """Rank 1 is four times slower; rank 0 fetches further ahead."""
+    shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch((5, 5)))
+    loader = Ahead(DataLoader(dataset(), batch_sampler=shuffle), num_batches=3 - 2 * rank)
+    model = DistributedDataParallel(
+        Slow((0.002, 0.008)[rank]), batch_sampler=shuffle, balance=Balance(num_ignored=1)
+    )
+    seen, _ = train_epochs(model, shuffle, loader, 3)
+    return {
+        "seen": seen,
+        "apart": apart(model, as_one_process(3, 10)),
+        "samples": shuffle.batch.samples,
+        "report": model.balance_report(),
+    }
+
+
+def out_of_memory(rank, num_ranks):
+    """Rank 1 has room for two samples, and is first given five; then for none; then nobody makes room."""
+    found = {}
+    shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch((5, 5), accumulation=2))
+    loader = Ahead(DataLoader(dataset(), batch_sampler=shuffle), num_batches=2)
+    network = Slow(most=(NUM_SAMPLES, 2)[rank])
+    model = DistributedDataParallel(network, batch_sampler=shuffle, balance="auto")
+    found["seen"], found["repeats"] = train_epochs(model, shuffle, loader, 2)
+    found["apart"] = apart(model, as_one_process(2, 20))
+    found["batch"] = shuffle.batch
+    found["parameters"] = digest(model.parameters())
+
+    network.most = (NUM_SAMPLES, 0)[rank]
+    with pytest.raises(ConfigurationError) as no_room:
+        train_epochs(model, shuffle, loader, 1)
+    found["no room"] = str(no_room.value)
+
+    shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch((5, 5)))
+    alone = DistributedDataParallel(network, batch_sampler=shuffle)
+    with pytest.raises((MemoryError, PeerOutOfMemoryError)) as raised:
+        train_epochs(alone, shuffle, DataLoader(dataset(), batch_sampler=shuffle), 1)
+    found["unbalanced"] = type(raised.value).__name__
+    return found
+
+
+def not_in_the_same_step(rank, num_ranks):
+    """Rank 1 has changed its shares alone; then it has left an epoch alone."""
+    told = []
+    model, shuffle, loader = make_pair((5, 5))
+    if rank == 1:
+        shuffle.change(GlobalBatch((4, 6)))
+    with pytest.raises(ProtocolError) as raised:
+        train_epochs(model, shuffle, loader, 1)
+    told.append(str(raised.value))
+    model, shuffle, loader = make_pair((5, 5))
+    loop = shuffle.steps(loader)
+    for _ in range(1 + rank):
+        batches = next(loop)
+    with pytest.raises(ProtocolError) as raised:
+        train_window(model, batches)
+    told.append(str(raised.value))
+    loop.close()
+    loop = shuffle.steps(loader)
+    train_window(model, next(loop))
+    return told, digest(p.grad for p in model.parameters())
+
+
+def two_ranks(rank, num_ranks):
+    """One launch."""
+    return {each.__name__: each(rank, num_ranks) for each in (balanced, out_of_memory, not_in_the_same_step)}
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return pool(2).run(two_ranks, deadline_s=180)
+
+
+def test_balance_moves_samples_and_nothing_else(pairs):
+    """To the fast rank; every sample once an epoch, in the same steps, with one process's result."""
+    both = [pair["balanced"] for pair in pairs]
+    for seen in zip(*(one["seen"] for one in both), strict=True):
+        assert sorted(seen[0] + seen[1]) == list(range(NUM_SAMPLES))
+    assert both[0]["samples"] == both[1]["samples"]
+    assert both[0]["samples"][0] > both[0]["samples"][1]
+    assert sum(both[0]["samples"]) == 10
+    assert max(one["apart"] for one in both) < 1e-12
+    assert both[0]["report"] == both[1]["report"]
+    assert {entry["what"] for entry in both[0]["report"]["history"]} == {"moved"}
+
+
+def test_a_rank_without_memory_trains_less(pairs):
+    """The same global batch again, none lost or doubled; where nothing helps, all ranks raise."""
+    both = [pair["out_of_memory"] for pair in pairs]
+    for seen in zip(*(one["seen"] for one in both), strict=True):
+        assert sorted(seen[0] + seen[1]) == list(range(NUM_SAMPLES))
+    assert [one["repeats"] for one in both] == [2, 2]  # 5, then 3, then 2
+    assert both[0]["batch"] == both[1]["batch"] == GlobalBatch((8, 2), accumulation=2)
+    assert both[0]["parameters"] == both[1]["parameters"]
+    assert max(one["apart"] for one in both) < 1e-12
+    assert both[0]["no room"] == both[1]["no room"]
+    assert "No room is left" in both[0]["no room"]
+    assert [one["unbalanced"] for one in both] == ["PeerOutOfMemoryError", "MemoryError"]
+
+
+def test_ranks_in_different_steps_are_told(pairs):
+    """All of them, in the step in which they differ; after that training may go on."""
+    for told, _ in (pair["not_in_the_same_step"] for pair in pairs):
+        assert "rank 1 is at sample 0 of epoch 0" in told[0]
+        assert "in other shares" in told[0]
+        assert "rank 1 is at sample 10 of epoch 0, rank 0 at 0" in told[1]
+    assert len({bits for _, bits in (pair["not_in_the_same_step"] for pair in pairs)}) == 1

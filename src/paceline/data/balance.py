@@ -64,7 +64,7 @@ class Balance:
     def __init__(
         self,
         move: str = "samples",
-        gain_ratio: float = 0.02,
+        gain_ratio: float = 0.01,
         most: int | Sequence[int] | None = None,
         num_ignored: int = 2,
     ) -> None:

@@ -80,7 +80,8 @@ class EpochPlan:
         """The step that begins there; None if the epoch is over.
 
         Samples that do not make a whole micro-step are cut by the shares; if some rank that has a share would get
-        none, they join the micro-step before.
+        none, they join the micro-step before. If there is none before, because training was resumed or shares have
+        changed here, they are a step in which such ranks have nothing.
         """
         batch = self._batches[max(bisect.bisect_right(self._starts, position) - 1, 0)]
         left = self._num_samples - position
@@ -89,7 +90,7 @@ class EpochPlan:
         for place in range(batch.num_micro_steps):
             sizes = batch.micro_step(place)
             if left < sum(sizes):
-                if not self._drops_last and left >= _num_takers(sizes):
+                if not self._drops_last and left >= (_num_takers(sizes) if cuts else 1):
                     cuts.append(cut_by(sizes, left))
                 break
             left -= sum(sizes)

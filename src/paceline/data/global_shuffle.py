@@ -14,7 +14,8 @@ Rules
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sized
+import itertools
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from typing import TypeVar
 
 import torch
@@ -162,7 +163,7 @@ class GlobalShuffle(Sampler[list[int]]):
         self._epoch, self.seed = state["epoch"], state["seed"]
         self._plan_from(state["position"])
         self._num_given, self._has_begun = 0, False
-        if not self._cuts():
+        if self._plan.step_at(self._start) is None:
             self._epoch += 1
             self._plan_from(0)
 
@@ -239,7 +240,11 @@ class GlobalShuffle(Sampler[list[int]]):
             self._plan if start is None else EpochPlan(self.num_samples, self.last == "drop", 0, self.batch)
         )
         steps = plan.steps(self._start if start is None else start)
-        return [sizes for step in steps for sizes in step.micro_steps]
+        return [sizes for step in steps if not self._is_rest(step) for sizes in step.micro_steps]
+
+    def _is_rest(self, step: StepCut) -> bool:
+        """Whether these are too few samples for all ranks that have a share, so that a loop over the loader ends."""
+        return step.size < sum(size > 0 for size in self.batch.local)
 
     def _begin_iteration(self) -> None:
         if self._has_begun:
@@ -257,6 +262,8 @@ class GlobalShuffle(Sampler[list[int]]):
         order = self.order(self._epoch)
         for step in self._plan.steps(start):
             if is_plain:
+                if self._is_rest(step):
+                    return
                 self._check_everybody_has_some(step)
             elif not step.samples[self.rank]:
                 return  # `steps` begins another iteration once this rank has a share
@@ -274,7 +281,7 @@ class GlobalShuffle(Sampler[list[int]]):
                     "within model.accumulate."
                 )
 
-    def steps(self, loader: Iterable[Batch]) -> Iterator[list[Batch]]:
+    def steps(self, loader: Iterable[Batch]) -> Generator[list[Batch], None, None]:
         """The steps of the next epoch, or of the rest of one that was loaded: a list of this rank's batches for each.
 
         A list is empty where this rank has no share. Not to be iterated over in two places at a time.
@@ -293,25 +300,24 @@ class GlobalShuffle(Sampler[list[int]]):
             )
         return self._hand_out(loader)
 
-    def _hand_out(self, loader: Iterable[Batch]) -> Iterator[list[Batch]]:
+    def _hand_out(self, loader: Iterable[Batch]) -> Generator[list[Batch], None, None]:
         self._begin_iteration()
-        position, batches = self._start, None
+        position = self._start
+        batches: Iterator[Batch] = iter(())
         try:
             while (step := self._plan.step_at(position)) is not None:
                 self._steps_start = position
                 num_own = len(step.parts(self.rank))
-                if num_own and batches is None:
+                mine: list[Batch] = list(itertools.islice(batches, num_own))
+                if len(mine) < num_own:  # it ended where this rank had no share
                     batches = iter(loader)
-                mine = [next(batches) for _ in range(num_own)] if batches is not None else []
+                    mine = list(itertools.islice(batches, num_own))
                 self.step = step
                 yield mine
                 if self._repeats:
-                    self._repeats, self._fetched = False, position
+                    self._repeats, self._fetched, batches = False, position, iter(())
                 else:
                     position = step.end
-                    if num_own:
-                        continue
-                batches = None
         finally:
             if self.step is not None:
                 position = self.step.position if self._repeats else self.step.end

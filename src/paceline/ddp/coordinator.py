@@ -109,9 +109,7 @@ class StepCoordinator:
         self.window: Window[Any] | None = None
         self.join = JoinState()
         self._frozen: list[Parameter] = []
-        self._plain_step: tuple[WeightExchange, float] | None = (
-            None  # a weighed forward outside of windows was run
-        )
+        self._plain_weight: float | None = None  # of the last weighed forward outside of windows
         self.reducer: Reducer
 
     @property
@@ -219,11 +217,10 @@ class StepCoordinator:
             self.window.note_forward()
             return
         will_synchronize = self.wrapped.require_backward_grad_sync
-        weight = self._weigh_plain(inputs, kwargs)
+        if self._weighs() and self.wrapped.training:
+            self._plain_weight = self._weigh_plain(inputs, kwargs)
         since_s = time.perf_counter()
-        notify(self, NextStep(will_synchronize, opens_window=weight is not None))
-        if weight is not None:
-            self._plain_step = self.exchange_weights(weight, 1, begins_step=True), weight
+        notify(self, NextStep(will_synchronize, opens_window=self._plain_weight is not None))
         self._synchronize_buffers(will_synchronize)
         self._note_wait(since_s)
 
@@ -233,25 +230,27 @@ class StepCoordinator:
             return self.window.has_weights
         return self.setting.weight is not None or self.setting.shares is not None
 
-    def _weigh_plain(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-        """What the batch of a forward outside of windows counts; None: nothing is to be exchanged."""
+    def _weigh_plain(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+        """What the batch of a forward outside of windows counts.
+
+        The ranks exchange it when backward begins, not here: some may have run a forward that no backward follows.
+        """
         setting = self.setting
-        if not (self._weighs() and self.wrapped.training) or self._plain_step is not None:
-            return None
         if not self.wrapped.require_backward_grad_sync:
             raise ConfigurationError(
                 "no_sync() in a model that weighs its batches (weight=, batch_sampler=): several micro-batches of a "
                 "step are weighed by `with model.accumulate(batches) as micro_batches:`, which needs no no_sync()."
             )
-        if setting.weight is None and setting.shares is not None:
+        if setting.shares is not None:
             sizes = setting.shares.own_sizes()
+            setting.shares.report(self.reducer.timings.last)  # the step begins
+        if setting.weight is None:
             if len(sizes) != 1:
                 raise ConfigurationError(
                     f"this rank has {len(sizes)} micro-batches in this step. Train them within "
                     "`with model.accumulate(batches) as micro_batches:`, which takes any number."
                 )
             return float(sizes[0])
-        assert setting.weight is not None
         weight = float(setting.weight(*inputs, **kwargs))
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigurationError(
@@ -363,15 +362,18 @@ class StepCoordinator:
 
     def _synchronizes(self) -> bool:
         """Whether the backward that begins now does."""
-        if self.window is not None:
-            return self.window.note_backward()
-        synchronizes = self._says_the_wrapper()
-        if synchronizes and self._plain_step is not None:
-            (exchange, weight), self._plain_step = self._plain_step, None
-            weights = self.finish_exchange(exchange)
-            raise_if_refused(self, weights)
-            self.set_weight(weights, weight, weight)
-        return synchronizes
+        return self._begins_plain_step() if self.window is None else self.window.note_backward()
+
+    def _begins_plain_step(self) -> bool:
+        return self._says_the_wrapper() and (self._plain_weight is None or self._exchange_plain_weight())
+
+    def _exchange_plain_weight(self) -> bool:
+        assert self._plain_weight is not None
+        weight, self._plain_weight = self._plain_weight, None
+        weights = self.finish_exchange(self.exchange_weights(weight, 1, begins_step=True))
+        raise_if_refused(self, weights)
+        self.set_weight(weights, weight, weight)
+        return True
 
     def _says_the_wrapper(self) -> bool:
         return (wrapped := self._wrapped()) is None or wrapped.require_backward_grad_sync

@@ -50,19 +50,20 @@ class Shadow(JoinHook):
         others = announce(steps, is_active=False)
         if not (others.synchronizes or others.opens_window):
             return
-        exchange = steps.exchange_weights() if others.opens_window else None
+        is_window = others.opens_window and not others.synchronizes
+        exchange = steps.exchange_weights() if is_window else None  # before the first forward
         if steps.wrapped.training and steps.has_synchronized_buffers():
             steps.buffers.synchronize(agree_on_source(steps, is_candidate=False))
         reducer = steps.reducer
         reducer.prepare()
         reducer.synchronizes_buffers = False
         reducer.recovery.drop_gradients()
-        reducer.share = None if exchange is None else 0.0
-        if exchange is not None and not others.synchronizes:
+        reducer.share = 0.0 if others.opens_window else None
+        if exchange is not None:
             match_window(steps, exchange.finish())
         else:
-            if exchange is not None:
-                raise_if_refused(steps, exchange.finish())
+            if others.opens_window:
+                raise_if_refused(steps, steps.exchange_weights().finish())  # as backward begins
             reducer.run_without_autograd()
         reducer.recovery.drop_gradients()
 
@@ -79,8 +80,8 @@ class NextStep:
 
     Attributes:
         synchronizes: Whether any of them runs a backward that synchronizes, next.
-        opens_window: Whether they exchange weights: for a window of micro-batches, of which one backward synchronizes,
-            or, if `synchronizes` too, for the one batch of a step.
+        opens_window: Whether they exchange weights: now, for a window of micro-batches, of which one backward
+            synchronizes; or, if `synchronizes` too, when the backward of a step's one batch begins.
     """
 
     synchronizes: bool

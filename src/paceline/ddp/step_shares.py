@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from paceline.data import Balance, GlobalShuffle, Work
+from paceline.data import Balance, GlobalShuffle, StepCut, Work
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.observe import StepTiming
 
@@ -75,6 +75,8 @@ class StepShares:
             balance.begin(sampler.batch)
             balance.tells = rank == 0
         self._rank = rank
+        self._reported: StepCut | None = None  # the step that `_words` are of
+        self._words = NO_REPORT
         self._clock = _DeviceClock() if device.type == "cuda" else _HostClock()
 
     # ---- weights
@@ -95,7 +97,7 @@ class StepShares:
     # ---- reports
 
     def report(self, last: StepTiming | None) -> tuple[float, ...]:
-        """This rank's words on the step that begins. Local.
+        """This rank's words on the step that begins; the first call in a step starts its clock. Local.
 
         Args:
             last: The last step that ended well.
@@ -103,9 +105,12 @@ class StepShares:
         step = self.sampler.step
         if step is None:
             return NO_REPORT
+        if step is self._reported:
+            return self._words
+        self._reported = step
         work = self._clock.work(last)
         self._clock.begin(step.samples[self._rank])
-        return astuple(
+        self._words = astuple(
             _Report(
                 1.0,
                 float(self.sampler.epoch),
@@ -116,6 +121,7 @@ class StepShares:
                 work.seconds,
             )
         )
+        return self._words
 
     def waited(self, seconds: float) -> None:
         """This rank has waited for others in the step under way."""

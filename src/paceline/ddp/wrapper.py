@@ -80,7 +80,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             Not torch's.
         weight: What this rank's batch counts in the mean over ranks, as a function of the forward's arguments: its
             samples, tokens, unmasked targets. For steps of one forward in training mode, outside of `accumulate`; of
-            several forwards before a backward the first one's. None: every rank counts the same. Not torch's.
+            several forwards before a backward the last one's. When backward begins, the ranks exchange 8 bytes each.
+            None: every rank counts the same. Not torch's.
         batch_sampler: The `paceline.data.GlobalShuffle` of the loader, whose `steps(loader)` are trained. Samples count
             alike then without `weight`, and shares may change between steps. Not torch's.
         balance: "auto": move samples of `batch_sampler` from slow ranks to fast ones; or a `paceline.data.Balance`.

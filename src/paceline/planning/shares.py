@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from paceline.errors import ConfigurationError
 
 _MEMORY_STEPS = 24  # measured steps that an estimate rests on, at most
-_DRIFT_RATIO = 0.2  # two steps in a row this far off, to the same side: the rank's speed is another one now
-_DOUBT_RATIO = 0.2  # by how much of a step n measured steps may all mislead, times n
+_DRIFT_RATIO = 0.2  # so far off, to the same side, ...
+_DRIFT_STEPS = 3  # ... so often in a row: the rank's speed is another one now
+_DOUBT_RATIO = 0.3  # by how much of a step n measured steps may all mislead, times n^1.5
 _LEAST_SPREAD = (
     1.15  # largest over smallest number of samples from which fixed and per-sample time are told apart
 )
@@ -51,7 +52,7 @@ class SpeedEstimate:
 
     Fixed and per-sample time can be told apart once steps of different size were seen; until then all is taken to be
     per sample. What counts most is the time at the present size: the line goes through its median. A speed that
-    changes suddenly is noticed by the second step that is far off, and then earlier steps are forgotten.
+    changes suddenly is noticed by the third step in a row that is far off, and then earlier steps are forgotten.
     """
 
     def __init__(self) -> None:
@@ -76,9 +77,9 @@ class SpeedEstimate:
             if not side:
                 self._residuals.append(residual)
         self._seen.append((num_samples, seconds))
-        if abs(self._num_off) >= 2:
+        if abs(self._num_off) >= _DRIFT_STEPS:
             self._shape = self.speed
-            recent = list(self._seen)[-2:]
+            recent = list(self._seen)[-_DRIFT_STEPS:]
             self._seen.clear()
             self._seen.extend(recent)
             self._num_off = 0
@@ -118,7 +119,7 @@ class SpeedEstimate:
         now = self._seen[-1][0]
         num_steps = sum(n == now for n, _ in self._seen)
         deviation = 1.4826 * statistics.median(map(abs, self._residuals)) if self._residuals else 0.0
-        return 2 * 1.25 * deviation / math.sqrt(num_steps) + _DOUBT_RATIO / num_steps
+        return 2 * 1.25 * deviation / math.sqrt(num_steps) + _DOUBT_RATIO / (num_steps * math.sqrt(num_steps))
 
 
 def finish_s(speeds: Sequence[Speed], samples: Sequence[int]) -> float:
@@ -221,7 +222,7 @@ class Proposal:
         now_s: Predicted seconds until the last rank has its gradients, with the present shares.
         then_s: The same with these.
         ideal_s: The same if samples could be divided.
-        error_ratio: How far `now_s` may be wrong.
+        error_ratio: How far `now_s`, the time of the last rank, may be wrong.
     """
 
     samples: tuple[int, ...]
@@ -245,10 +246,11 @@ def propose(
     """The best shares by what is known of each rank; arguments as of `best_shares`, and the present `samples`."""
     speeds = [estimate.speed for estimate in estimates]
     shares = best_shares(speeds, sum(samples), most, least, unit)
+    last = max(range(len(speeds)), key=lambda rank: speeds[rank].step_s(samples[rank]))
     return Proposal(
         shares,
         finish_s(speeds, samples),
         finish_s(speeds, shares),
         ideal_s(speeds, sum(samples)),
-        max(estimate.error_ratio for estimate in estimates),
+        estimates[last].error_ratio,
     )
