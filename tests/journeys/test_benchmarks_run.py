@@ -65,6 +65,7 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     baseline = {
         "compression": {"memcpy", "int8"},
         "auto_compression": {"light", "loopback"},
+        "unequal": {"1:4", "2"},
         "time_to_loss": {"text 1:3"},
         "hetseq_table": {"1", "4", "2.600"},
     }.get(arguments[0], {"torch", "ours"})

@@ -154,3 +154,13 @@ def test_refused(make, words):
     """Before anything is trained."""
     with pytest.raises(ConfigurationError, match=words):
         make()
+
+
+def test_the_first_step_of_a_size_is_not_measured():
+    """It allocates memory, or tunes kernels; nor are the first steps of all."""
+    balance, batch = Balance(num_ignored=2), GlobalBatch((4, 4))
+    for seconds in (9.0, 9.0, 1.0, 1.0):
+        balance.observe(batch, [Work(4, seconds)] * 2)
+    balance.observe(batch, [Work(5, 9.0), Work(3, 1.0)])
+    balance.observe(batch, [Work(5, 1.25), Work(3, 0.75)])
+    assert balance.report(batch)["predicted_s"] == pytest.approx(1.0)

@@ -408,15 +408,14 @@ class StepCoordinator:
 
     def _synchronizes(self) -> bool:
         """Whether the backward that begins now does."""
-        return self._synchronizes_alone() if self.window is None else self.window.note_backward()
+        return self._begins_plain_step() if self.window is None else self.window.note_backward()
 
-    def _synchronizes_alone(self) -> bool:
-        return self._says_the_wrapper() and (
-            self._plain_weight is None or self._weigh_step(self._plain_weight)
-        )
+    def _begins_plain_step(self) -> bool:
+        return self._says_the_wrapper() and (self._plain_weight is None or self._exchange_plain_weight())
 
-    def _weigh_step(self, weight: float) -> bool:
-        self._plain_weight = None
+    def _exchange_plain_weight(self) -> bool:
+        assert self._plain_weight is not None
+        weight, self._plain_weight = self._plain_weight, None
         weights = self.finish_exchange(self.exchange_weights(weight, 1, begins_step=True))
         raise_if_refused(self, weights)
         self.set_weight(weights, weight, weight)

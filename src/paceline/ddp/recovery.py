@@ -49,7 +49,7 @@ class Backward:
         self.on_end(self)
 
     def waits_for_outer_end(self) -> bool:
-        """Whether a nested backward (a reentrant checkpoint's, say) has ended; `on_end` then waits for the outer one."""
+        """Whether a nested backward (a reentrant checkpoint's, say) has ended; `on_end` then waits for the outer."""
         outer = torch._C._current_autograd_node() if self.by_autograd else None
         return outer is not None and not self.ends_with_inner and self._wait_for_outer(outer)
 
