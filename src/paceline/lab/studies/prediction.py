@@ -154,7 +154,7 @@ def _scatter(title: str, runs: Sequence[Mapping[str, Any]], key: str) -> Panel:
     for i, label in enumerate(dict.fromkeys(run["label"] for run in runs)):
         points = [(1e3 * x["measured_s"], 1e3 * x[key]) for x in runs if x["label"] == label]
         color, marker = CURVE_COLORS[i % len(CURVE_COLORS)], "os^"[i // len(CURVE_COLORS) % 3]
-        lines.append(Line(label, points, color, "", marker))
+        lines.append(Line(label, points, color, " ", marker))
     most = 1.05 * max(max(1e3 * x["measured_s"], 1e3 * x[key]) for x in runs)
     lines.append(Line("equal", [(0, 0), (most, most)], PAPER, "-", ""))
     return Panel(title, "measured ms a step", "predicted ms a step", lines)
