@@ -202,7 +202,7 @@ def what_limits(workload: Workload, cluster: Cluster, plan: Plan, seed: int = 0)
     calm = replace(workload, relative_steps=())
     others = {
         "stragglers": (calm, even, plan),
-        "latency": (workload, replace(cluster.with_links(latency_ratio=0.0), stall_s=0.0), plan),
+        "latency": (workload, replace(cluster.with_links(latency_ratio=0.0), stall_s=0.0, probe_s=0.0), plan),
     }
     if plan.servers is not None:
         free = replace(plan, servers=replace(plan.servers, bytes_per_s=math.inf))
