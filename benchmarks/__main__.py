@@ -15,7 +15,17 @@ import typer
 from benchmarks.options import REPOSITORY, RESULTS_FOLDER, Quick, ResultsFolder, run_cli
 
 WORKLOADS = ("tiny", "wide_mlp", "resnet50", "transformer", "mlstm")  # those that two cores can compute
-WITHOUT_SIDES = ("optimizers", "svm", "svm_ranks", "adasum", "compression", "auto_compression")
+WITHOUT_SIDES = (
+    "optimizers",
+    "svm",
+    "svm_ranks",
+    "adasum",
+    "compression",
+    "auto_compression",
+    "guidelines",
+    "predicted_steps",
+    "predicted_papers",
+)
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
@@ -25,6 +35,9 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("adasum", "--ranks", "4"),
     ("compression",),
     *([("auto_compression",)] if os.geteuid() == 0 else []),
+    ("guidelines",),
+    ("predicted_steps",),
+    ("predicted_papers",),
     ("svm",),
     ("svm_ranks",),
     *[

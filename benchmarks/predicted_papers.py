@@ -45,7 +45,11 @@ def main(
         columns=("figure", "curve", "fitted", "median, worst", "predicted", "median, worst", "numbers"),
         rows=tuple(_row(outcome) for outcome in outcomes),
         verdicts=(),
-        notes=(*dict.fromkeys(_remarks(outcomes)), *_pieces(outcomes)),
+        notes=(
+            "where the link limits, a step does not depend on computing: fitted `compute s` then means nothing",
+            *dict.fromkeys(_remarks(outcomes)),
+            *_pieces(outcomes),
+        ),
         config=Config(len(outcomes)),
         summaries={f"{x.case.figure}: {x.case.label}": _summary(x) for x in outcomes},
         samples={"published": {f"{x.case.figure}: {x.case.label}": x.case.points for x in outcomes}},

@@ -133,8 +133,8 @@ class PredictionStudy(TimeStudy[StudyOptions]):
                 ),
                 "error: predicted over measured median, less 1; predictions contain what emulation costs",
                 (
-                    "not in the model: a delay is made by a process a link where the kernel has no netem, and with losses "
-                    "every packet crosses the links alone; both take cores that equal hosts do not show"
+                    "not in the model: a delay is made by a process a link where the kernel has no netem, and with "
+                    "losses every packet crosses the links alone; both take cores that equal hosts do not show"
                 ),
             ),
             {**summary(fitted, (*errors, total)), "runs": samples([run for _, run in outcomes], fitted)},
