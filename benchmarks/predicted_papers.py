@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
@@ -112,6 +113,7 @@ def _summary(outcome: CaseOutcome) -> dict[str, Any]:
         "fitted_x": list(outcome.case.fitted),
         "fitted_errors": outcome.errors(fitted=True),
         "predicted_errors": outcome.errors(fitted=False),
+        "predicted_median": median(map(abs, outcome.errors(fitted=False))),
     }
 
 

@@ -8,6 +8,7 @@ allocates besides input, weights and output; oneDNN's own is not visible from he
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,8 +56,10 @@ def _channels_last(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _without_one_dnn(x: Tensor, w: Tensor) -> Tensor:
-    with torch.backends.mkldnn.flags(enabled=False):
-        return functional.conv2d(x, w, padding="same")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, on GPUs of another vendor
+        with torch.backends.mkldnn.flags(enabled=False):
+            return functional.conv2d(x, w, padding="same")
 
 
 def _unfold(x: Tensor, w: Tensor) -> Tensor:
