@@ -27,9 +27,7 @@ from paceline.planning.recorded_workload import Workload
 from paceline.planning.simulator import simulate
 from paceline.planning.training_plan import Plan
 
-MODEL_ERROR = (
-    0.06  # standard deviation of the logarithm; docs/benchmarks.md, predictions on emulated clusters
-)
+MODEL_ERROR = 0.06  # standard deviation of the logarithm; docs/guide/plan.md, how far to trust it
 KNEE = 0.5  # what the last device added must bring, of what the first one brings
 _NUM_STEPS = 30
 _NUM_DRAWS = 20
