@@ -212,7 +212,10 @@ def what_limits(workload: Workload, cluster: Cluster, plan: Plan, seed: int = 0)
         for name, case in others.items()
     }
     worst = max(saved, key=lambda name: saved[name])
-    return f"{worst} ({saved[worst]:.0%})" if saved[worst] >= _NEGLIGIBLE else "computing"
+    if saved[worst] >= _NEGLIGIBLE:
+        return f"{worst} ({saved[worst]:.0%})"
+    hidden_badly = base.exposed_s / base.step_s
+    return "computing" if hidden_badly < _NEGLIGIBLE else f"several links alike ({hidden_badly:.0%})"
 
 
 def what_helps(workload: Workload, cluster: Cluster, plan: Plan, seed: int = 0) -> tuple[Saving, ...]:
