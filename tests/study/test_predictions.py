@@ -28,7 +28,7 @@ def _runs(counts: tuple[int, ...]) -> list[Run]:
 
 
 def test_a_fit_predicts_what_it_has_not_seen() -> None:
-    """Runs made by known numbers, fitted on some numbers of ranks, predict the others; without emulation they do not."""
+    """Runs made by known numbers, fitted on some numbers of ranks, predict the others; without emulation not."""
     fitted = fit(_runs((1, 2, 16)))
     unseen = _runs((4, 8))
     errors = Errors.of("unseen", unseen, fitted)
