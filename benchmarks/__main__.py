@@ -25,6 +25,9 @@ WITHOUT_SIDES = (
     "unequal",
     "time_to_loss",
     "hetseq_table",
+    "guidelines",
+    "predicted_steps",
+    "predicted_papers",
 )
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
@@ -38,6 +41,9 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     *([("auto_compression",), ("time_to_loss",)] if os.geteuid() == 0 else []),
     ("unequal",),
     ("hetseq_table",),
+    ("guidelines",),
+    ("predicted_steps",),
+    ("predicted_papers",),
     ("svm",),
     ("svm_ranks",),
     *[

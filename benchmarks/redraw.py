@@ -38,6 +38,8 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "optimizers": "optimizers",
     "overhead": "overhead",
     "overlap": "overlap",
+    "guidelines": None,
+    "predicted-papers": "predicted_papers",
     "predicted-steps": "predicted_steps",
     "step": step_report.draw,
     "step_time": "step_time",

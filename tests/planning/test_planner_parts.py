@@ -128,6 +128,7 @@ def test_what_limits_is_what_was_made_to_limit() -> None:
         "latency": (workload(), grow(1e12, 5e-3)(8), Plan(algorithm="ring")),
         "stragglers": (workload(relative_steps=jitter), grow(1e10)(8), Plan()),
         "the parameter servers' links": (workload(), grow(1e12)(8), Plan(servers=Servers(1, 1e8))),
+        "several links alike": (workload(), grow(1e8)(8), Plan(servers=Servers(8, 1e8))),
         "computing (one rank)": (workload(), grow()(1), Plan()),
     }
     for limit, case in cases.items():

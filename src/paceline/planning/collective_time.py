@@ -11,13 +11,12 @@ ahead might gain is not modelled; the ranks of an all-reduce end within a round 
 
 All of it is proportional to the message, so a collective is a line: fixed seconds, and seconds a byte.
 
-Loss: a lost packet that others follow is sent again within a round trip, and costs its bytes; one at the end of a
-message stalls it until the retransmission timeout. Stalls of a round happen at the same time.
+Loss: a lost packet that others follow is sent again within a round trip, and costs its bytes. The last one of a message
+is missed only by a probe, and the only one by the retransmission timeout. Stalls of a round happen at the same time.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,8 +26,6 @@ from numpy.typing import NDArray
 from paceline.errors import ConfigurationError
 from paceline.planning.hardware import PACKET_BYTES, Cluster
 from paceline.planning.round_patterns import Pattern, Ratios, candidates, is_possible, patterns
-
-_TAIL_PACKETS = 3  # losses among a message's last packets are not noticed by what follows
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class CollectiveCost:
         bottleneck: The link that limits most of it, in words.
         overhead_s: The library's fixed time, and what emulation adds to it.
         overhead_s_per_byte: What emulation adds for each byte.
-        lossy_rounds: Messages a round and the loss ratio, for `stalls`.
+        lossy_rounds: How many, messages in each, their part of the whole message, the loss ratio.
     """
 
     algorithm: str
@@ -75,14 +72,16 @@ class CollectiveCost:
         """Seconds for a message, without losses at the ends of messages."""
         return self.fixed_s + self.s_per_byte * num_bytes
 
-    def stalls(self, num_bytes: float) -> float:
+    def stalls(self) -> float:
         """How many rounds are expected to stall."""
-        expected = 0.0
-        for repeat, messages, ratio, loss_ratio in self.lossy_rounds:
-            packets = max(1, math.ceil(num_bytes * ratio / PACKET_BYTES))
-            kept = (1 - loss_ratio) ** (messages * min(packets, _TAIL_PACKETS))
-            expected += repeat * (1 - kept)
-        return expected
+        return sum(
+            repeat * (1 - (1 - loss_ratio) ** messages)
+            for repeat, messages, _, loss_ratio in self.lossy_rounds
+        )
+
+    def is_probed(self, num_bytes: float) -> bool:
+        """Whether messages are longer than one packet, so that a probe finds a stall."""
+        return all(num_bytes * ratio > PACKET_BYTES for _, _, ratio, _ in self.lossy_rounds)
 
 
 @lru_cache(maxsize=512)
@@ -98,21 +97,15 @@ def collective_cost(cluster: Cluster, algorithm: str) -> CollectiveCost:
     return ledger.total(algorithm)
 
 
-def cheapest(cluster: Cluster, num_bytes: float) -> CollectiveCost:
-    """The algorithm with the least time for a message; ties: the first of the table."""
-    costs = [collective_cost(cluster, name) for name in candidates(cluster.topology)]
-    return min(costs, key=lambda cost: cost.of(num_bytes))
-
-
-def cost_for(cluster: Cluster, algorithm: str, num_bytes: float) -> CollectiveCost:
-    """The cost of a named algorithm, or of the cheapest one if it is called "auto".
+def costs_of(cluster: Cluster, algorithm: str) -> list[CollectiveCost]:
+    """The costs among which the least is taken for each message: of one named algorithm, or of all if it is "auto".
 
     A hierarchical one is its flat part where there is no hierarchy: one host, or one rank on each.
     """
     if algorithm == "auto":
-        return cheapest(cluster, num_bytes)
+        return [collective_cost(cluster, name) for name in candidates(cluster.topology)]
     flat = algorithm.removeprefix("hierarchical_")
-    return collective_cost(cluster, algorithm if is_possible(algorithm, cluster.topology) else flat)
+    return [collective_cost(cluster, algorithm if is_possible(algorithm, cluster.topology) else flat)]
 
 
 class _Ledger:

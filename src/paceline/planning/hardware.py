@@ -90,7 +90,8 @@ class Cluster:
         flow_bytes_per_s: The most that one connection carries.
         collective_s: What a collective costs however short: the library, a kernel's launch.
         fold_s_per_byte: Of adding what arrived.
-        stall_s: What a loss that nothing follows costs: TCP's smallest retransmission timeout.
+        stall_s: What the loss of a message of one packet costs: TCP's smallest retransmission timeout.
+        probe_s: What the loss of a longer message's last packet costs: TCP's tail loss probe.
         emulation: If it is emulated, what that costs.
     """
 
@@ -104,6 +105,7 @@ class Cluster:
     collective_s: float = 0.0
     fold_s_per_byte: float = 0.0
     stall_s: float = 0.2
+    probe_s: float = 0.01
     emulation: EmulationCost = field(default=NO_EMULATION)
 
     def __post_init__(self) -> None:
@@ -126,7 +128,9 @@ class Cluster:
             raise ConfigurationError(f"{self.racks} racks for {len(self.ranks_of_host)} hosts cannot be.")
         if not (self.uplink_bytes_per_s > 0 and self.flow_bytes_per_s > 0):
             raise ConfigurationError("an uplink and a connection carry more than 0 bytes a second.")
-        if not all(0 <= x < math.inf for x in (self.collective_s, self.fold_s_per_byte, self.stall_s)):
+        if not all(
+            0 <= x < math.inf for x in (self.collective_s, self.fold_s_per_byte, self.stall_s, self.probe_s)
+        ):
             raise ConfigurationError("what a collective, a fold and a stall cost is 0 s or more.")
 
     @classmethod

@@ -27,9 +27,7 @@ from paceline.planning.recorded_workload import Workload
 from paceline.planning.simulator import simulate
 from paceline.planning.training_plan import Plan
 
-MODEL_ERROR = (
-    0.06  # standard deviation of the logarithm; docs/benchmarks.md, predictions on emulated clusters
-)
+MODEL_ERROR = 0.06  # standard deviation of the logarithm; docs/guide/plan.md, how far to trust it
 KNEE = 0.5  # what the last device added must bring, of what the first one brings
 _NUM_STEPS = 30
 _NUM_DRAWS = 20
@@ -202,7 +200,7 @@ def what_limits(workload: Workload, cluster: Cluster, plan: Plan, seed: int = 0)
     calm = replace(workload, relative_steps=())
     others = {
         "stragglers": (calm, even, plan),
-        "latency": (workload, replace(cluster.with_links(latency_ratio=0.0), stall_s=0.0), plan),
+        "latency": (workload, replace(cluster.with_links(latency_ratio=0.0), stall_s=0.0, probe_s=0.0), plan),
     }
     if plan.servers is not None:
         free = replace(plan, servers=replace(plan.servers, bytes_per_s=math.inf))
@@ -214,7 +212,10 @@ def what_limits(workload: Workload, cluster: Cluster, plan: Plan, seed: int = 0)
         for name, case in others.items()
     }
     worst = max(saved, key=lambda name: saved[name])
-    return f"{worst} ({saved[worst]:.0%})" if saved[worst] >= _NEGLIGIBLE else "computing"
+    if saved[worst] >= _NEGLIGIBLE:
+        return f"{worst} ({saved[worst]:.0%})"
+    hidden_badly = base.exposed_s / base.step_s
+    return "computing" if hidden_badly < _NEGLIGIBLE else f"several links alike ({hidden_badly:.0%})"
 
 
 def what_helps(workload: Workload, cluster: Cluster, plan: Plan, seed: int = 0) -> tuple[Saving, ...]:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
-from paceline.planning.collective_time import CollectiveCost, cost_for
+from paceline.planning.collective_time import CollectiveCost, costs_of
 from paceline.planning.hardware import Cluster
 from paceline.planning.recorded_workload import Workload
 from paceline.planning.replay import Replay, Wire, by_priority, in_one_lane, replay
@@ -124,8 +124,9 @@ class _Simulator:
     def _costs(self) -> list[CollectiveCost]:
         if self.plan.servers is not None:
             return []
+        costs = costs_of(self.cluster, self.plan.algorithm)
         sent = [bucket.size_bytes * self.plan.payload_ratio for bucket in self.buckets]
-        return [cost_for(self.cluster, self.plan.algorithm, size) for size in sent]
+        return [min(costs, key=lambda cost: cost.of(size)) for size in sent]
 
     def run(self, num_steps: int, tell: Tell | None) -> Simulation:
         if num_steps < 1:
@@ -202,8 +203,9 @@ class _Simulator:
         for bucket, cost in zip(self.buckets, self.costs, strict=True):
             sent = bucket.size_bytes * self.plan.payload_ratio
             fixed_s = cost.fixed_s
-            if stalls and (expected := cost.stalls(sent)):
-                fixed_s += self.cluster.stall_s * int(self.random.poisson(expected))
+            if stalls and (expected := cost.stalls()):
+                each_s = self.cluster.probe_s if cost.is_probed(sent) else self.cluster.stall_s
+                fixed_s += each_s * int(self.random.poisson(expected))
             wires.append(Wire(fixed_s, cost.link_s_per_byte * sent, cost.s_per_byte * sent))
         return wires
 

@@ -20,6 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+from paceline.planning.replay import Wire, replay
 
 
 def ring_bytes_per_rank(num_ranks: int, num_bytes: int) -> float:
@@ -40,11 +43,10 @@ def backward_and_communication_s(layers: Sequence[tuple[float, int]], communicat
         communication_s: Of all bytes; the wire serves them in the order in which they are ready, at one rate.
     """
     num_bytes = sum(size for _, size in layers)
-    ready_s = wire_free_s = 0.0
-    for layer_s, size in layers:
-        ready_s += layer_s
-        wire_free_s = max(wire_free_s, ready_s) + communication_s * size / num_bytes
-    return max(ready_s, wire_free_s)
+    ready_s = list(accumulate(layer_s for layer_s, _ in layers))
+    sent_s = [communication_s * size / num_bytes for _, size in layers]
+    done = replay(ready_s, [Wire(0.0, seconds, seconds) for seconds in sent_s], ready_s[-1])
+    return done.end_s
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from paceline.lab.planner.scoring import PREDICTIONS
 from paceline.lab.planner.script_recording import DEFAULT_STEPS, record_script
 from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import COMMUNICATION, OURS, PAPER
-from paceline.lab.report.panels import Line, Lines, Panel, linear_line
+from paceline.lab.report.panels import Line, Lines, Panel
 from paceline.lab.report.publication import ReportFolder
 from paceline.lab.report.terminal import progress_bar, table
 from paceline.planning import Cluster, HostLink, Plan, Servers, Workload
@@ -350,7 +350,7 @@ def _panels(answer: Answer) -> list[Panel]:
             "devices",
             "times one device",
             [
-                linear_line(points[-1].num_ranks),
+                Line("linear", list(zip(ticks, ticks, strict=True)), "lightgray", "-", ""),
                 line("predicted", [point.speed_up for point in points], OURS),
                 line("80 % band", low, OURS, ":", ""),
                 line("", high, OURS, ":", ""),

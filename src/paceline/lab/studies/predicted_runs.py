@@ -180,6 +180,7 @@ def samples(runs: Sequence[Run], fitted: Fitted) -> list[dict[str, Any]]:
             "ranks": len(run.links),
             "plan": run.plan.describe(),
             "measured_s": round(run.measured_s, 6),
+            "steps_s": [round(step_s, 6) for step_s in run.steps_s],
             "predicted_s": round(fitted.step_s(run), 6),
             "without_emulation_s": round(fitted.step_s(run, emulated=False), 6),
         }

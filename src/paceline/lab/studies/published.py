@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 
 from paceline.lab.bench.layer_profile import Profile
-from paceline.lab.bench.limit import StepLimit, ring_bytes_per_rank
+from paceline.lab.bench.limit import StepLimit, backward_and_communication_s, ring_bytes_per_rank
 from paceline.lab.bench.timed_model import gradient_bytes
 
 
@@ -144,11 +144,10 @@ def realisable(profile: Profile, communication_to_compute: float) -> float:
     """
     compute_s = profile.forward_s + profile.backward_s
     communication_s = communication_to_compute * compute_s
-    num_bytes = gradient_bytes(profile)
-    ready_s = sent_s = 0.0
-    for layer in reversed(profile.layers):
-        ready_s += layer.backward_s
-        own = sum(4 * math.prod(shape) for shape in layer.shapes)
-        sent_s = max(sent_s, ready_s) + communication_s * own / num_bytes
+    layers = [
+        (layer.backward_s, sum(4 * math.prod(shape) for shape in layer.shapes))
+        for layer in reversed(profile.layers)
+    ]
+    backward_s = backward_and_communication_s(layers, communication_s)
     limit = StepLimit(profile.forward_s, profile.backward_s, communication_s, profile.optimizer_s)
-    return limit.realised(profile.forward_s + max(sent_s, profile.backward_s) + profile.optimizer_s)
+    return limit.realised(profile.forward_s + backward_s + profile.optimizer_s)

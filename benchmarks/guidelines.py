@@ -1,0 +1,146 @@
+"""Do the guidelines of Zou et al. 2017 hold: the minibatch program, and the two lemmas?
+
+The program: convolutions are timed by every algorithm that torch offers on a CPU, at several minibatches; scipy's milp
+chooses minibatch and algorithms within a memory; then the chosen ones run together, and the predicted throughput is set
+beside the measured one. Once among all algorithms, once among those that take a workspace worth trading.
+
+The lemmas: their answers beside the simulator's, for ResNet-50 as published on one V100; nothing is measured there.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
+from paceline.lab.bench.layer_profile import default_profile
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.bench.timed_model import planned
+from paceline.lab.planner.convolution_times import ALGORITHMS, Convolution, run_layers, time_alternatives
+from paceline.lab.report.publication import Report, publish
+from paceline.planning import Cluster, HostLink, Plan
+from paceline.planning.lemmas import compare_efficiency, compare_servers
+from paceline.planning.minibatch import Memory, choose_minibatch
+
+LAYERS = (
+    Convolution(3, 16, 5, 32),
+    Convolution(16, 32, 3, 32),
+    Convolution(32, 64, 3, 16),
+    Convolution(64, 64, 3, 16),
+)
+MINIBATCHES = (1, 2, 4, 8, 16, 32, 64)
+SETS = {"all algorithms": tuple(ALGORITHMS), "workspaces only": ("without oneDNN", "im2col and GEMM", "FFT")}
+MEMORIES_MIB = (16, 32, 64)
+GPUS = (2, 8, 32)
+REPEATS = 9
+WORKERS, SERVER_RATES = 8, (1.25e9, 3.125e9)
+_MIB = 2**20
+_WEIGHT_COPIES = 3  # weights, gradients, momentum
+
+
+@dataclass(frozen=True)
+class Config:
+    """What was asked."""
+
+    minibatches: tuple[int, ...]
+    memories_mib: tuple[int, ...]
+    repeats: int
+
+
+def main(
+    quick: Quick = False, as_json: AsJson = False, results_folder: ResultsFolder = RESULTS_FOLDER
+) -> None:
+    """Measure, choose, check; compare the lemmas."""
+    load_before = load_average()
+    torch.set_num_threads(1)
+    config = Config(MINIBATCHES[:3] if quick else MINIBATCHES, MEMORIES_MIB, 2 if quick else REPEATS)
+    summaries: dict[str, Any] = {}
+    rows = []
+    for name, algorithms in SETS.items():
+        for row, summary in _minibatches(name, algorithms, config):
+            rows.append(row)
+            summaries[row[0]] = summary
+    for row, summary in _lemmas():
+        rows.append(row)
+        summaries[row[0]] = summary
+    report = Report(
+        name="guidelines" + "-quick" * quick,
+        question="Do the guidelines of Zou et al. 2017 hold?",
+        columns=("case", "chosen, or the paper says", "predicted, or the simulator says", "measured"),
+        rows=tuple(rows),
+        verdicts=(),
+        notes=(
+            "one thread's processor time, forward only, the least of the repeats",
+            "oneDNN's own workspace is not visible and counted as none",
+        ),
+        config=config,
+        summaries=summaries,
+        samples={},
+        provenance=collect(1, load_before),
+    )
+    publish(report, results_folder, as_json)
+
+
+def _minibatches(
+    name: str, algorithms: tuple[str, ...], config: Config
+) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
+    measured = {
+        X: [time_alternatives(layer, X, algorithms, config.repeats) for layer in LAYERS]
+        for X in config.minibatches
+    }
+    fixed = _WEIGHT_COPIES * sum(layer.weight_bytes for layer in LAYERS)
+    sample = sum(layer.sample_bytes for layer in LAYERS)
+    found: list[tuple[tuple[str, ...], dict[str, Any]]] = []
+    for mib in config.memories_mib:
+        best, every = choose_minibatch(Memory(mib * _MIB, fixed, sample), measured)
+        assert best.choice is not None
+        seconds = run_layers(LAYERS, best.X, best.choice.names, config.repeats)
+        fits = max(x.X for x in every if x.choice is not None)
+        row = (
+            f"{name}, {mib} MiB",
+            f"X {best.X} (largest that fits: {fits}), {', '.join(best.choice.names)}",
+            f"{best.samples_per_s:,.0f} samples/s",
+            f"{best.X / seconds:,.0f} samples/s",
+        )
+        summary = {
+            "X": best.X,
+            "largest_X": fits,
+            "names": list(best.choice.names),
+            "predicted_per_s": best.samples_per_s,
+            "measured_per_s": best.X / seconds,
+            "error": best.samples_per_s * seconds / best.X - 1,
+            "every": [asdict(x) for x in every],
+        }
+        found.append((row, summary))
+    return found
+
+
+def _lemmas() -> list[tuple[tuple[str, ...], dict[str, Any]]]:
+    workload, plan = planned(default_profile("resnet50")), Plan()
+
+    def grow(number: int) -> Cluster:
+        return Cluster.of_equal_hosts(number, HostLink(25e9 / 8, 3e-5))
+
+    found: list[tuple[tuple[str, ...], dict[str, Any]]] = []
+    for beside in compare_efficiency(workload, grow, plan, GPUS):
+        row = (
+            f"lemma 3.1, {beside.num_ranks} GPUs share a batch",
+            f"{beside.lemma:.1%} efficiency",
+            f"{beside.simulated:.1%}",
+            "-",
+        )
+        found.append((row, {"lemma": beside.lemma, "simulated": beside.simulated}))
+    for rate in SERVER_RATES:
+        answers = compare_servers(workload, grow(WORKERS), plan, rate)
+        row = (
+            f"lemma 3.2, {WORKERS} workers, servers of {rate * 8e-9:.3g} Gbit/s",
+            f"{answers.lemma} servers",
+            f"{answers.half_duplex} (half-duplex), {answers.duplex} (duplex)",
+            "-",
+        )
+        found.append((row, asdict(answers)))
+    return found
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,92 @@
+"""Recording a script's steps: what a trace says of a model that is known, and what does not disturb it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.errors import ConfigurationError
+from paceline.observe.workload_recording import FORMAT, VERSION
+from paceline.planning import Workload, recorded_workload
+from paceline.planning.recorded_workload import measured_steps
+
+
+class Slow(nn.Module):
+    """Keeps the order of its layers visible: the last one is registered first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 2)
+        self.first = nn.Linear(4, 8)
+        self.frozen = nn.Linear(3, 3).requires_grad_(requires_grad=False)
+        self.unused = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).relu())
+
+
+def train(model: nn.Module, num_steps: int, micro_steps: int = 1) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        for _ in range(micro_steps):
+            nn.functional.mse_loss(model(torch.ones(16, 4)), torch.zeros(16, 2)).backward()
+        optimizer.step()
+
+
+def test_a_recording_is_the_models(tmp_path: Path) -> None:
+    assert (recorded_workload.TRACE_FORMAT, recorded_workload.VERSION) == (FORMAT, VERSION)
+    path, model = tmp_path / "trace.jsonl", Slow()
+    with paceline.record_workload(path, name="slow"):
+        with torch.no_grad():
+            model(torch.ones(1, 4))  # evaluation is no step
+        train(model, 5, micro_steps=2)
+    found = Workload.load(path)
+    assert (found.name, found.samples_per_step, len(found.relative_steps)) == ("slow", 16, 3)
+    assert [(x.name, x.gradient_bytes) for x in found.layers] == [("last", (64, 8)), ("first", (128, 32))]
+    assert found.order == (0, 1)
+    assert 0 < found.forward_s < 1
+    assert 0 < found.backward_s < 1
+    assert measured_steps(path).num_ranks == 1
+    before = path.read_text()
+    train(model, 2)  # the hooks are gone
+    assert path.read_text() == before
+    assert not model.last.weight._post_accumulate_grad_hooks
+
+
+def test_enough_is_enough_and_too_little_is_said(tmp_path: Path) -> None:
+    path, ended = tmp_path / "trace.jsonl", []
+    recording = paceline.record_workload(path, num_steps=2)
+    recording.when_done(lambda: ended.append(True))
+    train(Slow(), 6)
+    assert ended == [True]
+    assert len(path.read_text().splitlines()) == 1 + 2 + 2
+    with paceline.record_workload(path):
+        Slow()(torch.ones(2, 4))
+    with pytest.raises(ConfigurationError, match="empty"):
+        Workload.load(path)
+    with paceline.record_workload(path):
+        train(Slow(), 2)
+    for read in (Workload.load, measured_steps):
+        with pytest.raises(ConfigurationError, match="no complete step"):
+            read(path)
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        paceline.record_workload(tmp_path / "not" / "there")
+
+
+def test_only_a_trace_scores_and_only_one_rank_predicts(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with paceline.record_workload(path, name="slow"):
+        train(Slow(), 4)
+    header, *steps = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps({**json.loads(header), "num_ranks": 4}), *steps]))
+    assert measured_steps(path).num_ranks == 4
+    with pytest.raises(ConfigurationError, match="recorded on 4 ranks"):
+        Workload.load(path)
+    for text in ("", "{}", json.dumps({**json.loads(header), "version": 7}), header + '\n{"warm_up": false}'):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError):
+            measured_steps(path)
