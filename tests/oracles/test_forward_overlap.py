@@ -344,7 +344,7 @@ def two_optimizers(rank, mode):
 
 
 def unfrozen(rank, mode):
-    run = Run(rank, mode)
+    run = Run(rank, mode).plainly()  # wrapped again with a step outstanding
     run.model.module.borrowed.weight.requires_grad_(False)
     torch.manual_seed(0)
     model = DistributedDataParallel(

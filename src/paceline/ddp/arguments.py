@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from paceline import reductions
 from paceline.compression import Compressor
+from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.layout import ManagedParameters
 from paceline.errors import ConfigurationError
 from paceline.reductions import NarrowMean, Reduction
@@ -206,6 +207,8 @@ def check_forward_overlap(
         )
     parts = list(module.modules())
     named = managed.named()
+    for parameter in managed.parameters:
+        outstanding.complete(parameter)  # it may have been wrapped before
     not_here = {
         "a module on an accelerator": any(p.device.type != "cpu" for p in managed.parameters),
         "init_sync=False (it opens a process group)": not init_sync,

@@ -36,7 +36,7 @@ from paceline.ddp.forward_overlap.agreement import agree, measure
 from paceline.ddp.forward_overlap.flight import HALF_STEPPED, PieceFlight
 from paceline.ddp.forward_overlap.hooks import Needs, install
 from paceline.ddp.forward_overlap.outstanding import lock
-from paceline.errors import ProtocolError
+from paceline.errors import PeerLostError, ProtocolError
 from paceline.observe import StepTimings
 from paceline.planning.forward_overlap import Gain, Piece, cut
 
@@ -265,8 +265,11 @@ class ForwardOverlap:
         if step is None or index not in step.left:
             return
         if self._failure is not None:
+            what = (
+                "communication failed" if isinstance(self._failure, PeerLostError) else "the optimizer raised"
+            )
             raise ProtocolError(
-                f"this parameter's last step was not completed, because communication failed: {self._failure}"
+                f"this parameter's last step was not completed, because {what}: {self._failure}"
             ) from self._failure
         bucket = step.buckets[index]
         if reads_gradient and not step.flight.progress[index].has_ended:
