@@ -23,6 +23,7 @@ NOT_QUICK = {
     "test_c10d.py",
     "test_compile.py",
     "test_compressed_training.py",
+    "test_forward_overlap.py",
     "test_local_steps.py",
     "test_mlstm_streams.py",
     "test_noise_scale.py",

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models import Mlp, generator, squares
+from models import Mlp, digest, generator, squares
 from paceline import DistributedDataParallel, SyncBatchNorm
+from paceline.optim import overlap
 from ranks import Ranks, pool
 
 
@@ -54,6 +55,28 @@ def test_compiled_gradients_are_the_same(where, backend):
 def test_compiled_with_options(options):
     """The options work under torch.compile too."""
     assert max(pool(2).run(compiled, 2, "outside", "aot_eager", options)) < 1e-6
+
+
+def compiled_and_put_off(rank, _num_ranks, overlaps):
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    model = DistributedDataParallel(Mlp(), overlap_forward=overlaps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if overlaps:
+        optimizer = overlap(optimizer, model)
+    step = torch.compile(model, backend="eager")
+    for number in range(7):
+        optimizer.zero_grad()
+        squares(step(torch.randn(6, 8, generator=generator(number, rank)))).backward()
+        optimizer.step()
+    if overlaps:
+        assert model.forward_overlap.has_outstanding
+    return digest(list(model.parameters()))
+
+
+def test_a_step_that_is_put_off_is_made_before_a_compiled_forward():
+    """What dynamo makes of a module may not run its hooks, so everything arrives first: the same bits."""
+    assert pool(2).run(compiled_and_put_off, False) == pool(2).run(compiled_and_put_off, "always")
 
 
 def compiled_norm(rank, _num_ranks, backend):

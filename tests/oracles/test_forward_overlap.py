@@ -344,7 +344,7 @@ def two_optimizers(rank, mode):
 
 
 def unfrozen(rank, mode):
-    run = Run(rank, mode)
+    run = Run(rank, mode).plainly()  # wrapped again with a step outstanding
     run.model.module.borrowed.weight.requires_grad_(False)
     torch.manual_seed(0)
     model = DistributedDataParallel(
@@ -548,6 +548,7 @@ def where_it_is_on(rank, num_ranks):
     for hosts, with_s in (("one", 0.5), ("several", 0.99), ("several", 0.5)):
         os.environ.update({"LOCAL_WORLD_SIZE": "2" if hosts == "one" else "1", "WORLD_SIZE": "2"})
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(overlap_module, "AGREES_AGAIN_AFTER", (4, 5))
             patch.setattr(overlap_module, "agree", functools.partial(agree_on, Gain(1.0, with_s)))
             try:
                 run = Run(rank, True)

@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from paceline import reductions
 from paceline.compression import Compressor
 from paceline.data import Balance, GlobalShuffle
+from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.step_shares import StepShares
 from paceline.errors import ConfigurationError
@@ -304,6 +305,8 @@ def check_forward_overlap(
         )
     parts = list(module.modules())
     named = managed.named()
+    for parameter in managed.parameters:
+        outstanding.complete(parameter)  # it may have been wrapped before
     not_here = {
         "a module on an accelerator": any(p.device.type != "cpu" for p in managed.parameters),
         "init_sync=False (it opens a process group)": not init_sync,

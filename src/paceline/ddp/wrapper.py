@@ -35,7 +35,7 @@ from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import tell_of_refusal
 from paceline.ddp.torch_compat import state_names
-from paceline.ddp.torch_compat.dynamo import is_compiling, may_compile, skip_package
+from paceline.ddp.torch_compat.dynamo import may_compile, run_uncompiled_if_compiling, skip_package
 from paceline.ddp.torch_compat.torch_surface import TorchsReducer, TorchSurface, take_over_optimizers
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings
@@ -334,8 +334,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._check_not_within(TorchDDP._active_ddp_module)
-        if self._steps.forward_overlap is not None and is_compiling():
-            self.settle()  # what dynamo makes of a module does not run its hooks
+        if self._steps.forward_overlap is not None:
+            run_uncompiled_if_compiling(self.settle)  # what dynamo makes of a module may not run its hooks
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
             if self._low_precision is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -32,15 +32,15 @@ def measure(
     sizes = [bucket.size_bytes for bucket in buckets]
     alike = [step for step in steps if [bucket.size_bytes for bucket in step.buckets] == sizes]
     ready_s = [
-        median([step.buckets[i].ready_s - step.started_s for step in alike]) for i in range(len(sizes))
+        median_low([step.buckets[i].ready_s - step.started_s for step in alike]) for i in range(len(sizes))
     ]
     busy_s = min(step.communication_s for step in alike)
     return MeasuredStep(
         ready_s=tuple(max(0.0, seconds) for seconds in ready_s),
         needed_s=tuple(needed_s),
-        backward_s=median([step.backward_s for step in alike]),
+        backward_s=median_low([step.backward_s for step in alike]),
         forward_s=forward_s,
-        reduced_s=median([step.backward_s + step.exposed_s for step in alike]),
+        reduced_s=median_low([step.backward_s + step.exposed_s for step in alike]),
         rate_bytes_per_s=sum(sizes) / max(busy_s, 1e-9),
     )
 

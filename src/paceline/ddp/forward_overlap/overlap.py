@@ -36,7 +36,7 @@ from paceline.ddp.forward_overlap.agreement import agree, measure
 from paceline.ddp.forward_overlap.flight import HALF_STEPPED, PieceFlight
 from paceline.ddp.forward_overlap.hooks import Needs, install
 from paceline.ddp.forward_overlap.outstanding import lock
-from paceline.errors import ProtocolError
+from paceline.errors import PeerLostError, ProtocolError
 from paceline.observe import StepTimings
 from paceline.planning.forward_overlap import Gain, Piece, cut
 
@@ -44,6 +44,7 @@ AGREES_AFTER_STEPS = 3  # buckets are cut anew after the first
 AGREES_AGAIN_AFTER = (6, 12, 24, 48)  # the first steps may have been slow, and a rate too low costs the gain
 AGREES_AGAIN_EVERY = 64
 LOOKS_BACK_STEPS = 16
+DECLINES = 3  # so often it is predicted not to pay before it is off for good
 
 GRACE_S = 1.0  # for sums under way when the program ends with an error
 
@@ -91,7 +92,7 @@ class ForwardOverlap:
         poisons: Debug: fill parameters with NaN while their step is outstanding.
 
     Attributes:
-        is_on: Whether steps are put off; None until the ranks have measured and agreed.
+        is_on: Whether steps are put off; None as long as the ranks measure; False is for good.
         gain: What it was predicted to save.
         has_optimizer: Whether an optimizer takes part; without one, backward waits as ever.
         is_idle: Nothing is outstanding, and nothing has to be measured.
@@ -116,6 +117,7 @@ class ForwardOverlap:
         self._pieces: tuple[Piece, ...] = ()
         self._planned_sizes: list[int] = []
         self._first_step: int | None = None  # of those that reduce these parameters
+        self._num_declined = 0
         self._step: _Step | None = None
         self._failure: Exception | None = None
         self._needs = Needs()
@@ -147,18 +149,20 @@ class ForwardOverlap:
         if self._first_step is None:
             self._first_step = num_steps
         num_steps -= self._first_step
-        is_cut_anew = self.is_on and [bucket.size_bytes for bucket in buckets] != self._planned_sizes
-        if self.is_on is False or num_steps < AGREES_AFTER_STEPS:
-            self._needs.begin()
+        if self.is_on is False:
             return None
+        is_cut_anew = bool(self.is_on) and [bucket.size_bytes for bucket in buckets] != self._planned_sizes
         again = num_steps in AGREES_AGAIN_AFTER or num_steps % AGREES_AGAIN_EVERY == 0
-        is_due = self.is_on is None or is_cut_anew or again
-        if is_due and not self._agree(buckets, timings, forward_s):
+        is_due = num_steps >= AGREES_AFTER_STEPS and (num_steps == AGREES_AFTER_STEPS or is_cut_anew or again)
+        if is_due:
+            self._agree(buckets, timings, forward_s)
+        if num_steps < AGREES_AFTER_STEPS or not self.is_on:
+            self._needs.begin()
             return None
         self.is_idle = True
         return PieceFlight(buckets, self._pieces, self._piece_group, self._peers)
 
-    def _agree(self, buckets: Sequence[Bucket], timings: StepTimings, forward_s: float) -> bool:
+    def _agree(self, buckets: Sequence[Bucket], timings: StepTimings, forward_s: float) -> None:
         forward_s = max(0.0, forward_s - self._needs.waited_s)
         needed_s = [min(self._needs.of(bucket.parameters, forward_s), forward_s) for bucket in buckets]
         mine = measure(buckets, timings.recent(min(LOOKS_BACK_STEPS, len(timings) - 1)), needed_s, forward_s)
@@ -167,11 +171,13 @@ class ForwardOverlap:
         pieces = cut([size // width for size, width in zip(sizes, widths, strict=True)], widths)
         agreed = agree(pieces, mine, self._group, self._peers)
         self.gain = agreed.gain
-        self.is_on = self.is_on or self._is_forced or agreed.gain.pays
         self._pieces, self._planned_sizes = agreed.pieces, sizes
-        if not self.is_on:
-            self.stop()
-        return self.is_on
+        if self._is_forced or agreed.gain.pays:
+            self.is_on = True
+        elif not self.is_on:
+            self._num_declined += 1
+            if self._num_declined == DECLINES:
+                self.stop()
 
     def may_take_over(self) -> bool:
         """Whether the backward that ends now need not wait for its gradients. Local."""
@@ -264,8 +270,11 @@ class ForwardOverlap:
         if step is None or index not in step.left:
             return
         if self._failure is not None:
+            what = (
+                "communication failed" if isinstance(self._failure, PeerLostError) else "the optimizer raised"
+            )
             raise ProtocolError(
-                f"this parameter's last step was not completed, because communication failed: {self._failure}"
+                f"this parameter's last step was not completed, because {what}: {self._failure}"
             ) from self._failure
         bucket = step.buckets[index]
         if reads_gradient and not step.flight.progress[index].has_ended:

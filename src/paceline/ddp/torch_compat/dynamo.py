@@ -35,9 +35,15 @@ def _skip(value: object, module_name: str) -> None:
         _skip_function(value)
 
 
-def is_compiling() -> bool:
-    """Whether what this thread calls now may be compiled: it runs under `torch.compile`."""
-    return callable(_eval_frame.get_eval_frame_callback())
+def run_uncompiled_if_compiling(function: Callable[[], None]) -> None:
+    """Call it as it is, with all that it calls, if this thread runs under `torch.compile`; else do nothing."""
+    if not callable(_eval_frame.get_eval_frame_callback()):
+        return
+    before = _eval_frame.set_eval_frame(None)
+    try:
+        function()
+    finally:
+        _eval_frame.set_eval_frame(before)
 
 
 def may_compile(function: Function) -> Function:

@@ -134,7 +134,7 @@ class Lines(Panel):
         bottom, top = axes.get_ylim()
         right = axes.get_xlim()[1]
         last_x = max((x for line in self.lines for x, _ in line.points), default=right)
-        ends = [(line.points[-1], _at_end(line, bottom), line.color) for line in self.lines]
+        ends = [(line.points[-1], _at_end(line, bottom), line.color) for line in self.lines if line.label]
         ends += [((last_x, y), name, LIMIT) for name, y in self.levels.items()]
         pixels = axes.figure.dpi / 72
         edge, floor = axes.transData.transform((right, bottom))
