@@ -154,7 +154,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     title = (
         f"Published points (dots) are predicted to {median(errors):.0%} by curves fitted on others (crosses)"
     )
-    return draw_figure(path, title, drawn, columns=2)
+    return draw_figure(path, title, drawn, columns=1)
 
 
 if __name__ == "__main__":
