@@ -11,61 +11,21 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import ConfigurationError
 from paceline.transports.bounded_loss import congestion_window as window
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.receiving import place, take_datagrams
-from paceline.transports.bounded_loss.sending import advance, start_phase, transmit
-from paceline.transports.bounded_loss.shards import num_chunks, shard_bytes
+from paceline.transports.bounded_loss.receiving import allowed_losses, place, take_datagrams
+from paceline.transports.bounded_loss.sending import advance, transmit
+from paceline.transports.bounded_loss.shards import add_survivors, num_chunks, shard_bytes
+from paceline.transports.lossy_transport import Bound, Losses
 
 _FIRST_ROOM = 256
 _PPM = 1_000_000
-
-
-@dataclass(frozen=True)
-class Bound:
-    """What may be lost of a vector in its reduce-scatter.
-
-    Attributes:
-        ratio: Of the droppable bytes of each transfer, at least 0 and less than 1.
-        protected_ratio: Of the chunks, those of the largest mean magnitude, of which nothing may be lost.
-    """
-
-    ratio: float
-    protected_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ratio < 1:
-            raise ConfigurationError(
-                f"a bound of {self.ratio} cannot be: it is the part of a transfer that may be lost, at least 0 and "
-                "less than 1. Give 0.01 for one percent."
-            )
-        if not 0 <= self.protected_ratio <= 1:
-            raise ConfigurationError(
-                f"protected_ratio={self.protected_ratio} cannot be: it is a part of the chunks, from 0 to 1."
-            )
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A collective whose vector now holds the sum.
-
-    Attributes:
-        collective: Its number.
-        missing: For each rank, how many contributions (a chunk from a peer) did not arrive for its shard.
-        expected: For each rank, how many were sent to it.
-    """
-
-    collective: int
-    missing: tuple[int, ...]
-    expected: tuple[int, ...]
 
 
 class Endpoint:
@@ -95,7 +55,7 @@ class Endpoint:
             self.tables.keys[peer] = np.frombuffer(sends + receives, np.uint64)
         for peer in range(num_ranks):
             window.reset(self.tables.peers[peer], self.tables.rates[peer])
-        self._held: dict[int, tuple[Any, ...]] = {}  # what `slots` has addresses of
+        self._held: dict[int, NDArray[Any]] = {}  # the vectors that `slots` has addresses of
         self._buffers: list[list[NDArray[np.uint8]]] = [[np.empty(0, np.uint8)] * 2 for _ in range(e.SLOTS)]
 
     @property
@@ -127,7 +87,7 @@ class Endpoint:
         per_rank = -(-len(vector) // self.num_ranks)
         shard = -(-per_rank * item // 8) * 8
         staging, reduced = self._memory(slot, shard)
-        self._held[collective] = (vector,)
+        self._held[collective] = vector
         t = self.tables = e.with_room(t, num_chunks(shard, payload))
         row = t.slots[slot]
         row[:] = 0
@@ -149,14 +109,25 @@ class Endpoint:
                 incoming[e.I_DONE] = incoming[e.I_CHUNKS] == 0
                 t.have[slot, phase, peer, : incoming[e.I_CHUNKS]] = 0
         t.outgoing[slot] = 0
-        start_phase(t, slot, 0)
+        self._start_phase(slot, 0)
         t.numbers[e.BEGUN_HERE] += 1
         for peer in range(self.num_ranks):
             if peer != self.rank:
                 t.peers[peer, e.P_ANSWER] = 1  # it may be waiting for this
                 self._take_stashed(peer, collective, now_us)
-        advance(t, now_us)
+        self.go_on(now_us)
         return collective
+
+    def go_on(self, now_us: int) -> None:
+        """Sum the shards that are complete, and let them be sent; after compiled code has set ARRIVED_ALL."""
+        t = self.tables
+        advance(t, now_us)
+        while len(slots := np.flatnonzero(t.slots[:, e.S_STAGE] == e.ARRIVED_ALL)):
+            for slot in slots:
+                self._reduce_shard(int(slot))
+                t.slots[slot, e.S_STAGE] = e.GATHERING
+                self._start_phase(int(slot), 1)
+            advance(t, now_us)
 
     def receive(
         self, rows: NDArray[np.uint8], sizes: NDArray[Any], marks: NDArray[Any], count: int, now_us: int
@@ -164,18 +135,16 @@ class Endpoint:
         """Take datagrams: the first `count` rows, of so many bytes, and whether each carried a congestion mark."""
         words, longs = d.words_of(rows)
         take_datagrams(self.tables, rows, words, longs, sizes, marks, count, now_us)
-        advance(self.tables, now_us)
+        self.go_on(now_us)
 
-    def transmit(
-        self, rows: NDArray[np.uint8], sizes: NDArray[Any], peers: NDArray[Any], now_us: int
-    ) -> int:
+    def transmit(self, rows: NDArray[np.uint8], sizes: NDArray[Any], peers: NDArray[Any], now_us: int) -> int:
         """Write the datagrams that should leave now, one a row, with their sizes and receivers; return how many."""
         words, longs = d.words_of(rows)
         count: int = transmit(self.tables, words, longs, sizes, peers, now_us)
-        advance(self.tables, now_us)
+        self.go_on(now_us)
         return count
 
-    def take_finished(self) -> list[Finished]:
+    def take_finished(self) -> list[Losses]:
         """Return the collectives that have finished since the last call; their vectors are the caller's again."""
         t, found = self.tables, []
         for slot in np.flatnonzero(t.slots[:, e.S_STAGE] == e.FINISHED):
@@ -187,7 +156,7 @@ class Endpoint:
                 (self.num_ranks - 1) * int(num_chunks(shard_bytes(row, peer), payload))
                 for peer in range(self.num_ranks)
             ]
-            found.append(Finished(int(row[e.S_COLLECTIVE]), tuple(missing), tuple(expected)))
+            found.append(Losses(int(row[e.S_COLLECTIVE]), tuple(missing), tuple(expected)))
             row[e.S_STAGE] = e.RETIRED
             del self._held[int(row[e.S_COLLECTIVE])]
         if found:
@@ -215,13 +184,68 @@ class Endpoint:
         """Whose chunks of this rank's shard arrived, shape (P, chunks); valid until `take_finished`."""
         slot = collective % e.SLOTS
         chunks = int(self.tables.incoming[slot, 0, (self.rank + 1) % self.num_ranks, e.I_CHUNKS])
-        return self.tables.have[slot, 0, :, :chunks].copy()
+        found: NDArray[np.uint8] = self.tables.have[slot, 0, :, :chunks].copy()
+        return found
+
+    def _start_phase(self, slot: int, phase: int) -> None:
+        """Let a phase's chunks be sent to every peer."""
+        t, payload = self.tables, int(self.tables.numbers[e.PAYLOAD])
+        row = t.slots[slot]
+        for peer in range(self.num_ranks):
+            outgoing = t.outgoing[slot, phase, peer]
+            outgoing[:] = 0
+            chunks = num_chunks(shard_bytes(row, peer if phase == 0 else self.rank), payload)
+            outgoing[e.O_CHUNKS] = chunks
+            if chunks == 0 or peer == self.rank:
+                continue
+            outgoing[e.O_ACTIVE] = 1
+            collective = int(row[e.S_COLLECTIVE])
+            outgoing[e.O_START] = (collective * 40503 + self.rank * 7919 + peer * 104729) % chunks
+            t.chunk_state[slot, phase, peer, :chunks] = e.UNSENT
+            if phase == 0:
+                protected = self._protect(slot, peer, chunks)
+                outgoing[e.O_AUX] = protected
+                outgoing[e.O_ALLOWED] = allowed_losses(chunks - protected, int(row[e.S_BOUND_PPM]))
+            else:
+                outgoing[e.O_AUX] = row[e.S_LOST]
+
+    def _protect(self, slot: int, peer: int, chunks: int) -> int:
+        """Choose the chunks that must arrive: those of the largest mean magnitude. Returns how many."""
+        t = self.tables
+        row = t.slots[slot]
+        protected = -(-chunks * int(row[e.S_PROTECT_PPM]) // _PPM)
+        t.chunk_class[slot, peer, :chunks] = 0
+        if protected:
+            vector, item = self._held[int(row[e.S_COLLECTIVE])], int(row[e.S_ITEM])
+            first, length = peer * int(row[e.S_SHARD]) // item, shard_bytes(row, peer) // item
+            edges = np.arange(0, length, int(t.numbers[e.PAYLOAD]) // item)
+            sums = np.add.reduceat(np.abs(vector[first : first + length]), edges)
+            means = sums / np.diff(np.append(edges, length))
+            t.chunk_class[slot, peer, np.argsort(means)[chunks - protected :]] = 1
+        return protected
+
+    def _reduce_shard(self, slot: int) -> None:
+        """Sum this rank's shard over those whose chunks arrived, into a buffer to send from, and into the vector."""
+        t = self.tables
+        row = t.slots[slot]
+        vector, item, shard = self._held[int(row[e.S_COLLECTIVE])], int(row[e.S_ITEM]), int(row[e.S_SHARD])
+        size = shard_bytes(row, self.rank)
+        if size == 0:
+            return
+        own = vector[self.rank * shard // item :][: size // item]
+        staging, reduced = self._buffers[slot]
+        staged = staging[: self.num_ranks * shard].reshape(self.num_ranks, shard)[:, :size].view(vector.dtype)
+        result = reduced[:size].view(vector.dtype)
+        payload = int(t.numbers[e.PAYLOAD])
+        arrived = t.have[slot, 0, :, : num_chunks(size, payload)]
+        row[e.S_LOST] = add_survivors(result, own, staged, arrived, self.rank, payload // item)
+        own[:] = result
 
     def _memory(self, slot: int, shard: int) -> list[NDArray[np.uint8]]:
         """Buffers for what the others send of this rank's shard, and for its sum; they only grow."""
         for number, size in enumerate((self.num_ranks * shard, shard)):
             if self._buffers[slot][number].nbytes < size:
-                self._buffers[slot][number] = np.empty(size, np.uint8)
+                self._buffers[slot][number] = np.zeros(size, np.uint8)
         return self._buffers[slot]
 
     def _take_stashed(self, peer: int, collective: int, now_us: int) -> None:

@@ -19,7 +19,9 @@ STASH = 32  # datagrams from a peer that is ahead, kept until this rank begins t
 LATE_REPLIES = 16
 
 # self: this endpoint
-RANK, RANKS, PAYLOAD, BEGUN_HERE, OLDEST, TURN, STRANGERS, STALE, DUPLICATES, LOST_PEER, MISFIT_PEER = range(11)
+RANK, RANKS, PAYLOAD, BEGUN_HERE, OLDEST, TURN, STRANGERS, STALE, DUPLICATES, LOST_PEER, MISFIT_PEER = range(
+    11
+)
 SILENCE_US, IS_CHANGED, SENT, REPEATED, MARKED, REPLAYED = range(11, 17)
 NUM_NUMBERS = 17
 
@@ -38,20 +40,41 @@ NUM_NUMBERS = 17
     S_PROTECT_PPM,
     NUM_S,
 ) = range(12)
-FREE, REDUCING, GATHERING, FINISHED, RETIRED = range(5)
-"""Stages of a slot; it stays FINISHED while a peer may still need a repetition."""
+FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED = range(6)
+"""Stages of a slot: ARRIVED_ALL is to be summed; it stays RETIRED while a peer may still need a repetition."""
 
 # outgoing: a transfer to a peer
-O_ACTIVE, O_CHUNKS, O_START, O_NEXT, O_QUEUED, O_CURSOR, O_FORGIVEN, O_ALLOWED, O_END_AT, O_TRIES, O_AUX, NUM_O = (
-    range(12)
-)
+(
+    O_ACTIVE,
+    O_CHUNKS,
+    O_START,
+    O_NEXT,
+    O_QUEUED,
+    O_CURSOR,
+    O_FORGIVEN,
+    O_ALLOWED,
+    O_END_AT,
+    O_TRIES,
+    O_AUX,
+    NUM_O,
+) = range(12)
 UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
 """States of a chunk at its sender."""
 
 # incoming: a transfer from a peer
-I_CHUNKS, I_GOT, I_GOT_PROTECTED, I_PROTECTED, I_DONE, I_END_AT, I_END_NUMBER, I_REPLY, I_AUX, I_BYTES, NUM_I = range(
-    11
-)
+(
+    I_CHUNKS,
+    I_GOT,
+    I_GOT_PROTECTED,
+    I_PROTECTED,
+    I_DONE,
+    I_END_AT,
+    I_END_NUMBER,
+    I_REPLY,
+    I_AUX,
+    I_BYTES,
+    NUM_I,
+) = range(11)
 NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
 
 # peers: counts, times in microseconds

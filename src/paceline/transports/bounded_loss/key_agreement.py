@@ -1,4 +1,4 @@
-"""Agrees on a secret with every other rank through a store that others may read: Diffie-Hellman, by hand-sized integers.
+"""Agrees on a secret with every other rank through a store that others may read: Diffie-Hellman.
 
 Each rank publishes g^x and keeps x. The store's values carry the job's code (`SealedStore`), so under `paceline run`
 nobody else can have written them; whoever merely reads the store learns no secret.

@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -34,8 +34,9 @@ from paceline.transports.bounded_loss import datagram_loop as loop
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss import system_calls as system
 from paceline.transports.bounded_loss.datagram import payload_room
-from paceline.transports.bounded_loss.endpoint import Bound, Endpoint, Finished
+from paceline.transports.bounded_loss.endpoint import Endpoint
 from paceline.transports.bounded_loss.key_agreement import KeyAgreement
+from paceline.transports.lossy_transport import Bound, LossyTransport, Sum
 
 _ROWS = 64
 _SLICE_US = 100_000
@@ -50,47 +51,7 @@ _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 _ECN_CAPABLE = 2
 
 
-class Sum:
-    """A sum that has been launched on a link."""
-
-    def __init__(self, vector: NDArray[Any], bound: Bound) -> None:
-        self.vector = vector
-        self.bound = bound
-        self.launched_s = time.monotonic()
-        self.finished: Finished | None = None
-        """What was lost; set when it is done."""
-        self.missing: NDArray[np.uint8] | None = None
-        """Whose chunks of this rank's shard arrived, shape (P, chunks); only where some did not."""
-        self._done = threading.Event()
-        self._error: Exception | None = None
-        self._callbacks: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done, or for `timeout_s` seconds; returns whether it is done. Raises what went wrong."""
-        is_done = self._done.wait(timeout_s)
-        if is_done and self._error is not None:
-            raise self._error
-        return is_done
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once it is done, on the link's thread, or now."""
-        with self._lock:
-            if not self._done.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def end(self, finished: Finished | None, error: Exception | None = None) -> None:
-        """Wake up those who wait. By the link alone."""
-        with self._lock:
-            self.finished, self._error = finished, error
-            self._done.set()
-        for callback in self._callbacks:
-            callback()
-
-
-class LossyLink:
+class LossyLink(LossyTransport):
     """This rank's end of a group of ranks that sum vectors by UDP.
 
     Limits first: Linux, IPv4. What is lost of one vector is lost for good: see `Bound`.
@@ -120,8 +81,8 @@ class LossyLink:
         address: str = "",
         interface: str = "",
     ) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
+        super().__init__(rank, num_ranks)
+        loop.compile_all()
         self._driver = _Driver(store, rank, num_ranks, timeout, address or _address_of(interface))
         thread = threading.Thread(
             target=self._driver.run, name=f"paceline lossy link of rank {rank}", daemon=True
@@ -152,7 +113,6 @@ class LossyLink:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Datagrams: sent, repeated, of strangers, duplicates, replayed, of finished collectives, congestion marks."""
         n = self._driver.endpoint.tables.numbers
         names = {
             "sent": e.SENT,
@@ -252,6 +212,7 @@ class _Driver:
             if why == loop.CALLED:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
+            self.endpoint.go_on(time.monotonic_ns() // 1000)
             self._end_finished()
             if why == loop.FAILED:
                 raise self._too_long()
@@ -294,8 +255,12 @@ class _Driver:
             lost, waited_s = self._awaited(oldest), self._timeout_s
         if lost is not None:
             address, port = self._places[lost]
-            never = "" if self.endpoint.tables.peers[lost, e.P_RX_LARGEST] >= 0 else (
-                " No datagram of its gradients ever came: if it is running, a firewall may keep UDP from passing."
+            never = (
+                ""
+                if self.endpoint.tables.peers[lost, e.P_RX_LARGEST] >= 0
+                else (
+                    " No datagram of its gradients ever came: if it is running, a firewall may keep UDP from passing."
+                )
             )
             raise PeerLostError(
                 f"rank {self._rank} heard nothing that it needs from rank {lost} ({address} port {port}) for "
@@ -363,7 +328,8 @@ def _socket_addresses(places: Sequence[tuple[str, int]]) -> NDArray[np.int64]:
         struct.pack("=H", socket.AF_INET) + struct.pack(">H", port) + socket.inet_aton(address) + bytes(8)
         for address, port in places
     )
-    return np.frombuffer(raw, np.int64).reshape(-1, 2).copy()
+    found: NDArray[np.int64] = np.frombuffer(raw, np.int64).reshape(-1, 2).copy()
+    return found
 
 
 def _address_of(interface: str) -> str:
@@ -371,7 +337,9 @@ def _address_of(interface: str) -> str:
     names = [name for _, name in socket.if_nameindex()]
     for name in interface.split(","):
         if name not in names:
-            raise ConfigurationError(f"there is no interface {name!r} on this host; there are {', '.join(names)}.")
+            raise ConfigurationError(
+                f"there is no interface {name!r} on this host; there are {', '.join(names)}."
+            )
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

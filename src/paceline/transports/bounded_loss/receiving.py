@@ -17,8 +17,8 @@ import numpy as np
 from paceline.transports.bounded_loss import congestion_window as window
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.machine_code import compiled
-from paceline.transports.bounded_loss.shards import copy_bytes, incoming_address
+from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
+from paceline.transports.bounded_loss.shards import incoming_address
 
 _GRACE_US = 2000
 _REMEMBER_US = 10_000_000
@@ -34,7 +34,9 @@ def allowed_losses(droppable: int, bound_ppm: int) -> int:
 
 
 @compiled
-def take_datagrams(t: Any, rows: Any, words: Any, longs: Any, sizes: Any, marks: Any, count: int, now_us: int) -> None:
+def take_datagrams(
+    t: Any, rows: Any, words: Any, longs: Any, sizes: Any, marks: Any, count: int, now_us: int
+) -> None:
     """Take `count` datagrams.
 
     Args:
@@ -59,7 +61,11 @@ def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: 
         return
     who = np.int64(word[d.SENDER_KIND])
     peer, kind, flags = who & 0xFFFF, (who >> 16) & 0xFF, who >> 24
-    if peer >= n[e.RANKS] or peer == n[e.RANK] or not d.is_sealed(long, size, t.keys[peer, 2], t.keys[peer, 3]):
+    if (
+        peer >= n[e.RANKS]
+        or peer == n[e.RANK]
+        or not d.is_sealed(long, size, t.keys[peer, 2], t.keys[peer, 3])
+    ):
         n[e.STRANGERS] += 1
         return
     p = t.peers[peer]
@@ -106,7 +112,7 @@ def _take_numbered(
         kept = p[e.P_STASHED]
         if kept == e.STASH:
             return
-        t.stash[peer, kept, :size] = row[:size]
+        copy_memory(t.stash[peer, kept].ctypes.data, row.ctypes.data, size)
         t.stash_sizes[peer, kept] = size
         p[e.P_STASHED] = kept + 1
     _note_number(t, peer, number, np.int64(word[d.TIME]), mark, now_us)
@@ -188,7 +194,7 @@ def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> Non
             n[e.DUPLICATES] += 1
             return
         target = incoming_address(t.slots[slot], phase, peer) + chunk * payload
-        copy_bytes(row.ctypes.data + d.HEADER_BYTES, target, length)
+        copy_memory(target, row.ctypes.data + d.HEADER_BYTES, length)
         t.have[slot, phase, peer, chunk] = 1
         incoming[e.I_GOT] += 1
         if flags & d.PROTECTED:
@@ -207,7 +213,11 @@ def judge(t: Any, slot: int, phase: int, peer: int, now_us: int) -> None:
         if incoming[e.I_END_AT] == 0:
             return
         was_reordered = t.peers[peer, e.P_REORDERED_AT]
-        if was_reordered and now_us - was_reordered < _REMEMBER_US and now_us < incoming[e.I_END_AT] + _GRACE_US:
+        if (
+            was_reordered
+            and now_us - was_reordered < _REMEMBER_US
+            and now_us < incoming[e.I_END_AT] + _GRACE_US
+        ):
             return  # the END may have overtaken what is missing
         bound_ppm = t.slots[slot, e.S_BOUND_PPM] if phase == 0 else 0
         protected = incoming[e.I_PROTECTED]
@@ -245,7 +255,9 @@ def _take_feedback(t: Any, peer: int, row: Any, word: Any, size: int, now_us: in
         elif back >= p[e.P_REORDER] or back > bits:
             give_up(t, peer, number)
             p[e.P_ROUND_LOST] += 1
-    for back in range(1, min(bits, largest) + 1):  # given up too early? Then the path reorders more than we thought
+    for back in range(
+        1, min(bits, largest) + 1
+    ):  # given up too early? Then the path reorders more than we thought
         sent = t.ring[peer, (largest - back) % e.RING]
         if sent[e.G_STATE] != e.MISSING or sent[e.G_NUMBER] != largest - back:
             continue
@@ -254,8 +266,7 @@ def _take_feedback(t: Any, peer: int, row: Any, word: Any, size: int, now_us: in
             p[e.P_REORDER] = min(_MOST_REORDER, max(p[e.P_REORDER], 2 * back))
             _confirm(t, peer, sent)
     while (
-        p[e.P_UNRESOLVED] < p[e.P_NEXT]
-        and t.ring[peer, p[e.P_UNRESOLVED] % e.RING, e.G_STATE] != e.IN_FLIGHT
+        p[e.P_UNRESOLVED] < p[e.P_NEXT] and t.ring[peer, p[e.P_UNRESOLVED] % e.RING, e.G_STATE] != e.IN_FLIGHT
     ):
         p[e.P_UNRESOLVED] += 1
     marked = d.widened(np.int64(word[d.AUX]), p[e.P_MARKS_SEEN])
@@ -344,7 +355,7 @@ def _take_nack(t: Any, slot: int, phase: int, peer: int, row: Any, word: Any, si
         if (row[d.HEADER_BYTES + back // 8] >> (back % 8)) & 1:
             if state in (e.FLYING, e.DELIVERED):
                 let_go_or_queue(t, slot, phase, peer, chunk)
-        elif state != e.DELIVERED and state != e.UNSENT:
+        elif state not in (e.DELIVERED, e.UNSENT):
             if state == e.QUEUED:
                 outgoing[e.O_QUEUED] -= 1
             elif state == e.FORGIVEN:

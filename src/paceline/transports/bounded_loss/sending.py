@@ -13,21 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from paceline.transports.bounded_loss import congestion_window as window
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.machine_code import compiled, pointer
-from paceline.transports.bounded_loss.receiving import allowed_losses, give_up, judge
-from paceline.transports.bounded_loss.shards import (
-    add_survivors,
-    copy_bytes,
-    num_chunks,
-    outgoing_address,
-    shard_bytes,
-)
+from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
+from paceline.transports.bounded_loss.receiving import give_up, judge
+from paceline.transports.bounded_loss.shards import outgoing_address, shard_bytes
 
 BURST = 8
 _FEEDBACK_DELAY_US = 1000
@@ -39,65 +32,15 @@ _NOTHING = -2
 
 
 @compiled
-def start_phase(t: Any, slot: int, phase: int) -> None:
-    """Let a phase's chunks be sent to every peer."""
-    n, s = t.numbers, t.slots[slot]
-    rank, ranks, payload = n[e.RANK], n[e.RANKS], n[e.PAYLOAD]
-    for peer in range(ranks):
-        if peer == rank:
-            continue
-        chunks = num_chunks(shard_bytes(s, peer if phase == 0 else rank), payload)
-        outgoing = t.outgoing[slot, phase, peer]
-        outgoing[:] = 0
-        outgoing[e.O_CHUNKS] = chunks
-        if chunks == 0:
-            continue
-        outgoing[e.O_ACTIVE] = 1
-        outgoing[e.O_START] = (s[e.S_COLLECTIVE] * 40503 + rank * 7919 + peer * 104729) % chunks
-        t.chunk_state[slot, phase, peer, :chunks] = e.UNSENT
-        if phase == 0:
-            protected = _protect(t, slot, peer, chunks)
-            outgoing[e.O_AUX] = protected
-            outgoing[e.O_ALLOWED] = allowed_losses(chunks - protected, s[e.S_BOUND_PPM])
-        else:
-            outgoing[e.O_AUX] = s[e.S_LOST]
-
-
-@compiled
-def _protect(t: Any, slot: int, peer: int, chunks: int) -> int:
-    """Choose the chunks that must arrive: those of the largest mean magnitude. Returns how many."""
-    s, payload = t.slots[slot], t.numbers[e.PAYLOAD]
-    classes = t.chunk_class[slot, peer]
-    classes[:chunks] = 0
-    protected = (chunks * s[e.S_PROTECT_PPM] + 999_999) // 1_000_000
-    if protected == 0:
-        return 0
-    sizes = np.empty(chunks, np.float64)
-    total = shard_bytes(s, peer)
-    for chunk in range(chunks):
-        at = outgoing_address(s, 0, peer) + chunk * payload
-        length = min(payload, total - chunk * payload) // s[e.S_ITEM]
-        if s[e.S_ITEM] == 4:
-            sizes[chunk] = np.abs(numba.carray(pointer(at), length, dtype=np.float32)).mean()
-        else:
-            sizes[chunk] = np.abs(numba.carray(pointer(at), length, dtype=np.float64)).mean()
-    for chunk in np.argsort(sizes)[chunks - protected :]:
-        classes[chunk] = 1
-    return int(protected)
-
-
-@compiled
 def advance(t: Any, now_us: int) -> None:
-    """Move every collective on: reduce a shard that is complete, note what is finished, free what nobody needs."""
+    """Move every collective on: note which shards are complete and what is finished, free what nobody needs."""
     n = t.numbers
     rank, ranks = n[e.RANK], n[e.RANKS]
     n[e.IS_CHANGED] = 0
     for slot in range(e.SLOTS):
         s = t.slots[slot]
         if s[e.S_STAGE] == e.REDUCING and _all_done(t, slot, 0):
-            _reduce_shard(t, slot)
-            s[e.S_STAGE] = e.GATHERING
-            start_phase(t, slot, 1)
+            s[e.S_STAGE] = e.ARRIVED_ALL
         if s[e.S_STAGE] == e.GATHERING and _all_done(t, slot, 1):
             s[e.S_STAGE] = e.FINISHED
         if s[e.S_STAGE] == e.RETIRED:
@@ -116,41 +59,6 @@ def _all_done(t: Any, slot: int, phase: int) -> bool:
         if peer != t.numbers[e.RANK] and not t.incoming[slot, phase, peer, e.I_DONE]:
             return False
     return True
-
-
-@compiled
-def _reduce_shard(t: Any, slot: int) -> None:
-    """Sum this rank's shard over those whose chunks arrived, into a buffer to send from, and into the vector."""
-    if t.slots[slot, e.S_ITEM] == 4:
-        _reduce_as(t, slot, np.float32)
-    else:
-        _reduce_as(t, slot, np.float64)
-
-
-@compiled
-def _reduce_as(t: Any, slot: int, dtype: Any) -> None:
-    n, s = t.numbers, t.slots[slot]
-    rank, ranks, item = n[e.RANK], n[e.RANKS], s[e.S_ITEM]
-    total = shard_bytes(s, rank) // item
-    if total == 0:
-        return
-    stride = s[e.S_SHARD] // item
-    own = numba.carray(pointer(s[e.S_GRADIENT] + rank * s[e.S_SHARD]), total, dtype=dtype)
-    staged = numba.carray(pointer(s[e.S_STAGING]), (ranks, stride), dtype=dtype)
-    result = numba.carray(pointer(s[e.S_REDUCED]), total, dtype=dtype)
-    per_chunk = n[e.PAYLOAD] // item
-    lost = 0
-    for chunk in range(num_chunks(total * item, n[e.PAYLOAD])):
-        first, last = chunk * per_chunk, min(total, (chunk + 1) * per_chunk)
-        lost += add_survivors(
-            result[first:last],
-            own[first:last],
-            staged[:, first:last],
-            t.have[slot, 0, :, chunk],
-            rank,
-        )
-    own[:] = result
-    s[e.S_LOST] = lost
 
 
 @compiled
@@ -239,7 +147,17 @@ def _reply(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: int, no
             incoming[e.I_REPLY] = e.NO_REPLY
             if reply == e.REPLY_DONE:
                 d.write_header(
-                    words[count], d.DONE, phase, rank, collective, 0, now_us, begun, 0, incoming[e.I_CHUNKS], 0
+                    words[count],
+                    d.DONE,
+                    phase,
+                    rank,
+                    collective,
+                    0,
+                    now_us,
+                    begun,
+                    0,
+                    incoming[e.I_CHUNKS],
+                    0,
                 )
                 sizes[count], peers[count] = d.HEADER_BYTES, peer
                 count += 1
@@ -247,7 +165,7 @@ def _reply(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: int, no
                 count = _write_nacks(t, slot, phase, peer, words, sizes, peers, count, now_us)
     for entry in range(p[e.P_LATE]):
         if count < sizes.shape[0]:
-            collective, phase = t.late[peer, entry]
+            collective, phase = t.late[peer, entry, 0], t.late[peer, entry, 1]
             d.write_header(words[count], d.DONE, phase, rank, collective, 0, now_us, begun, 0, 0, 0)
             sizes[count], peers[count] = d.HEADER_BYTES, peer
             count += 1
@@ -271,7 +189,8 @@ def _write_feedback(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count
     bits = min(e.FEEDBACK_BITS, (n[e.PAYLOAD] // 4) * 32)
     word = words[count]
     first = d.HEADER_BYTES // 4
-    word[first : first + bits // 32] = 0
+    for i in range(first, first + bits // 32):
+        word[i] = 0
     for back in range(1, min(bits, largest) + 1):
         if t.seen[peer, (largest - back) % e.WINDOW]:
             word[first + (back - 1) // 32] |= np.uint32(1) << np.uint32((back - 1) % 32)
@@ -308,7 +227,8 @@ def _write_nacks(
         here = min(bits, chunks - first)
         word = words[count]
         begin = d.HEADER_BYTES // 4
-        word[begin : begin + (here + 31) // 32] = 0
+        for i in range(begin, begin + (here + 31) // 32):
+            word[i] = 0
         for i in range(here):
             if not t.have[slot, phase, peer, first + i]:
                 word[begin + i // 32] |= np.uint32(1) << np.uint32(i % 32)
@@ -388,7 +308,16 @@ def _next_chunk(t: Any, slot: int, phase: int, peer: int) -> int:
 
 @compiled
 def _write_chunk(
-    t: Any, slot: int, phase: int, peer: int, chunk: int, word: Any, sizes: Any, peers: Any, at: int, now_us: int
+    t: Any,
+    slot: int,
+    phase: int,
+    peer: int,
+    chunk: int,
+    word: Any,
+    sizes: Any,
+    peers: Any,
+    at: int,
+    now_us: int,
 ) -> None:
     """Write a DATA, or an END if `chunk` is -1, and remember its number."""
     n, p, s = t.numbers, t.peers[peer], t.slots[slot]
@@ -402,7 +331,7 @@ def _write_chunk(
     else:
         length = min(payload, shard_bytes(s, peer if phase == 0 else n[e.RANK]) - chunk * payload)
         source = outgoing_address(s, phase, peer) + chunk * payload
-        copy_bytes(source, word.ctypes.data + d.HEADER_BYTES, length)
+        copy_memory(word.ctypes.data + d.HEADER_BYTES, source, length)
         if phase == 0 and t.chunk_class[slot, peer, chunk]:
             flags |= d.PROTECTED
         t.chunk_state[slot, phase, peer, chunk] = e.FLYING

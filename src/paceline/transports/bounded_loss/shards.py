@@ -1,14 +1,13 @@
-"""Which bytes of a vector are which rank's shard and which chunk; compiled; and the sum over those that arrived."""
+"""Which bytes of a vector are which rank's shard and which chunk; and the sum over those that arrived."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.machine_code import compiled, pointer
+from paceline.transports.bounded_loss.machine_code import compiled
 
 
 @compiled
@@ -39,22 +38,8 @@ def incoming_address(slot: Any, phase: int, peer: int) -> int:
     return int(slot[e.S_GRADIENT] + peer * slot[e.S_SHARD])
 
 
-@compiled
-def copy_bytes(source: int, target: int, num_bytes: int) -> None:
-    """Copy memory by address; whole words first."""
-    words = num_bytes // 4
-    from_words = numba.carray(pointer(source), words, dtype=np.uint32)
-    to_words = numba.carray(pointer(target), words, dtype=np.uint32)
-    to_words[:] = from_words
-    for i in range(words * 4, num_bytes):
-        numba.carray(pointer(target + i), 1, dtype=np.uint8)[0] = numba.carray(
-            pointer(source + i), 1, dtype=np.uint8
-        )[0]
-
-
-@compiled
-def add_survivors(result: Any, own: Any, staged: Any, arrived: Any, rank: int) -> int:
-    """Write to `result` the estimate of the sum over ranks of one chunk; return how many contributions are missing.
+def add_survivors(result: Any, own: Any, staged: Any, arrived: Any, rank: int, per_chunk: int) -> int:
+    """Write to `result` the estimate of the sum over ranks; return how many contributions of a chunk are missing.
 
     With k of the other ranks' n contributions here it is own + n/k * (their sum). Where nothing is missing, that is
     the plain sum in the order of the ranks, and the same bits on every run.
@@ -62,27 +47,27 @@ def add_survivors(result: Any, own: Any, staged: Any, arrived: Any, rank: int) -
     Args:
         result: Shape (N,), floating.
         own: This rank's, shape (N,).
-        staged: The others', shape (P, N); the row of `rank`, and rows that did not arrive, hold anything.
-        arrived: Shape (P,): whose row holds data.
+        staged: The others', shape (P, N); the row of `rank`, and chunks that did not arrive, hold anything.
+        arrived: Shape (P, chunks): which chunks of whose row hold data.
         rank: This one.
+        per_chunk: Elements of a chunk; the last may be shorter.
     """
-    ranks = arrived.shape[0]
-    here = 0
-    for peer in range(ranks):
-        if peer != rank and arrived[peer]:
-            here += 1
-    missing = ranks - 1 - here
-    result[:] = 0
-    for peer in range(ranks):
-        if peer == rank:
-            if missing == 0:
-                result += own
-        elif arrived[peer]:
-            result += staged[peer]
-    if missing:
-        if here:
-            result *= (ranks - 1) / here
-            result += own
-        else:
-            result[:] = own * ranks
-    return missing
+    ranks, chunks = arrived.shape
+    others = [peer for peer in range(ranks) if peer != rank]
+    first = own if rank == 0 else staged[0]
+    np.copyto(result, first)
+    for peer in range(1, ranks):
+        result += own if peer == rank else staged[peer]
+    here = arrived[others].astype(np.int64).sum(axis=0)
+    for chunk in np.flatnonzero(here < ranks - 1):
+        part = slice(chunk * per_chunk, (chunk + 1) * per_chunk)
+        if here[chunk] == 0:
+            result[part] = own[part] * ranks
+            continue
+        result[part] = 0
+        for peer in others:
+            if arrived[peer, chunk]:
+                result[part] += staged[peer, part]
+        result[part] *= (ranks - 1) / here[chunk]
+        result[part] += own[part]
+    return int((ranks - 1) * chunks - here.sum())

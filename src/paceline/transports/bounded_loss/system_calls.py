@@ -7,28 +7,29 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from paceline.transports.bounded_loss.machine_code import compiled, pointer
+from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
 
-_recvmmsg = types.ExternalFunction(
+_recvmmsg: Any = types.ExternalFunction(
     "recvmmsg", types.int32(types.int32, types.intp, types.uint32, types.int32, types.intp)
 )
-_sendmmsg = types.ExternalFunction(
+_sendmmsg: Any = types.ExternalFunction(
     "sendmmsg", types.int32(types.int32, types.intp, types.uint32, types.int32)
 )
-_ppoll = types.ExternalFunction("ppoll", types.int32(types.intp, types.uint64, types.intp, types.intp))
-_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
-_errno = types.ExternalFunction("__errno_location", types.intp())
+_ppoll: Any = types.ExternalFunction("ppoll", types.int32(types.intp, types.uint64, types.intp, types.intp))
+_clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
+_errno: Any = types.ExternalFunction("__errno_location", types.intp())
 
 AGAIN, INVALID, IO_ERROR, TOO_LONG, NO_BUFFER = 11, 22, 5, 90, 105
 POLL_IN, POLL_OUT = 1, 4
 _MSG_DONTWAIT = 0x40
 _CLOCK_MONOTONIC = 1
-_MSG_WORDS = 8  # 64-bit words of an mmsghdr: name, its length, iov, how many, control, its length, flags, message length
+_MSG_WORDS = (
+    8  # an mmsghdr, in 64 bits each: name, its length, iov, how many, control, its length, flags, length
+)
 _CONTROL_WORDS = 4
 _SOL_UDP, _UDP_SEGMENT = 17, 103
 _IPPROTO_IP, _IP_TOS = 0, 1
@@ -79,9 +80,11 @@ def now_us(scratch: Any) -> int:
 
 
 @compiled
-def last_error() -> int:
-    """The number of the last failed call's error, on this thread."""
-    return int(numba.carray(pointer(_errno()), 1, dtype=np.int32)[0])
+def last_error(scratch: Any) -> int:
+    """The number of the last failed call's error, on this thread; `scratch` has shape (N,), int64."""
+    scratch[0] = 0
+    copy_memory(scratch.ctypes.data, _errno(), 4)
+    return int(scratch[0])
 
 
 @compiled
@@ -114,7 +117,7 @@ def receive_batch(descriptor: int, batch: Any) -> int:
         message[6] = 0
     got = _recvmmsg(descriptor, batch.messages.ctypes.data, count, _MSG_DONTWAIT, 0)
     if got < 0:
-        return -last_error()
+        return -last_error(batch.marks)
     for i in range(got):
         message = batch.messages[i]
         batch.sizes[i] = message[7] & 0xFFFFFFFF
@@ -165,4 +168,4 @@ def send_messages(descriptor: int, batch: Any, first: int, made: int) -> int:
     got = _sendmmsg(
         descriptor, batch.messages.ctypes.data + first * 8 * _MSG_WORDS, made - first, _MSG_DONTWAIT
     )
-    return int(got) if got >= 0 else -last_error()
+    return int(got) if got >= 0 else -last_error(batch.marks)
