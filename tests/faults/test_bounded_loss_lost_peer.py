@@ -3,6 +3,7 @@
 import os
 import signal
 
+import pytest
 import torch
 
 from models import Mlp, generator, squares
@@ -27,6 +28,8 @@ def strike(rank, _num_ranks, number):
     return "no error"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_peer_that_falls_silent_is_named():
     compile_all()
     with Ranks(3, group_timeout_s=TIMEOUT_S, store="tcp") as ranks:
