@@ -9,13 +9,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paceline.errors import ConfigurationError
 from paceline.transports import Transport
 from paceline.transports.c10d import C10dTransport
+from paceline.transports.lossy_transport import LossyTransport
 from paceline.transports.shared_memory import SharedMemoryTransport, join_host
 
 Gloo = Any  # a ProcessGroupGloo; torch's stubs know none of its methods
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # Gloo's variable: the network interface to use
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
 _DISCARD_PORT = 9  # nothing is sent: connecting a datagram socket only asks the kernel for the route
 
 
@@ -67,3 +70,50 @@ def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timede
         return SharedMemoryTransport(host)
     address = address_towards(len(host.hosts))
     return C10dTransport(make_gloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout, address))
+
+
+def open_lossy_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> LossyTransport:
+    """Connect the ranks for sums over UDP of which a bounded part may be lost.
+
+    It listens on the interface that GLOO_SOCKET_IFNAME names, or on the address towards the job's master. Arguments
+    and contract as of `open_transport`.
+
+    Raises:
+        ConfigurationError: numba is not installed, or there is no such interface.
+    """
+    try:
+        from paceline.transports.bounded_loss.lossy_link import LossyLink  # noqa: PLC0415  numba takes a while
+    except ImportError as error:
+        raise ConfigurationError(
+            f"a transport with bounded loss needs the package numba: pip install 'paceline[lossy]'. ({error})"
+        ) from error
+    interface = os.environ.get(INTERFACE, "").split(",")[0]
+    address = "" if interface else address_towards(num_ranks) or "127.0.0.1"
+    return LossyLink(store, rank, num_ranks, timeout, address, interface)
+
+
+def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
+    """The timeout of the group's collectives; 30 minutes where it cannot be found."""
+    ours: Any = process_group
+    found = getattr(ours, "_timeout", None)
+    if not isinstance(found, timedelta):
+        try:
+            found = ours._get_backend(ours._device_types[0]).options._timeout
+        except (AttributeError, IndexError, RuntimeError):
+            found = None
+    return found if isinstance(found, timedelta) else _DEFAULT_TIMEOUT
+
+
+def store_of_job(who: str) -> dist.Store:
+    """The job's store, for connections that `who` makes.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{who} makes connections of its own and finds the other ranks by the job's store, but this job has none "
+            "(it was launched by MPI?). Call init_process_group with a store or an init_method, as torchrun does."
+        ) from error

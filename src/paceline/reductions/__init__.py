@@ -1,4 +1,4 @@
-"""How the ranks' gradients are combined: the mean, plain or compressed, Adasum, or a communication hook.
+"""How the ranks' gradients are combined: a mean (plain, compressed, with bounded loss), Adasum, or a hook.
 
 Most classes are imported on first access (PEP 562), so that wrapping a model costs little on top of importing torch.
 """
@@ -16,6 +16,7 @@ from paceline.reductions.reduction import Message, Reduction
 if TYPE_CHECKING:
     from paceline.reductions.adasum import Adasum
     from paceline.reductions.auto import Auto
+    from paceline.reductions.bounded_loss_mean import BoundedLoss, LossReport
     from paceline.reductions.compressed import Compressed
     from paceline.reductions.lossy import Lossy
     from paceline.reductions.noise_scale import GradientNoiseScale
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Adasum",
     "Auto",
+    "BoundedLoss",
     "Compressed",
     "GradBucket",
     "GradientNoiseScale",
     "HookReduction",
+    "LossReport",
     "Lossy",
     "Mean",
     "Message",
@@ -40,8 +43,10 @@ __all__ = [
 _HOME_OF = {
     "Adasum": "adasum",
     "Auto": "auto",
+    "BoundedLoss": "bounded_loss_mean",
     "Compressed": "compressed",
     "GradientNoiseScale": "noise_scale",
+    "LossReport": "bounded_loss_mean",
     "Lossy": "lossy",
     "PowerSGD": "powersgd",
 }

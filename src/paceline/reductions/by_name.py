@@ -28,6 +28,7 @@ def _compress_by(compressor: Compressor) -> Reduction:
 BY_NAME: dict[str, Callable[[], Reduction]] = {
     "mean": Mean,
     "adasum": functools.partial(_make, "adasum", "Adasum"),
+    "bounded_loss": functools.partial(_make, "bounded_loss_mean", "BoundedLoss"),
 }
 """What `reduction=` takes."""
 

@@ -20,7 +20,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -35,7 +34,7 @@ from paceline.comm.pending import Done, Pending, PendingWork
 from paceline.errors import ConfigurationError
 from paceline.host.processes import whereabouts
 from paceline.observe import StepTiming
-from paceline.process_group.connections import open_transport
+from paceline.process_group.connections import open_transport, store_of_job, timeout_of
 from paceline.process_group.executor import Executor, flat_view
 from paceline.reductions.adasum.operator import Segments
 from paceline.reductions.adasum.over_ranks import AdasumOverRanks, Norms
@@ -46,7 +45,6 @@ from paceline.schedules.vector_halving import vector_halving
 Hosts = Sequence[Sequence[int]] | Literal["auto"] | None
 FindTopology = Callable[[Executor, float], Topology]
 
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
 _HOST_ID_BYTES = 32
 
 
@@ -176,8 +174,8 @@ class Connection:
     ) -> None:
         self.process_group = process_group
         self._find_topology = find_topology
-        self._timeout = _timeout_of(process_group)
-        self._store = _store()
+        self._timeout = timeout_of(process_group)
+        self._store = store_of_job("Adasum")
         token_device = device_for_metadata(process_group, device)
         self._token = torch.tensor([secrets.randbits(62)], device=token_device)
         self._token_sent = launch_broadcast(self._token, process_group, source=0)
@@ -213,28 +211,6 @@ class Connection:
             topology = self._find_topology(Executor(transport), timeout_s)
             self._over_ranks = AdasumOverRanks(transport, vector_halving(topology), timeout_s)
         return self._over_ranks
-
-
-def _timeout_of(process_group: ProcessGroup) -> timedelta:
-    """The timeout of the group's collectives; 30 minutes where it cannot be found."""
-    ours: Any = process_group
-    found = getattr(ours, "_timeout", None)
-    if not isinstance(found, timedelta):
-        try:
-            found = ours._get_backend(ours._device_types[0]).options._timeout
-        except (AttributeError, IndexError, RuntimeError):
-            found = None
-    return found if isinstance(found, timedelta) else _DEFAULT_TIMEOUT
-
-
-def _store() -> dist.Store:
-    try:
-        return dist.distributed_c10d._get_default_store()
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigurationError(
-            "Adasum makes connections of its own and finds the other ranks by the job's store, but this job has none "
-            "(it was launched by MPI?). Call init_process_group with a store or an init_method, as torchrun does."
-        ) from error
 
 
 def _find_hosts(executor: Executor, timeout_s: float) -> Topology:

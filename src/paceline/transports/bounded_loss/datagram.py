@@ -1,0 +1,97 @@
+"""The wire format: a header of 40 bytes, little endian, and up to one chunk of a gradient.
+
+```text
+ 0  8  code: SipHash-2-4 of all that follows, by the key of this direction between these two ranks
+ 8  4  collective: its number on this connection
+12  4  number: of this datagram among all DATA and END from this rank to that one; never used again (0 for others)
+16  4  time: microseconds on the sender's clock; in FEEDBACK the echo of a received one
+20  4  begun: how many collectives the sender has begun
+24  4  chunk: of the transfer; in FEEDBACK the largest number received; in NACK the first chunk of the bitmap
+28  4  chunks: how many the transfer has; in FEEDBACK how many datagrams were received
+32  2  sender
+34  1  kind
+35  1  flags
+36  4  aux: in DATA and END, of phase 0 how many chunks are protected, of phase 1 how many were lost in this shard;
+          in FEEDBACK how many datagrams carried a congestion mark; in NACK the number of the END it answers
+40     payload: a chunk, or a bitmap
+```
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paceline.transports.bounded_loss.machine_code import compiled
+from paceline.transports.bounded_loss.siphash import siphash
+
+HEADER_BYTES = 40
+MOST_PAYLOAD_BYTES = 8928
+
+DATA, END, FEEDBACK, NACK, DONE, STATUS = 1, 2, 3, 4, 5, 6
+"""A chunk; every chunk was sent; what arrived; what is missing; enough arrived; a sign of life."""
+
+GATHER, PROTECTED, ASK = 1, 2, 4
+"""Flags: phase 1; the chunk must not be lost; answer this."""
+
+COLLECTIVE, NUMBER, TIME, BEGUN, CHUNK, CHUNKS, SENDER_KIND, AUX = 2, 3, 4, 5, 6, 7, 8, 9
+"""Fields, as indices into the header's 32-bit words."""
+
+_CODE_BYTES = 8
+
+
+def payload_room(mtu: int) -> int:
+    """Bytes of a gradient in one datagram that fits into an IP packet of `mtu` bytes; a multiple of 8."""
+    return min((mtu - 28 - HEADER_BYTES) // 8 * 8, MOST_PAYLOAD_BYTES)
+
+
+@compiled
+def write_header(
+    words: Any,
+    kind: int,
+    flags: int,
+    sender: int,
+    collective: int,
+    number: int,
+    now_us: int,
+    begun: int,
+    chunk: int,
+    chunks: int,
+    aux: int,
+) -> None:
+    """Write all of a header but its code into `words`, shape (N,), uint32."""
+    words[COLLECTIVE] = collective & 0xFFFFFFFF
+    words[NUMBER] = number & 0xFFFFFFFF
+    words[TIME] = now_us & 0xFFFFFFFF
+    words[BEGUN] = begun & 0xFFFFFFFF
+    words[CHUNK] = chunk
+    words[CHUNKS] = chunks & 0xFFFFFFFF
+    words[SENDER_KIND] = sender | (kind << 16) | (flags << 24)
+    words[AUX] = aux & 0xFFFFFFFF
+
+
+@compiled
+def seal(row: Any, size: int, k0: Any, k1: Any) -> None:
+    """Write the code of a datagram of `size` bytes; `row` is its memory as uint64."""
+    row[0] = siphash(row, 1, size - _CODE_BYTES, k0, k1)
+
+
+@compiled
+def is_sealed(row: Any, size: int, k0: Any, k1: Any) -> bool:
+    """Whether a datagram of `size` bytes carries the right code."""
+    return bool(row[0] == siphash(row, 1, size - _CODE_BYTES, k0, k1))
+
+
+@compiled
+def widened(low: int, near: int) -> int:
+    """Return the number whose lowest 32 bits are `low` that is nearest to `near`."""
+    difference = (low - near) & 0xFFFFFFFF
+    if difference >= 0x80000000:
+        difference -= 0x100000000
+    return near + difference
+
+
+def words_of(rows: Any) -> tuple[Any, Any]:
+    """Views of datagrams' memory, shape (N, bytes), as 32-bit and as 64-bit words."""
+    return rows.view(np.uint32), rows.view(np.uint64)

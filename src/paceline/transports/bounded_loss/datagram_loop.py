@@ -1,0 +1,138 @@
+"""The compiled loop that moves an endpoint's datagrams: receive, take, transmit, send, rest; without the interpreter.
+
+Rules
+1. It returns when something happened that Python must know: a collective finished, a peer was lost, somebody called.
+2. It sends no faster than the kernel takes datagrams: what it did not take is sent before anything new is made.
+3. While transfers are under way it rests for a fixed short time rather than until the next datagram, so that one turn
+   handles several: waking up for each would cost more than handling it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.transports.bounded_loss import endpoint_state as e
+from paceline.transports.bounded_loss import system_calls as system
+from paceline.transports.bounded_loss.endpoint import Endpoint
+from paceline.transports.bounded_loss.machine_code import compiled
+from paceline.transports.bounded_loss.receiving import take_datagrams
+from paceline.transports.bounded_loss.sending import advance, transmit
+
+HAPPENED, CALLED, TIME_IS_UP, FAILED = range(4)
+"""Why the loop returned; after FAILED, `status[0]` is the kernel's error number."""
+
+_REST_US = 300
+_IDLE_US = 50_000
+_PENDING, _SENT_UPTO, _SEGMENTS, _ERROR = range(4)
+
+
+class Io(NamedTuple):
+    """The loop's own memory."""
+
+    incoming: system.Batch
+    outgoing: system.Batch
+    descriptors: NDArray[np.int64]  # the socket, and what wakes the loop
+    events: NDArray[np.int64]
+    scratch: NDArray[np.int64]
+    status: NDArray[np.int64]  # messages pending, of these sent, segments of a message, error
+
+
+def new_io(
+    descriptor: int, wake: int, rows: int, row_bytes: int, addresses: NDArray[np.int64], segments: int
+) -> Io:
+    """Memory for batches of `rows` datagrams over a socket."""
+    return Io(
+        incoming=system.new_batch(rows, row_bytes, addresses),
+        outgoing=system.new_batch(rows, row_bytes, addresses),
+        descriptors=np.array([descriptor, wake], np.int64),
+        events=np.array([system.POLL_IN, system.POLL_IN], np.int64),
+        scratch=np.zeros(4, np.int64),
+        status=np.array([0, 0, segments, 0], np.int64),
+    )
+
+
+def compile_all() -> None:
+    """Compile everything, or load it from disk, before anyone waits for this rank. Local; takes seconds only once."""
+    endpoint = Endpoint(0, 2, {1: bytes(32)}, 8, 1)
+    drive(endpoint.tables, new_io(-1, -1, 2, endpoint.row_bytes, np.zeros((2, 2), np.int64), 1), 0)
+
+
+@compiled
+def drive(t: Any, io: Any, slice_us: int) -> int:
+    """Move datagrams until something happens, or for `slice_us`; returns why it came back."""
+    until = system.now_us(io.scratch) + slice_us
+    while True:
+        now = system.now_us(io.scratch)
+        got = system.receive_batch(io.descriptors[0], io.incoming)
+        if got > 0:
+            batch = io.incoming
+            take_datagrams(t, batch.rows, batch.words, batch.longs, batch.sizes, batch.marks, got, now)
+            if t.numbers[e.IS_CHANGED]:
+                advance(t, now)
+        sent = _send(t, io, now)
+        if sent < 0:
+            return FAILED
+        if t.numbers[e.IS_CHANGED]:
+            advance(t, now)
+        is_active = False
+        for slot in range(e.SLOTS):
+            stage = t.slots[slot, e.S_STAGE]
+            if stage in (e.ARRIVED_ALL, e.FINISHED):
+                return HAPPENED
+            is_active = is_active or stage != e.FREE
+        if t.numbers[e.LOST_PEER] >= 0 or t.numbers[e.MISFIT_PEER] >= 0:
+            return HAPPENED
+        if now > until:
+            return TIME_IS_UP
+        if got < io.incoming.sizes.shape[0]:
+            is_blocked = io.status[_PENDING] > io.status[_SENT_UPTO]
+            io.events[0] = system.POLL_OUT if is_blocked else (0 if is_active else system.POLL_IN)
+            rest_us = _REST_US if is_active else _IDLE_US
+            system.wait_for(io.descriptors, io.events, io.scratch, rest_us)
+            if io.scratch[3] >> 48:
+                return CALLED
+
+
+@compiled
+def _send(t: Any, io: Any, now: int) -> int:
+    """Send what is pending, and then what should leave now; returns -1 if the kernel refuses."""
+    batch, status = io.outgoing, io.status
+    for _ in range(4):
+        if status[_PENDING] == status[_SENT_UPTO]:
+            count = transmit(t, batch.words, batch.longs, batch.sizes, batch.peers, now)
+            status[_SENT_UPTO] = 0
+            status[_PENDING] = system.prepare_messages(batch, count, status[_SEGMENTS])
+            if count == 0:
+                return 0
+        while status[_SENT_UPTO] < status[_PENDING]:
+            taken = system.send_messages(io.descriptors[0], batch, status[_SENT_UPTO], status[_PENDING])
+            if taken > 0:
+                status[_SENT_UPTO] += taken
+            elif taken in (-system.AGAIN, -system.NO_BUFFER):
+                return 0
+            elif taken in (-system.INVALID, -system.IO_ERROR) and status[_SEGMENTS] > 1:
+                status[_SEGMENTS] = 1  # no segmentation offload here: once more, one by one
+                status[_PENDING] = _restart(batch, status)
+            else:
+                status[_ERROR] = -taken
+                status[_SENT_UPTO] += 1  # as if it had been lost
+                if -taken == system.TOO_LONG:
+                    return -1
+    return 0
+
+
+@compiled
+def _restart(batch: Any, status: Any) -> int:
+    """Describe the datagrams that were not sent once more, each as a message of its own."""
+    first = 0
+    for message in range(status[_SENT_UPTO]):
+        first += batch.covered[message]
+    count = 0
+    for message in range(status[_PENDING]):
+        count += batch.covered[message]
+    made = system.prepare_messages(batch, count, 1)
+    status[_SENT_UPTO] = first
+    return int(made)

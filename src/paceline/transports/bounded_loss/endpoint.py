@@ -1,0 +1,268 @@
+"""`Endpoint`: one rank's part of the bounded-loss protocol; bytes and times in, bytes and events out.
+
+Rules
+1. It opens no socket and reads no clock: whoever has it moves its datagrams, and tells it the time in microseconds.
+2. Every method is quick, and none may be called while another thread is in one.
+3. Interpreted code works per batch of datagrams; what is done for each is compiled (`receiving`, `sending`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.transports.bounded_loss import congestion_window as window
+from paceline.transports.bounded_loss import datagram as d
+from paceline.transports.bounded_loss import endpoint_state as e
+from paceline.transports.bounded_loss.receiving import allowed_losses, place, take_datagrams
+from paceline.transports.bounded_loss.sending import advance, transmit
+from paceline.transports.bounded_loss.shards import add_survivors, num_chunks, shard_bytes
+from paceline.transports.lossy_transport import Bound, Losses
+
+_FIRST_ROOM = 256
+_PPM = 1_000_000
+
+
+class Endpoint:
+    """One rank's state of the protocol.
+
+    Args:
+        rank: This one.
+        num_ranks: How many there are.
+        keys: For every peer 16 secret bytes, which both of the two ranks hold.
+        payload_bytes: Of a gradient in one datagram, a multiple of 8; the same on all ranks.
+        silence_us: A peer that is needed and says nothing for so long is lost.
+
+    Attributes:
+        tables: Its memory, for compiled code.
+    """
+
+    def __init__(
+        self, rank: int, num_ranks: int, keys: Mapping[int, bytes], payload_bytes: int, silence_us: int
+    ) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.tables = e.new_tables(rank, num_ranks, payload_bytes, d.HEADER_BYTES, _FIRST_ROOM)
+        self.tables.numbers[e.SILENCE_US] = silence_us
+        for peer, secret in keys.items():
+            sends = _direction_key(secret, rank, peer)
+            receives = _direction_key(secret, peer, rank)
+            self.tables.keys[peer] = np.frombuffer(sends + receives, np.uint64)
+        for peer in range(num_ranks):
+            window.reset(self.tables.peers[peer], self.tables.rates[peer])
+        self._held: dict[int, NDArray[Any]] = {}  # the vectors that `slots` has addresses of
+        self._buffers: list[list[NDArray[np.uint8]]] = [[np.empty(0, np.uint8)] * 2 for _ in range(e.SLOTS)]
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of the longest datagram."""
+        return int(d.HEADER_BYTES + self.tables.numbers[e.PAYLOAD])
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether there is room for one more collective."""
+        return bool(self.tables.slots[int(self.tables.numbers[e.BEGUN_HERE]) % e.SLOTS, e.S_STAGE] == e.FREE)
+
+    def begin(self, vector: NDArray[Any], bound: Bound, now_us: int) -> int:
+        """Begin replacing `vector` by the sum over the ranks; return the collective's number.
+
+        Args:
+            vector: Shape (N,), N > 0, float32 or float64, contiguous; mutated until it is finished.
+            bound: The same on every rank.
+            now_us: The time.
+
+        Contract:
+            Collective: every rank, same order, the same N and dtype.  Blocks: no.  After `can_begin` was true.
+        """
+        assert self.can_begin
+        t, payload = self.tables, int(self.tables.numbers[e.PAYLOAD])
+        collective = int(t.numbers[e.BEGUN_HERE])
+        slot = collective % e.SLOTS
+        item = vector.itemsize
+        per_rank = -(-len(vector) // self.num_ranks)
+        shard = -(-per_rank * item // 8) * 8
+        staging, reduced = self._memory(slot, shard)
+        self._held[collective] = vector
+        t = self.tables = e.with_room(t, num_chunks(shard, payload))
+        row = t.slots[slot]
+        row[:] = 0
+        row[e.S_COLLECTIVE], row[e.S_STAGE], row[e.S_BYTES] = collective, e.REDUCING, vector.nbytes
+        row[e.S_SHARD], row[e.S_ITEM] = shard, item
+        row[e.S_BOUND_PPM] = int(bound.ratio * _PPM)
+        row[e.S_PROTECT_PPM] = int(bound.protected_ratio * _PPM)
+        row[e.S_GRADIENT], row[e.S_STAGING], row[e.S_REDUCED] = (
+            vector.ctypes.data,
+            staging.ctypes.data,
+            reduced.ctypes.data,
+        )
+        for phase in range(2):
+            for peer in range(self.num_ranks):
+                incoming = t.incoming[slot, phase, peer]
+                incoming[:] = 0
+                incoming[e.I_BYTES] = shard_bytes(row, self.rank if phase == 0 else peer)
+                incoming[e.I_CHUNKS] = num_chunks(incoming[e.I_BYTES], payload)
+                incoming[e.I_DONE] = incoming[e.I_CHUNKS] == 0
+                t.have[slot, phase, peer, : incoming[e.I_CHUNKS]] = 0
+        t.outgoing[slot] = 0
+        self._start_phase(slot, 0)
+        t.numbers[e.BEGUN_HERE] += 1
+        for peer in range(self.num_ranks):
+            if peer != self.rank:
+                t.peers[peer, e.P_ANSWER] = 1  # it may be waiting for this
+                self._take_stashed(peer, collective, now_us)
+        self.go_on(now_us)
+        return collective
+
+    def go_on(self, now_us: int) -> None:
+        """Sum the shards that are complete, and let them be sent; after compiled code has set ARRIVED_ALL."""
+        t = self.tables
+        advance(t, now_us)
+        while len(slots := np.flatnonzero(t.slots[:, e.S_STAGE] == e.ARRIVED_ALL)):
+            for slot in slots:
+                self._reduce_shard(int(slot))
+                t.slots[slot, e.S_STAGE] = e.GATHERING
+                self._start_phase(int(slot), 1)
+            advance(t, now_us)
+
+    def receive(
+        self, rows: NDArray[np.uint8], sizes: NDArray[Any], marks: NDArray[Any], count: int, now_us: int
+    ) -> None:
+        """Take datagrams: the first `count` rows, of so many bytes, and whether each carried a congestion mark."""
+        words, longs = d.words_of(rows)
+        take_datagrams(self.tables, rows, words, longs, sizes, marks, count, now_us)
+        self.go_on(now_us)
+
+    def transmit(self, rows: NDArray[np.uint8], sizes: NDArray[Any], peers: NDArray[Any], now_us: int) -> int:
+        """Write the datagrams that should leave now, one a row, with their sizes and receivers; return how many."""
+        words, longs = d.words_of(rows)
+        count: int = transmit(self.tables, words, longs, sizes, peers, now_us)
+        self.go_on(now_us)
+        return count
+
+    def take_finished(self) -> list[Losses]:
+        """Return the collectives that have finished since the last call; their vectors are the caller's again."""
+        t, found = self.tables, []
+        for slot in np.flatnonzero(t.slots[:, e.S_STAGE] == e.FINISHED):
+            row = t.slots[slot]
+            missing = [int(t.incoming[slot, 1, peer, e.I_AUX]) for peer in range(self.num_ranks)]
+            missing[self.rank] = int(row[e.S_LOST])
+            payload = int(t.numbers[e.PAYLOAD])
+            expected = [
+                (self.num_ranks - 1) * int(num_chunks(shard_bytes(row, peer), payload))
+                for peer in range(self.num_ranks)
+            ]
+            found.append(Losses(int(row[e.S_COLLECTIVE]), tuple(missing), tuple(expected)))
+            row[e.S_STAGE] = e.RETIRED
+            del self._held[int(row[e.S_COLLECTIVE])]
+        if found:
+            advance(t, 0)
+        return sorted(found, key=lambda finished: finished.collective)
+
+    @property
+    def lost_peer(self) -> int | None:
+        """A peer that is needed and has been silent for too long."""
+        peer = int(self.tables.numbers[e.LOST_PEER])
+        return peer if peer >= 0 else None
+
+    @property
+    def misfit_peer(self) -> int | None:
+        """A peer whose transfers do not have the size that they should."""
+        peer = int(self.tables.numbers[e.MISFIT_PEER])
+        return peer if peer >= 0 else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way, also not for a peer."""
+        return bool((self.tables.slots[:, e.S_STAGE] == e.FREE).all())
+
+    def missing_mask(self, collective: int) -> NDArray[np.uint8]:
+        """Whose chunks of this rank's shard arrived, shape (P, chunks); valid until `take_finished`."""
+        slot = collective % e.SLOTS
+        chunks = int(self.tables.incoming[slot, 0, (self.rank + 1) % self.num_ranks, e.I_CHUNKS])
+        found: NDArray[np.uint8] = self.tables.have[slot, 0, :, :chunks].copy()
+        return found
+
+    def _start_phase(self, slot: int, phase: int) -> None:
+        """Let a phase's chunks be sent to every peer."""
+        t, payload = self.tables, int(self.tables.numbers[e.PAYLOAD])
+        row = t.slots[slot]
+        for peer in range(self.num_ranks):
+            outgoing = t.outgoing[slot, phase, peer]
+            outgoing[:] = 0
+            chunks = num_chunks(shard_bytes(row, peer if phase == 0 else self.rank), payload)
+            outgoing[e.O_CHUNKS] = chunks
+            if chunks == 0 or peer == self.rank:
+                continue
+            outgoing[e.O_ACTIVE] = 1
+            collective = int(row[e.S_COLLECTIVE])
+            outgoing[e.O_START] = (collective * 40503 + self.rank * 7919 + peer * 104729) % chunks
+            t.chunk_state[slot, phase, peer, :chunks] = e.UNSENT
+            if phase == 0:
+                protected = self._protect(slot, peer, chunks)
+                outgoing[e.O_AUX] = protected
+                outgoing[e.O_ALLOWED] = allowed_losses(chunks - protected, int(row[e.S_BOUND_PPM]))
+            else:
+                outgoing[e.O_AUX] = row[e.S_LOST]
+
+    def _protect(self, slot: int, peer: int, chunks: int) -> int:
+        """Choose the chunks that must arrive: those of the largest mean magnitude. Returns how many."""
+        t = self.tables
+        row = t.slots[slot]
+        protected = -(-chunks * int(row[e.S_PROTECT_PPM]) // _PPM)
+        t.chunk_class[slot, peer, :chunks] = 0
+        if protected:
+            vector, item = self._held[int(row[e.S_COLLECTIVE])], int(row[e.S_ITEM])
+            first, length = peer * int(row[e.S_SHARD]) // item, shard_bytes(row, peer) // item
+            edges = np.arange(0, length, int(t.numbers[e.PAYLOAD]) // item)
+            sums = np.add.reduceat(np.abs(vector[first : first + length]), edges)
+            means = sums / np.diff(np.append(edges, length))
+            t.chunk_class[slot, peer, np.argsort(means)[chunks - protected :]] = 1
+        return protected
+
+    def _reduce_shard(self, slot: int) -> None:
+        """Sum this rank's shard over those whose chunks arrived, into a buffer to send from, and into the vector."""
+        t = self.tables
+        row = t.slots[slot]
+        vector, item, shard = self._held[int(row[e.S_COLLECTIVE])], int(row[e.S_ITEM]), int(row[e.S_SHARD])
+        size = shard_bytes(row, self.rank)
+        if size == 0:
+            return
+        own = vector[self.rank * shard // item :][: size // item]
+        staging, reduced = self._buffers[slot]
+        staged = staging[: self.num_ranks * shard].reshape(self.num_ranks, shard)[:, :size].view(vector.dtype)
+        result = reduced[:size].view(vector.dtype)
+        payload = int(t.numbers[e.PAYLOAD])
+        arrived = t.have[slot, 0, :, : num_chunks(size, payload)]
+        row[e.S_LOST] = add_survivors(result, own, staged, arrived, self.rank, payload // item)
+        own[:] = result
+
+    def _memory(self, slot: int, shard: int) -> list[NDArray[np.uint8]]:
+        """Buffers for what the others send of this rank's shard, and for its sum; they only grow."""
+        for number, size in enumerate((self.num_ranks * shard, shard)):
+            if self._buffers[slot][number].nbytes < size:
+                self._buffers[slot][number] = np.zeros(size, np.uint8)
+        return self._buffers[slot]
+
+    def _take_stashed(self, peer: int, collective: int, now_us: int) -> None:
+        t = self.tables
+        count = int(t.peers[peer, e.P_STASHED])
+        t.peers[peer, e.P_STASHED] = 0
+        for entry in range(count):
+            row, size = t.stash[peer, entry].copy(), int(t.stash_sizes[peer, entry])
+            words = row.view(np.uint32)
+            if d.widened(int(words[d.COLLECTIVE]), collective) == collective:
+                place(t, peer, row, words, size, now_us)
+            else:
+                kept = int(t.peers[peer, e.P_STASHED])
+                t.stash[peer, kept, :size] = row[:size]
+                t.stash_sizes[peer, kept] = size
+                t.peers[peer, e.P_STASHED] = kept + 1
+
+
+def _direction_key(secret: bytes, source: int, target: int) -> bytes:
+    return hmac.new(secret, f"{source} to {target}".encode(), hashlib.sha256).digest()[:16]

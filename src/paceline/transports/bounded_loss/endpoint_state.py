@@ -1,0 +1,190 @@
+"""The memory of an endpoint: tables of numbers that compiled code works on, and the names of their columns.
+
+A collective reduces one vector: phase 0 sends every rank its shard of everybody's vector, phase 1 sends the reduced
+shards to everybody. A transfer is what one rank sends another in one phase: chunks of a datagram each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+SLOTS = 8  # collectives under way at once
+RING = 8192  # datagrams to a peer that may be unresolved; a power of 2
+WINDOW = 2048  # numbers below the largest that a receiver still takes; a power of 2
+FEEDBACK_BITS = 1024  # of these, so many a FEEDBACK tells about
+STASH = 32  # datagrams from a peer that is ahead, kept until this rank begins the same collective
+LATE_REPLIES = 16
+
+# self: this endpoint
+RANK, RANKS, PAYLOAD, BEGUN_HERE, OLDEST, TURN, STRANGERS, STALE, DUPLICATES, LOST_PEER, MISFIT_PEER = range(
+    11
+)
+SILENCE_US, IS_CHANGED, SENT, REPEATED, MARKED, REPLAYED = range(11, 17)
+NUM_NUMBERS = 17
+
+# slots: a collective
+(
+    S_COLLECTIVE,
+    S_STAGE,
+    S_BYTES,
+    S_SHARD,
+    S_ITEM,
+    S_BOUND_PPM,
+    S_GRADIENT,
+    S_STAGING,
+    S_REDUCED,
+    S_LOST,
+    S_PROTECT_PPM,
+    NUM_S,
+) = range(12)
+FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED = range(6)
+"""Stages of a slot: ARRIVED_ALL is to be summed; it stays RETIRED while a peer may still need a repetition."""
+
+# outgoing: a transfer to a peer
+(
+    O_ACTIVE,
+    O_CHUNKS,
+    O_START,
+    O_NEXT,
+    O_QUEUED,
+    O_CURSOR,
+    O_FORGIVEN,
+    O_ALLOWED,
+    O_END_AT,
+    O_TRIES,
+    O_AUX,
+    NUM_O,
+) = range(12)
+UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
+"""States of a chunk at its sender."""
+
+# incoming: a transfer from a peer
+(
+    I_CHUNKS,
+    I_GOT,
+    I_GOT_PROTECTED,
+    I_PROTECTED,
+    I_DONE,
+    I_END_AT,
+    I_END_NUMBER,
+    I_REPLY,
+    I_AUX,
+    I_BYTES,
+    NUM_I,
+) = range(11)
+NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
+
+# peers: counts, times in microseconds
+(
+    P_NEXT,
+    P_UNRESOLVED,
+    P_FLYING,
+    P_MARKS_SEEN,
+    P_BEGUN,
+    P_EARLY,
+    P_ROUND_END,
+    P_ROUND_GOOD,
+    P_ROUND_LOST,
+    P_ROUND_MARKED,
+    P_IS_STARTING,
+    P_REORDER,
+    P_PROGRESS_AT,
+    P_BACKOFF,
+    P_RX_LARGEST,
+    P_RX_COUNT,
+    P_RX_MARKED,
+    P_RX_UNTOLD,
+    P_RX_FIRST_UNTOLD_AT,
+    P_RX_TIME,
+    P_RX_TIME_AT,
+    P_TELL_NOW,
+    P_HEARD_AT,
+    P_ASKED_AT,
+    P_ANSWER,
+    P_LATE,
+    P_STASHED,
+    P_REORDERED_AT,
+    NUM_P,
+) = range(29)
+
+# rates: a peer's, floating; times in microseconds
+R_WINDOW, R_RTT, R_MIN_RTT, R_ROUND_RTT, R_ALPHA, R_NEXT_AT, R_MAX_RTT, R_MIN_RTT_AT, NUM_R = range(9)
+
+# ring: a datagram that was sent
+G_COLLECTIVE, G_CHUNK, G_STATE, G_NUMBER, NUM_G = range(5)
+GONE, IN_FLIGHT, ARRIVED, MISSING = range(4)
+
+Numbers = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+
+class Tables(NamedTuple):
+    """All of an endpoint's memory but the gradients, which `slots` has the addresses of."""
+
+    numbers: Numbers
+    slots: Numbers
+    outgoing: Numbers  # slot, phase, peer, column
+    incoming: Numbers
+    peers: Numbers
+    rates: NDArray[np.float64]
+    ring: Numbers  # peer, number % RING, column
+    keys: NDArray[np.uint64]  # peer; two halves for sending, two for receiving
+    chunk_state: Bytes  # slot, phase, peer, chunk
+    chunk_number: Numbers
+    chunk_class: Bytes  # slot, peer, chunk: 1 is protected
+    have: Bytes  # slot, phase, peer, chunk
+    seen: Bytes  # peer, number % WINDOW
+    late: Numbers  # peer, entry, (collective, phase)
+    stash: Bytes  # peer, entry, bytes
+    stash_sizes: Numbers
+
+
+def new_tables(rank: int, num_ranks: int, payload_bytes: int, header_bytes: int, chunks: int) -> Tables:
+    """Memory for transfers of up to `chunks` chunks."""
+
+    def zeros(*shape: int) -> Numbers:
+        return np.zeros(shape, np.int64)
+
+    numbers = zeros(NUM_NUMBERS)
+    numbers[RANK], numbers[RANKS], numbers[PAYLOAD] = rank, num_ranks, payload_bytes
+    numbers[LOST_PEER] = numbers[MISFIT_PEER] = -1
+    slots = zeros(SLOTS, NUM_S)
+    slots[:, S_COLLECTIVE] = -1
+    return Tables(
+        numbers=numbers,
+        slots=slots,
+        outgoing=zeros(SLOTS, 2, num_ranks, NUM_O),
+        incoming=zeros(SLOTS, 2, num_ranks, NUM_I),
+        peers=zeros(num_ranks, NUM_P),
+        rates=np.zeros((num_ranks, NUM_R)),
+        ring=zeros(num_ranks, RING, NUM_G),
+        keys=np.zeros((num_ranks, 4), np.uint64),
+        seen=np.zeros((num_ranks, WINDOW), np.uint8),
+        late=zeros(num_ranks, LATE_REPLIES, 2),
+        stash=np.zeros((num_ranks, STASH, header_bytes + payload_bytes), np.uint8),
+        stash_sizes=zeros(num_ranks, STASH),
+        **_per_chunk(num_ranks, chunks),
+    )
+
+
+def with_room(tables: Tables, chunks: int) -> Tables:
+    """The same memory, with room for transfers of `chunks` chunks."""
+    room = tables.have.shape[3]
+    if chunks <= room:
+        return tables
+    grown = _per_chunk(tables.have.shape[2], max(chunks, 2 * room))
+    for name, table in grown.items():
+        table[..., :room] = getattr(tables, name)
+    return tables._replace(**grown)
+
+
+def _per_chunk(num_ranks: int, chunks: int) -> dict[str, Any]:
+    return {
+        "chunk_state": np.zeros((SLOTS, 2, num_ranks, chunks), np.uint8),
+        "chunk_number": np.zeros((SLOTS, 2, num_ranks, chunks), np.int64),
+        "chunk_class": np.zeros((SLOTS, num_ranks, chunks), np.uint8),
+        "have": np.zeros((SLOTS, 2, num_ranks, chunks), np.uint8),
+    }

@@ -1,0 +1,364 @@
+"""What an endpoint does with datagrams that arrive: check, place, acknowledge; compiled, many at a time.
+
+Rules
+1. A datagram without the right code is a stranger's: it is counted, and changes nothing.
+2. A number that was received before is a duplicate, or was replayed: it is counted, and changes nothing else.
+3. A transfer ends when everything has arrived, or when its sender has said that everything was sent and at least the
+   promised part of each class is here. What then arrives is answered, and dropped.
+4. A datagram of a collective that this rank has not begun is kept; one that does not fit there counts as lost.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paceline.transports.bounded_loss import congestion_window as window
+from paceline.transports.bounded_loss import datagram as d
+from paceline.transports.bounded_loss import endpoint_state as e
+from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
+from paceline.transports.bounded_loss.shards import incoming_address
+
+_GRACE_US = 2000
+_REMEMBER_US = 10_000_000
+_PROMPT = 16  # datagrams that are acknowledged at once, before the delay of FEEDBACK
+_LONGEST_RTT_US = 60_000_000
+_MOST_REORDER = 512
+
+
+@compiled
+def allowed_losses(droppable: int, bound_ppm: int) -> int:
+    """How many of a transfer's droppable chunks may be missing. The last may be short, so it is not counted."""
+    return max(0, (droppable - 1) * bound_ppm // 1_000_000)
+
+
+@compiled
+def take_datagrams(
+    t: Any, rows: Any, words: Any, longs: Any, sizes: Any, marks: Any, count: int, now_us: int
+) -> None:
+    """Take `count` datagrams.
+
+    Args:
+        t: The endpoint's `Tables`.
+        rows: Their bytes, one a row; and the same memory in
+        words: 32-bit words, and in
+        longs: 64-bit words.
+        sizes: Bytes of each.
+        marks: Whether each carried a congestion mark.
+        count: How many.
+        now_us: The time.
+    """
+    for i in range(count):
+        _take(t, rows[i], words[i], longs[i], sizes[i], marks[i], now_us)
+
+
+@compiled
+def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: int) -> None:
+    n = t.numbers
+    if size < d.HEADER_BYTES or size > d.HEADER_BYTES + n[e.PAYLOAD]:
+        n[e.STRANGERS] += 1
+        return
+    who = np.int64(word[d.SENDER_KIND])
+    peer, kind, flags = who & 0xFFFF, (who >> 16) & 0xFF, who >> 24
+    if (
+        peer >= n[e.RANKS]
+        or peer == n[e.RANK]
+        or not d.is_sealed(long, size, t.keys[peer, 2], t.keys[peer, 3])
+    ):
+        n[e.STRANGERS] += 1
+        return
+    p = t.peers[peer]
+    p[e.P_HEARD_AT] = now_us
+    begun = d.widened(np.int64(word[d.BEGUN]), p[e.P_BEGUN])
+    if begun > p[e.P_BEGUN]:
+        p[e.P_BEGUN] = begun
+        p[e.P_EARLY] = 0
+    if kind == d.FEEDBACK:
+        _take_feedback(t, peer, row, word, size, now_us)
+        return
+    if kind == d.STATUS:
+        if flags & d.ASK:
+            p[e.P_ANSWER] = 1
+        return
+    collective = d.widened(np.int64(word[d.COLLECTIVE]), n[e.BEGUN_HERE])
+    slot = collective % e.SLOTS
+    phase = flags & d.GATHER
+    is_here = collective >= 0 and t.slots[slot, e.S_COLLECTIVE] == collective
+    if kind == d.DONE:
+        if is_here:
+            t.outgoing[slot, phase, peer, e.O_ACTIVE] = 0
+            n[e.IS_CHANGED] = 1
+    elif kind == d.NACK:
+        if is_here:
+            _take_nack(t, slot, phase, peer, row, word, size)
+    elif kind in (d.DATA, d.END):
+        _take_numbered(t, peer, collective, is_here, row, word, size, mark, now_us)
+
+
+@compiled
+def _take_numbered(
+    t: Any, peer: int, collective: int, is_here: bool, row: Any, word: Any, size: int, mark: int, now_us: int
+) -> None:
+    """Take a DATA or an END."""
+    n, p = t.numbers, t.peers[peer]
+    number = d.widened(np.int64(word[d.NUMBER]), max(p[e.P_RX_LARGEST], 0))
+    largest = p[e.P_RX_LARGEST]
+    if number < 0 or number <= largest - e.WINDOW or (number <= largest and t.seen[peer, number % e.WINDOW]):
+        n[e.REPLAYED] += 1
+        p[e.P_TELL_NOW] = 1  # what I said about it may have been lost
+        return
+    if not is_here and collective >= n[e.BEGUN_HERE]:
+        kept = p[e.P_STASHED]
+        if kept == e.STASH:
+            return
+        copy_memory(t.stash[peer, kept].ctypes.data, row.ctypes.data, size)
+        t.stash_sizes[peer, kept] = size
+        p[e.P_STASHED] = kept + 1
+    _note_number(t, peer, number, np.int64(word[d.TIME]), mark, now_us)
+    if is_here:
+        place(t, peer, row, word, size, now_us)
+    elif collective < n[e.BEGUN_HERE]:
+        _reply_late(t, peer, collective, (np.int64(word[d.SENDER_KIND]) >> 24) & d.GATHER)
+
+
+@compiled
+def _note_number(t: Any, peer: int, number: int, sent_at: int, mark: int, now_us: int) -> None:
+    p = t.peers[peer]
+    largest = p[e.P_RX_LARGEST]
+    if number > largest:
+        for skipped in range(max(largest + 1, number - e.WINDOW + 1), number):
+            t.seen[peer, skipped % e.WINDOW] = 0
+        p[e.P_RX_LARGEST] = number
+        p[e.P_RX_TIME], p[e.P_RX_TIME_AT] = sent_at, now_us
+    else:
+        p[e.P_REORDERED_AT] = now_us
+    t.seen[peer, number % e.WINDOW] = 1
+    p[e.P_RX_COUNT] += 1
+    p[e.P_RX_MARKED] += mark
+    if p[e.P_RX_UNTOLD] == 0:
+        p[e.P_RX_FIRST_UNTOLD_AT] = now_us
+    p[e.P_RX_UNTOLD] += 1
+    if p[e.P_RX_UNTOLD] >= _PROMPT:
+        p[e.P_TELL_NOW] = 1
+
+
+@compiled
+def _reply_late(t: Any, peer: int, collective: int, phase: int) -> None:
+    """Say DONE about a collective that this rank has finished and forgotten."""
+    p = t.peers[peer]
+    t.numbers[e.STALE] += 1
+    for entry in range(p[e.P_LATE]):
+        if t.late[peer, entry, 0] == collective and t.late[peer, entry, 1] == phase:
+            return
+    if p[e.P_LATE] < e.LATE_REPLIES:
+        t.late[peer, p[e.P_LATE], 0] = collective
+        t.late[peer, p[e.P_LATE], 1] = phase
+        p[e.P_LATE] += 1
+
+
+@compiled
+def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> None:
+    """Put a DATA or an END of a collective that is under way where it belongs."""
+    n = t.numbers
+    who = np.int64(word[d.SENDER_KIND])
+    flags, kind = who >> 24, (who >> 16) & 0xFF
+    phase = flags & d.GATHER
+    slot = d.widened(np.int64(word[d.COLLECTIVE]), n[e.BEGUN_HERE]) % e.SLOTS
+    incoming = t.incoming[slot, phase, peer]
+    chunk, chunks = np.int64(word[d.CHUNK]), np.int64(word[d.CHUNKS])
+    if chunks != incoming[e.I_CHUNKS]:
+        n[e.MISFIT_PEER] = peer
+        return
+    if phase == 1:
+        t.outgoing[slot, 0, peer, e.O_ACTIVE] = 0  # whoever sends the reduced shard has what it wanted
+    if incoming[e.I_DONE]:
+        incoming[e.I_REPLY] = e.REPLY_DONE
+        n[e.DUPLICATES] += 1
+        return
+    if phase == 0:
+        incoming[e.I_PROTECTED] = min(np.int64(word[d.AUX]), chunks)
+    else:
+        incoming[e.I_AUX] = np.int64(word[d.AUX])
+    if kind == d.END:
+        incoming[e.I_END_AT] = now_us
+        incoming[e.I_END_NUMBER] = d.widened(np.int64(word[d.NUMBER]), max(t.peers[peer, e.P_RX_LARGEST], 0))
+        t.peers[peer, e.P_TELL_NOW] = 1
+    else:
+        payload = n[e.PAYLOAD]
+        length = min(payload, incoming[e.I_BYTES] - chunk * payload)
+        if chunk >= chunks or size - d.HEADER_BYTES != length:
+            n[e.MISFIT_PEER] = peer
+            return
+        if t.have[slot, phase, peer, chunk]:
+            n[e.DUPLICATES] += 1
+            return
+        target = incoming_address(t.slots[slot], phase, peer) + chunk * payload
+        copy_memory(target, row.ctypes.data + d.HEADER_BYTES, length)
+        t.have[slot, phase, peer, chunk] = 1
+        incoming[e.I_GOT] += 1
+        if flags & d.PROTECTED:
+            incoming[e.I_GOT_PROTECTED] += 1
+    judge(t, slot, phase, peer, now_us)
+
+
+@compiled
+def judge(t: Any, slot: int, phase: int, peer: int, now_us: int) -> None:
+    """End a transfer if it may end; ask for the rest if its sender thinks that it has sent everything."""
+    incoming = t.incoming[slot, phase, peer]
+    chunks, got = incoming[e.I_CHUNKS], incoming[e.I_GOT]
+    if incoming[e.I_DONE]:
+        return
+    if got < chunks:
+        if incoming[e.I_END_AT] == 0:
+            return
+        was_reordered = t.peers[peer, e.P_REORDERED_AT]
+        if (
+            was_reordered
+            and now_us - was_reordered < _REMEMBER_US
+            and now_us < incoming[e.I_END_AT] + _GRACE_US
+        ):
+            return  # the END may have overtaken what is missing
+        bound_ppm = t.slots[slot, e.S_BOUND_PPM] if phase == 0 else 0
+        protected = incoming[e.I_PROTECTED]
+        lost = chunks - got
+        lost_protected = protected - incoming[e.I_GOT_PROTECTED]
+        if lost_protected > 0 or lost > allowed_losses(chunks - protected, bound_ppm):
+            incoming[e.I_REPLY] = e.REPLY_NACK
+            incoming[e.I_END_AT] = 0
+            return
+    incoming[e.I_DONE] = 1
+    incoming[e.I_REPLY] = e.REPLY_DONE
+    t.numbers[e.IS_CHANGED] = 1
+
+
+@compiled
+def _take_feedback(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> None:
+    """Learn what has arrived; decide what to repeat."""
+    p, rate = t.peers[peer], t.rates[peer]
+    largest = d.widened(np.int64(word[d.CHUNK]), p[e.P_NEXT])
+    if largest >= p[e.P_NEXT] or largest < p[e.P_UNRESOLVED] - 1:
+        return  # of an earlier moment
+    bits = (size - d.HEADER_BYTES) * 8
+    progress = 0
+    for number in range(p[e.P_UNRESOLVED], largest + 1):
+        sent = t.ring[peer, number % e.RING]
+        if sent[e.G_STATE] != e.IN_FLIGHT:
+            continue
+        back = largest - number
+        if back == 0 or (back <= bits and (row[d.HEADER_BYTES + (back - 1) // 8] >> ((back - 1) % 8)) & 1):
+            sent[e.G_STATE] = e.ARRIVED
+            p[e.P_FLYING] -= 1
+            p[e.P_ROUND_GOOD] += 1
+            progress += 1
+            _confirm(t, peer, sent)
+        elif back >= p[e.P_REORDER] or back > bits:
+            give_up(t, peer, number)
+            p[e.P_ROUND_LOST] += 1
+    for back in range(
+        1, min(bits, largest) + 1
+    ):  # given up too early? Then the path reorders more than we thought
+        sent = t.ring[peer, (largest - back) % e.RING]
+        if sent[e.G_STATE] != e.MISSING or sent[e.G_NUMBER] != largest - back:
+            continue
+        if (row[d.HEADER_BYTES + (back - 1) // 8] >> ((back - 1) % 8)) & 1:
+            sent[e.G_STATE] = e.ARRIVED
+            p[e.P_REORDER] = min(_MOST_REORDER, max(p[e.P_REORDER], 2 * back))
+            _confirm(t, peer, sent)
+    while (
+        p[e.P_UNRESOLVED] < p[e.P_NEXT] and t.ring[peer, p[e.P_UNRESOLVED] % e.RING, e.G_STATE] != e.IN_FLIGHT
+    ):
+        p[e.P_UNRESOLVED] += 1
+    marked = d.widened(np.int64(word[d.AUX]), p[e.P_MARKS_SEEN])
+    if marked > p[e.P_MARKS_SEEN]:
+        p[e.P_ROUND_MARKED] += marked - p[e.P_MARKS_SEEN]
+        t.numbers[e.MARKED] += marked - p[e.P_MARKS_SEEN]
+        p[e.P_MARKS_SEEN] = marked
+    if progress:
+        p[e.P_PROGRESS_AT] = now_us
+        p[e.P_BACKOFF] = 0
+        rtt = (now_us - np.int64(word[d.TIME])) & 0xFFFFFFFF
+        if 0 < rtt < _LONGEST_RTT_US:
+            window.note_round_trip(rate, float(rtt), now_us)
+        if largest >= p[e.P_ROUND_END]:
+            window.end_round(p, rate)
+
+
+@compiled
+def _confirm(t: Any, peer: int, sent: Any) -> None:
+    """A chunk has arrived, whichever of its repetitions it was."""
+    collective = sent[e.G_COLLECTIVE]
+    slot = collective % e.SLOTS
+    if t.slots[slot, e.S_COLLECTIVE] != collective or sent[e.G_CHUNK] < 0:
+        return
+    phase, chunk = sent[e.G_CHUNK] >> 32, sent[e.G_CHUNK] & 0xFFFFFFFF
+    outgoing = t.outgoing[slot, phase, peer]
+    state = t.chunk_state[slot, phase, peer, chunk]
+    if state == e.QUEUED:
+        outgoing[e.O_QUEUED] -= 1
+    elif state == e.FORGIVEN:
+        outgoing[e.O_FORGIVEN] -= 1
+    t.chunk_state[slot, phase, peer, chunk] = e.DELIVERED
+
+
+@compiled
+def give_up(t: Any, peer: int, number: int) -> None:
+    """A datagram was lost: repeat its chunk, or let it go within the bound."""
+    sent = t.ring[peer, number % e.RING]
+    sent[e.G_STATE] = e.MISSING
+    t.peers[peer, e.P_FLYING] -= 1
+    collective = sent[e.G_COLLECTIVE]
+    slot = collective % e.SLOTS
+    if t.slots[slot, e.S_COLLECTIVE] != collective:
+        return
+    place_of = sent[e.G_CHUNK] if sent[e.G_CHUNK] >= 0 else -sent[e.G_CHUNK] - 1
+    phase, chunk = place_of >> 32, place_of & 0xFFFFFFFF
+    outgoing = t.outgoing[slot, phase, peer]
+    if not outgoing[e.O_ACTIVE]:
+        return
+    if sent[e.G_CHUNK] < 0:
+        outgoing[e.O_END_AT] = 0
+    elif (
+        t.chunk_state[slot, phase, peer, chunk] == e.FLYING
+        and t.chunk_number[slot, phase, peer, chunk] == number
+    ):
+        let_go_or_queue(t, slot, phase, peer, chunk)
+
+
+@compiled
+def let_go_or_queue(t: Any, slot: int, phase: int, peer: int, chunk: int) -> None:
+    """Forgive the loss of a chunk if the bound allows one more; else queue it to be sent again."""
+    outgoing = t.outgoing[slot, phase, peer]
+    is_protected = phase == 0 and t.chunk_class[slot, peer, chunk] == 1
+    if not is_protected and outgoing[e.O_FORGIVEN] < outgoing[e.O_ALLOWED]:
+        t.chunk_state[slot, phase, peer, chunk] = e.FORGIVEN
+        outgoing[e.O_FORGIVEN] += 1
+    else:
+        t.chunk_state[slot, phase, peer, chunk] = e.QUEUED
+        outgoing[e.O_QUEUED] += 1
+        outgoing[e.O_END_AT] = 0
+
+
+@compiled
+def _take_nack(t: Any, slot: int, phase: int, peer: int, row: Any, word: Any, size: int) -> None:
+    """Learn, chunk by chunk, what the receiver misses; only about what was sent before the END that it answers."""
+    outgoing = t.outgoing[slot, phase, peer]
+    first, chunks = np.int64(word[d.CHUNK]), outgoing[e.O_CHUNKS]
+    if not outgoing[e.O_ACTIVE] or np.int64(word[d.CHUNKS]) != chunks:
+        return
+    end_number = d.widened(np.int64(word[d.AUX]), t.peers[peer, e.P_NEXT])
+    for chunk in range(first, min(chunks, first + (size - d.HEADER_BYTES) * 8)):
+        if t.chunk_number[slot, phase, peer, chunk] > end_number:
+            continue
+        state = t.chunk_state[slot, phase, peer, chunk]
+        back = chunk - first
+        if (row[d.HEADER_BYTES + back // 8] >> (back % 8)) & 1:
+            if state in (e.FLYING, e.DELIVERED):
+                let_go_or_queue(t, slot, phase, peer, chunk)
+        elif state not in (e.DELIVERED, e.UNSENT):
+            if state == e.QUEUED:
+                outgoing[e.O_QUEUED] -= 1
+            elif state == e.FORGIVEN:
+                outgoing[e.O_FORGIVEN] -= 1
+            t.chunk_state[slot, phase, peer, chunk] = e.DELIVERED
+    outgoing[e.O_END_AT] = 0  # after what is queued, if anything

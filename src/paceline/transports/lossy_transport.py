@@ -1,0 +1,126 @@
+"""The interface of a transport that may lose a bounded part of what it sums, and says how much; its records.
+
+It is not a `Transport`: whoever uses it has to say what may be lost, and to look at what was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What may be lost of a vector in its reduce-scatter.
+
+    Attributes:
+        ratio: Of the droppable bytes of each transfer, at least 0 and less than 1.
+        protected_ratio: Of the chunks, those of the largest mean magnitude, of which nothing may be lost.
+    """
+
+    ratio: float
+    protected_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio < 1:
+            raise ConfigurationError(
+                f"a bound of {self.ratio} cannot be: it is the part of a transfer that may be lost, at least 0 and "
+                "less than 1. Give 0.01 for one percent."
+            )
+        if not 0 <= self.protected_ratio <= 1:
+            raise ConfigurationError(
+                f"protected_ratio={self.protected_ratio} cannot be: it is a part of the chunks, from 0 to 1."
+            )
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What was lost of a vector that has been summed.
+
+    Attributes:
+        collective: Its number.
+        missing: For each rank, how many contributions (a chunk from a peer) did not arrive for its shard.
+        expected: For each rank, how many were sent to it.
+    """
+
+    collective: int
+    missing: tuple[int, ...]
+    expected: tuple[int, ...]
+
+
+class Sum:
+    """A sum that has been launched on a link."""
+
+    def __init__(self, vector: NDArray[Any], bound: Bound) -> None:
+        self.vector = vector
+        self.bound = bound
+        self.launched_s = time.monotonic()
+        self.losses: Losses | None = None
+        """What was lost; set when it is done."""
+        self.missing: NDArray[np.uint8] | None = None
+        """Whose chunks of this rank's shard arrived, shape (P, chunks); only where some did not."""
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done, or for `timeout_s` seconds; returns whether it is done. Raises what went wrong."""
+        is_done = self._done.wait(timeout_s)
+        if is_done and self._error is not None:
+            raise self._error
+        return is_done
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once it is done, on the link's thread, or now."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def end(self, losses: Losses | None, error: Exception | None = None) -> None:
+        """Wake up those who wait. By the link alone."""
+        with self._lock:
+            self.losses, self._error = losses, error
+            self._done.set()
+        for callback in self._callbacks:
+            callback()
+
+
+class LossyTransport(ABC):
+    """Sums vectors over `num_ranks` ranks, of which this is `rank`."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+
+    @abstractmethod
+    def launch(self, vector: NDArray[Any], bound: Bound) -> Sum:
+        """Start replacing `vector` by the sum over the ranks, the same bits on all of them.
+
+        Args:
+            vector: Shape (N,), N > 0, float32 or float64, contiguous; mutated until the result is done.
+            bound: What may be lost; the same on every rank.
+
+        Contract:
+            Collective: every rank, same order, the same N and dtype.  Blocks: no.
+        """
+
+    @property
+    @abstractmethod
+    def counters(self) -> dict[str, int]:
+        """Datagrams: sent, repeated, of strangers, duplicates, replayed, of finished sums, with congestion marks."""
+
+    @abstractmethod
+    def close(self, timeout_s: float) -> bool:
+        """Leave, after peers have what they need of this rank; returns whether nothing is left."""

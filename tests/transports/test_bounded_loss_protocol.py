@@ -1,0 +1,172 @@
+"""The bounded-loss protocol without sockets: endpoints in one process, a clock and a network that the test plays."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.transports import Bound
+from paceline.transports.bounded_loss import endpoint_state as e
+from paceline.transports.bounded_loss.endpoint import Endpoint
+from paceline.transports.bounded_loss.key_agreement import KeyAgreement
+from paceline.transports.bounded_loss.siphash import siphash
+
+PAYLOAD, TICK_US, ROWS = 64, 500, 64
+LONGEST_US = 400_000_000
+
+
+def endpoints(ranks, silence_us=10**12):
+    return [
+        Endpoint(
+            rank,
+            ranks,
+            {peer: bytes([min(rank, peer), max(rank, peer)]) * 16 for peer in range(ranks) if peer != rank},
+            PAYLOAD,
+            silence_us,
+        )
+        for rank in range(ranks)
+    ]
+
+
+class Network:
+    """Loses, repeats, delays (so reorders) and corrupts datagrams, by a seed."""
+
+    def __init__(self, seed, lose=0.0, repeat=0.0, delay=0.0, corrupt=0.0):
+        self.random = random.Random(seed)
+        self.lose, self.repeat, self.delay, self.corrupt = lose, repeat, delay, corrupt
+        self.under_way = []
+        self.corrupted = 0
+
+    def carry(self, now_us, peer, datagram):
+        dice = self.random
+        for _ in range(2 if dice.random() < self.repeat else 1):
+            if dice.random() < self.lose:
+                continue
+            arrives = datagram.copy()
+            if dice.random() < self.corrupt:
+                arrives[dice.randrange(len(arrives))] ^= 1 << dice.randrange(8)
+                self.corrupted += 1
+            late = dice.randrange(20) * TICK_US if dice.random() < self.delay else 0
+            self.under_way.append((now_us + TICK_US + late, peer, arrives))
+
+    def arrived(self, now_us):
+        here = [entry for entry in self.under_way if entry[0] <= now_us]
+        self.under_way = [entry for entry in self.under_way if entry[0] > now_us]
+        return here
+
+
+def run(network, ranks, vectors, bound, late_rank=None, late_us=0):
+    """Sum the vectors of all ranks, one collective after another under way together; returns losses of each rank."""
+    ends = endpoints(ranks)
+    rows = np.zeros((ROWS, ends[0].row_bytes), np.uint8)
+    sizes, peers = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
+    losses, begun, now_us = [[] for _ in ends], [0] * ranks, 1000
+    while min(map(len, losses)) < len(vectors[0]):
+        assert now_us < LONGEST_US, "it does not end"
+        for rank, end in enumerate(ends):
+            is_here = rank != late_rank or now_us >= late_us
+            while is_here and begun[rank] < len(vectors[rank]) and end.can_begin:
+                end.begin(vectors[rank][begun[rank]], bound, now_us)
+                begun[rank] += 1
+            for i in range(end.transmit(rows, sizes, peers, now_us)):
+                network.carry(now_us, int(peers[i]), rows[i, : sizes[i]])
+        now_us += TICK_US if network.under_way else 20 * TICK_US  # nothing is under way: only clocks go on
+        for _, peer, datagram in network.arrived(now_us):
+            row = np.zeros((1, ends[0].row_bytes), np.uint8)
+            row[0, : len(datagram)] = datagram
+            ends[peer].receive(row, np.array([len(datagram)]), np.zeros(1, np.int64), 1, now_us)
+        for rank, end in enumerate(ends):
+            losses[rank] += end.take_finished()
+            assert end.misfit_peer is None
+    return [sorted(each, key=lambda one: one.collective) for each in losses], ends
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 10**6),
+    ranks=st.integers(2, 4),
+    sizes=st.lists(st.integers(1, 400), min_size=1, max_size=10),
+    lose=st.sampled_from([0.0, 0.01, 0.1, 0.4]),
+    repeat=st.sampled_from([0.0, 0.2]),
+    delay=st.sampled_from([0.0, 0.3]),
+    corrupt=st.sampled_from([0.0, 0.05]),
+    bound=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
+    protected=st.sampled_from([0.0, 0.3, 1.0]),
+    late_us=st.sampled_from([0, 30_000]),
+)
+def test_it_ends_exactly_or_within_the_bound(
+    seed, ranks, sizes, lose, repeat, delay, corrupt, bound, protected, late_us
+):
+    """Whatever the network does: the same bits everywhere; bound 0 is the exact sum; no more is lost than allowed."""
+    given_ = [
+        [
+            np.random.default_rng((seed, rank, i)).integers(-99, 99, size).astype(np.float32)
+            for i, size in enumerate(sizes)
+        ]
+        for rank in range(ranks)
+    ]
+    vectors = [[vector.copy() for vector in of_rank] for of_rank in given_]
+    network = Network(seed, lose, repeat, delay, corrupt)
+    losses, ends = run(network, ranks, vectors, Bound(bound, protected), ranks - 1, late_us)
+    for i in range(len(sizes)):
+        exact = sum(of_rank[i] for of_rank in given_)
+        for rank in range(ranks):
+            assert vectors[rank][i].tobytes() == vectors[0][i].tobytes()
+            assert losses[rank][i].missing == losses[0][i].missing
+        missing, expected = losses[0][i].missing, losses[0][i].expected
+        for lost, of in zip(missing, expected, strict=True):
+            assert lost <= bound * of
+        if sum(missing) == 0:
+            assert (vectors[0][i] == exact).all()
+        assert bound > 0 or sum(missing) == 0
+        assert protected < 1 or sum(missing) == 0
+    # A corrupted datagram is a stranger's; one that changes nothing but the padding cannot be made here.
+    counted = sum(int(end.tables.numbers[e.STRANGERS]) for end in ends)
+    assert counted <= network.corrupted
+    assert counted > 0 or network.corrupted < 3
+
+
+def test_a_lossy_network_makes_use_of_the_bound_and_the_estimate_is_unbiased():
+    """Ranks hold constants 1, 2, 3; over many losses the mean of the estimates is their sum (three standard errors)."""
+    estimates, lost = [], 0
+    for seed in range(12):
+        vectors = [[np.full(3000, rank + 1, np.float32)] for rank in range(3)]
+        losses, _ = run(Network(seed, lose=0.15), 3, vectors, Bound(0.4))
+        lost += sum(losses[0][0].missing)
+        estimates.append(vectors[0][0].mean())
+    assert lost > 50
+    spread = np.std(estimates) / np.sqrt(len(estimates))
+    assert abs(np.mean(estimates) - 6) < 3 * spread + 0.02
+
+
+def test_a_silent_peer_is_named():
+    """Nothing arrives from rank 2: it is lost after the silence, and nobody else is."""
+    ends = endpoints(3, silence_us=1_000_000)
+    rows = np.zeros((ROWS, ends[0].row_bytes), np.uint8)
+    sizes, peers = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
+    now_us = 1000
+    for end in ends:
+        end.begin(np.ones(100, np.float32), Bound(0.5), now_us)
+    while ends[0].lost_peer is None:
+        assert now_us < LONGEST_US
+        for end in ends[:2]:
+            for i in range(end.transmit(rows, sizes, peers, now_us)):
+                if peers[i] < 2:
+                    ends[peers[i]].receive(
+                        rows[i : i + 1].copy(), sizes[i : i + 1], np.zeros(1, np.int64), 1, now_us
+                    )
+        now_us += 10_000
+    assert ends[0].lost_peer == 2
+    assert now_us >= 1_000_000
+
+
+def test_siphash_is_the_published_one_and_keys_agree():
+    """The paper's test vector (appendix A): key 00..0f, message 00..0e; what follows the message does not matter."""
+    key = np.arange(16, dtype=np.uint8).view(np.uint64)
+    message = np.append(np.arange(15, dtype=np.uint8), 77).astype(np.uint8).view(np.uint64)
+    assert siphash(message, 0, 15, key[0], key[1]) == 0xA129CA6149BE45E5
+    one, two, other = KeyAgreement(), KeyAgreement(), KeyAgreement()
+    assert one.secret_with(two.public) == two.secret_with(one.public) != one.secret_with(other.public)
