@@ -336,14 +336,14 @@ def free(program: Program, rank: int, num_ranks: int, compare: Comparison) -> No
         if name.startswith("raise"):
             _stumble(name, seed, mine, num_ranks, compare)
             for one in [mine, *copies]:
-                one.do("zero to None", seed)
+                one.do("train", seed)  # the next step is clean; the others wait for it to be told
         elif name == "accumulate":
             _accumulate(program, seed, mine.model, rank)
             _accumulate_copies(program, seed, [one.model for one in copies])
         else:
             for one in [mine, *copies]:
                 one.do(name, seed)
-        if name in SYNCHRONIZES:
+        if name in SYNCHRONIZES or name.startswith("raise"):
             _compare_and_take_over(mine, copies, compare)
 
 
