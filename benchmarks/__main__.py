@@ -25,6 +25,7 @@ WITHOUT_SIDES = (
     "unequal",
     "time_to_loss",
     "hetseq_table",
+    "fuzz",
 )
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
@@ -40,6 +41,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("hetseq_table",),
     ("svm",),
     ("svm_ranks",),
+    ("fuzz",),
     *[
         ("step_time", "--workload", workload, "--ranks", ranks)
         for ranks in ("2", "1")
