@@ -28,6 +28,7 @@ WITHOUT_SIDES = (
     "guidelines",
     "predicted_steps",
     "predicted_papers",
+    "fuzz",
 )
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
@@ -46,6 +47,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("predicted_papers",),
     ("svm",),
     ("svm_ranks",),
+    ("fuzz",),
     *[
         ("step_time", "--workload", workload, "--ranks", ranks)
         for ranks in ("2", "1")

@@ -1,0 +1,193 @@
+"""Random training programs: what there is to draw, how one is drawn from a seed, written down, and made smaller.
+
+Rules
+1. A program is data: a kind, a model, options of the wrapper and a list of operations. Performing it
+   (`program_oracle`) draws data and branches from (program's seed, operation's seed, rank) alone.
+2. Any part may be left out and what remains is still a program: so a failing one can be shrunk by trying.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+OUTPUTS = ("plain", "plain", "object", "attribute", "global")
+BLOCKS = ("linear", "reentrant", "checkpoint", "nested", "twice", "tied", "norm")
+SHORTER = ("auto", "bf16", "fp16", "int8", "topk", "randomk")
+HOOKS = ("allreduce", "fp16", "fp16 around allreduce", "noop")
+
+# Operations of each kind of program, with how often they are drawn.
+OPERATIONS: dict[str, dict[str, int]] = {
+    # Anything between two backwards; each gradient is compared after each synchronization.
+    "free": {
+        "forward": 6,
+        "backward": 6,
+        "backward, keep the graph": 2,
+        "backward without synchronization": 3,
+        "zero to None": 2,
+        "zero in place": 2,
+        "scale": 1,
+        "clone": 1,
+        "evaluate": 1,
+        "set": 1,
+        "freeze": 1,
+        "unfreeze": 1,
+        "sync_gradients": 1,
+        "around the wrapper": 2,
+        "accumulate": 2,
+        "raise in forward": 1,
+        "raise before backward": 1,
+        "raise in backward": 2,
+        "train": 2,
+    },
+    # What torch's class can do as well; compared with it, too.
+    "torch": {"train": 6, "train on two micro-batches": 2, "evaluate": 1, "train twice forward": 1},
+    # Two wrapped models whose backwards alternate.
+    "gan": {"discriminate": 3, "generate": 3, "generate, frozen critic": 2, "both": 2, "step": 2},
+    # Parameters instead of gradients.
+    "local steps": {"train": 6, "evaluate": 1, "synchronize": 1},
+    # The optimizer's step is put off into the next forward.
+    "overlap": {"train": 6, "train on two micro-batches": 2, "accumulate": 2, "evaluate": 1, "read": 2},
+    "mixed precision": {"train": 6, "train on two micro-batches": 2, "evaluate": 1},
+}
+NUM_OPERATIONS = {"free": 12, "torch": 4, "gan": 6, "local steps": 7, "overlap": 5, "mixed precision": 3}
+WEIGHTS = {"free": 10, "torch": 5, "gan": 3, "local steps": 2, "overlap": 3, "mixed precision": 1}
+
+
+@dataclass(frozen=True, eq=False)  # found again by identity
+class Program:
+    """What every rank performs.
+
+    Attributes:
+        seed: Of data, parameters and branches.
+        kind: A key of `OPERATIONS`.
+        num_ranks: How many processes.
+        width: Of the trunk: gradients of a wide one are copied while backward runs.
+        blocks: Layers after the trunk, out of `BLOCKS`.
+        outputs: Where a forward leaves what it computed: in plain sight or where no library looks.
+        options: Of the wrapper or the optimizer, by name.
+        operations: (name, seed of its data) one after another.
+    """
+
+    seed: int
+    kind: str
+    num_ranks: int
+    width: int
+    blocks: tuple[str, ...]
+    outputs: str
+    options: dict[str, Any]
+    operations: tuple[tuple[str, int], ...]
+
+    def to_json(self) -> str:
+        """On one line, for a command."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Program:
+        """What `to_json` wrote."""
+        fields = json.loads(text)
+        fields["blocks"] = tuple(fields["blocks"])
+        fields["operations"] = tuple((str(name), int(seed)) for name, seed in fields["operations"])
+        return cls(**fields)
+
+
+def draw(seed: int) -> Program:
+    """The program of a seed; the same in every process and on every machine."""
+    source = random.Random(seed)
+    kind = source.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    options = dict(_options(kind, source))
+    names, often = list(OPERATIONS[kind]), list(OPERATIONS[kind].values())
+    chosen = source.choices(names, often, k=NUM_OPERATIONS[kind])
+    return Program(
+        seed,
+        kind,
+        num_ranks=source.choice((2, 3)),
+        width=source.choice((6, 6, 1400 if kind in ("free", "torch", "gan") else 6)),
+        blocks=tuple(_blocks(kind, source)),
+        outputs=source.choice(OUTPUTS) if kind == "free" else "plain",
+        options=options,
+        operations=tuple((name, place) for place, name in enumerate(chosen)),
+    )
+
+
+def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
+    if kind == "local steps":
+        yield "optimizer", source.choice(("LocalSGD", "DiLoCo"))
+        yield "every", source.randint(1, 4)
+        if source.random() < 0.2:
+            yield "compression", source.choice(SHORTER[1:])
+        return
+    if source.random() < 0.5:
+        yield "bucket_cap_mb", 0.0001
+    if kind == "overlap":
+        yield "overlap_forward", "always"
+        yield "optimizer", source.choice(("SGD", "AdamW"))
+        return
+    if source.random() < 0.2:
+        yield "broadcast_buffers", False
+    if kind == "mixed precision":
+        yield "mixed_precision", "bfloat16"
+        return
+    extra = source.choice(("none", "none", "compression", "hook", "static_graph", "find_unused", "weight"))
+    if extra == "compression":
+        yield extra, source.choice(SHORTER)
+    elif extra == "hook":
+        yield extra, source.choice(HOOKS if kind == "torch" else HOOKS[:-1])
+    elif (extra == "static_graph" and kind in ("torch", "gan")) or (extra == "weight" and kind == "torch"):
+        yield extra, True
+    elif extra == "find_unused":
+        yield "find_unused_parameters", True
+
+
+def _blocks(kind: str, source: random.Random) -> list[str]:
+    """Up to three. Batch norm over three samples amplifies the rounding of 16 bits beyond any tolerance."""
+    known = BLOCKS[:-1] if kind == "mixed precision" else BLOCKS
+    return [source.choice(known) for _ in range(source.randrange(4))]
+
+
+def shrink(program: Program, fails: Callable[[Program], bool], max_tries: int = 150) -> Program:
+    """The smallest program found that still fails, by leaving out operations, options and layers.
+
+    Args:
+        program: One that fails.
+        fails: Performs a program.
+        max_tries: How often it may be asked.
+    """
+    tries = 0
+    progress = True
+    while progress:
+        progress = False
+        for smaller in _smaller(program):
+            tries += 1
+            if tries > max_tries:
+                return program
+            if fails(smaller):
+                program, progress = smaller, True
+                break
+    return program
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    """Programs with something left out, large pieces first."""
+    count = len(program.operations)
+    size = count // 2
+    while size:
+        for start in range(0, count, size):
+            left = program.operations[:start] + program.operations[start + size :]
+            if left:
+                yield replace(program, operations=left)
+        size //= 2
+    for name in program.options:
+        if name not in ("optimizer", "every", "overlap_forward"):
+            yield replace(program, options={k: v for k, v in program.options.items() if k != name})
+    for place in range(len(program.blocks)):
+        yield replace(program, blocks=program.blocks[:place] + program.blocks[place + 1 :])
+    if program.outputs != "plain":
+        yield replace(program, outputs="plain")
+    if program.width != 6:
+        yield replace(program, width=6)
+    if program.num_ranks > 2:
+        yield replace(program, num_ranks=program.num_ranks - 1)
