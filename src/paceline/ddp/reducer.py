@@ -304,7 +304,8 @@ class Reducer:
             PeerLostError: A rank died or hangs; gradients are undefined.
         """
         ended_s = time.perf_counter()
-        unused = self._complete(self._own_status())
+        is_late = any(bucket.has_late_gradients() for bucket in self.buckets)
+        unused = self._complete(self._tell_of_late() if is_late else Status.GOOD)
         waited_s = time.perf_counter() - ended_s
         try:
             has_late = self._verdict.reach(self.num_steps + 1, self.reduction)
@@ -337,14 +338,8 @@ class Reducer:
     ) -> None:
         """All gradients of a step have arrived, and it has waited so long for them."""
         buckets = flight.timings()
-        timing = StepTiming(
-            step=step,
-            forward_s=self.forward_s,
-            started_s=started_s,
-            backward_s=ended_s - started_s,
-            exposed_s=min(waited_s, sum(bucket.waited_s for bucket in buckets)),
-            buckets=buckets,
-        )
+        exposed_s = min(waited_s, sum(bucket.waited_s for bucket in buckets))
+        timing = StepTiming(step, self.forward_s, started_s, ended_s - started_s, exposed_s, buckets)
         self.timings.add(timing)
         self.reduction.end_step(timing)
 
@@ -372,9 +367,7 @@ class Reducer:
             self._flight, self.buckets, lambda bucket: bucket.attach(is_used), record
         )
 
-    def _own_status(self) -> Status:
-        if not any(bucket.has_late_gradients() for bucket in self.buckets):
-            return Status.GOOD
+    def _tell_of_late(self) -> Status:
         self.arrivals.expected.defer()
         self._verdict.warn_of_late_gradients()
         return Status.LATE_GRADIENTS
