@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-newest release-check check format bench docs clean
+.PHONY: help demo test test-lab test-quick test-newest release-check check format bench docs clean
 
 help:
 	@echo "make demo    train on real images over 2 processes, and compare with 1 (about a minute)"
-	@echo "make test    run the tests (about 8 minutes on two cores)"
+	@echo "make test    run the tests (about 9 minutes on two cores)"
+	@echo "make test-lab    run the long tests of benchmarks and studies (minutes)"
 	@echo "make test-quick  run the quick ones (about a minute): no commands, clusters or compilers"
 	@echo "make test-newest  run the tests of frameworks with their newest releases, in an environment of its own"
 	@echo "make release-check  install the wheel into empty environments and use it: PYTHONS='python3.10 python3.13'"
@@ -36,7 +37,11 @@ WORKERS := $(shell expr $$(nproc) + 1)
 unexport PYTHONDONTWRITEBYTECODE  # or each of some 500 interpreters compiles the package and its tests again
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not lab" $(ARGS)
+
+# The laboratory's long tests: whole benchmarks, peers, papers' studies. Nothing in the product imports what they test.
+test-lab: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m lab $(ARGS)
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m quick $(ARGS)

@@ -1,4 +1,4 @@
-"""Which tests are quick, and which are begun first."""
+"""Which tests are quick, which are of the laboratory, and which are begun first."""
 
 from __future__ import annotations
 
@@ -30,9 +30,25 @@ NOT_QUICK = {
     "test_random_programs.py",
 }
 
+# What nothing in the product imports, and takes long: whole benchmarks, peers, large networks, papers' studies.
+LAB = (
+    "test_benchmarks_run.py::test_benchmark_reports",
+    "test_benchmarks_run.py::test_adasum_benchmark_reports",
+    "test_benchmarks_run.py::test_the_benchmark_of_optimizers_reports",
+    "test_bench_command.py::test_peer_gets_the_mean",
+    "test_bench_command.py::test_step_on_an_emulated_cluster",
+    "test_real_workloads.py::test_workload_trains_on_two_ranks[resnet50]",
+    "test_real_workloads.py::test_workload_trains_on_two_ranks[vgg16]",
+    "test_studies.py::test_a_study_as_a_user_types_it",
+    "test_docs.py::test_every_block_does_what_the_page_says[docs/guide/bench.md]",
+    "test_docs.py::test_every_block_does_what_the_page_says[docs/guide/studies.md]",
+)
+
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests are quick unless something says otherwise."""
+    if any(name in item.nodeid for name in LAB):
+        item.add_marker(pytest.mark.lab)
     if NOT_QUICK.isdisjoint((item.path.parent.name, item.path.name)) and not item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.quick)
 
