@@ -381,9 +381,8 @@ class Reducer:
                     bucket.ready_s = time.perf_counter()
             bucket.collect(self._scales, self._used_before, has_ended=True)
         unused = [index for bucket in self.buckets for index in bucket.untouched_members()]
-        self._verdict.control.write(
-            unused, status, self.open_forwards.word(self._by_autograd), self._not_finite()
-        )
+        num_open = self.open_forwards.word(self._by_autograd)
+        self._verdict.control.write(unused, status, num_open, self._not_finite())
         for bucket in remaining:
             self._launch(bucket)
         if self.synchronizes_buffers and self.reduction.carries_words:
