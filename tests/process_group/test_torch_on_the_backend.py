@@ -122,6 +122,7 @@ def asked_for_its_backends(_rank, _num_ranks):
     group = dist.new_group(backend="paceline")
     dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
     found = [group._get_backend(torch.device(device)) is group for device in ("cpu", "cuda")]
+    dist.barrier()  # or a rank might still be connecting
     dist.destroy_process_group(group)
     return found
 

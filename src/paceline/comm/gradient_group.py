@@ -78,6 +78,9 @@ def _make_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
             warnings.warn(
                 f"gradients go over Gloo, not through shared memory: {ours.host.remark}.", stacklevel=2
             )
+        dist.barrier(
+            group
+        )  # another rank may still be connecting to the group that this one is about to close
         dist.destroy_process_group(ours)
         return group
     beside: dist.ProcessGroup = ours
