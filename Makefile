@@ -39,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE  # or each of some 500 interpreters compiles th
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not lab" $(ARGS)
 
-# The laboratory's long tests: whole benchmarks, peers, papers' studies. Nothing in the product imports what they test.
+# The long tests of `lab`: whole benchmarks, peers, papers' studies. Nothing in the product imports what they test.
 test-lab: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m lab $(ARGS)
 

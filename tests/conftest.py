@@ -1,4 +1,4 @@
-"""Which tests are quick, which are of the laboratory, and which are begun first."""
+"""Which tests are quick, which are long tests of `lab`, and which are begun first."""
 
 from __future__ import annotations
 

@@ -149,10 +149,10 @@ class _Driver:
         self._socket = _bind(address)
         self.place: tuple[str, int] = self._socket.getsockname()
         agreement = KeyAgreement()
-        meeting = Rendezvous(store, rank, num_ranks, timeout, "connecting to sum gradients over UDP")
+        rendezvous = Rendezvous(store, rank, num_ranks, timeout, "connecting to sum gradients over UDP")
         card = {"place": self.place, "public": agreement.public, "mtu": _mtu_of(address)}
-        meeting.publish("place", json.dumps(card))
-        cards = [json.loads(words) for words in meeting.collect("place")]
+        rendezvous.publish("place", json.dumps(card))
+        cards = [json.loads(words) for words in rendezvous.collect("place")]
         keys = {
             peer: agreement.secret_with(other["public"]) for peer, other in enumerate(cards) if peer != rank
         }
