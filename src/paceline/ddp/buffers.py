@@ -1,7 +1,10 @@
 """The module's buffers (batch-norm statistics): rank 0's are everybody's.
 
-They are broadcast before every forward that will be synchronized, and again with the end of its backward, so that
-evaluation finds the same buffers on all ranks and needs no collective: it may run on one rank only.
+Rules
+1. They are broadcast before the first forward of a step that will be synchronized, and again with the end of its
+   backward, so that evaluation finds the same buffers on all ranks and needs no collective: one rank may run it alone.
+2. Once a step, not before each of its forwards: a rank whose forward or loss raised begins another forward while the
+   others are in backward. It then meets them there, where control words tell all of them that it is ahead.
 """
 
 from __future__ import annotations
@@ -94,6 +97,7 @@ class Buffers:
 
     Attributes:
         hook: Synchronizes them instead, if the user registered one.
+        are_in_line: Whether they were broadcast since the last synchronized backward (rule 2).
     """
 
     def __init__(self, module: Module, ignored: set[str], process_group: ProcessGroup, peers: Peers) -> None:
@@ -103,6 +107,7 @@ class Buffers:
         self._peers = peers
         self._under_way: Broadcast | None = None
         self.hook: BufferHook | None = None
+        self.are_in_line = False
 
     def move_to(self, process_group: ProcessGroup, peers: Peers) -> None:
         """Use another process group from now on."""

@@ -324,6 +324,7 @@ class StepCoordinator:
         """What follows is a step of its own again. Local."""
         self.window = None
         self.wrapped.require_backward_grad_sync = True
+        self.buffers.are_in_line = False
         self.reducer.weight, self.reducer.share = 1.0, None
 
     def exchange_weights(
@@ -385,8 +386,9 @@ class StepCoordinator:
         is_training, joins = self.wrapped.training, self.join.is_enabled(self.wrapped)
         synchronizes = will_synchronize and is_training and self.has_synchronized_buffers()
         hook = self.buffers.hook
-        if synchronizes and hook is None:
+        if synchronizes and hook is None and not (self.buffers.are_in_line and not joins):
             self.buffers.synchronize(agree_on_source(self, is_candidate=True) if joins else 0)
+            self.buffers.are_in_line = True
         elif synchronizes and hook is not None and hook.runs_before_forward:
             self.run_buffer_hook()
         if is_training:  # an evaluation on one rank must not change what this rank's backward does

@@ -396,6 +396,7 @@ class Reducer:
             if not self.reduction.carries_words:
                 self._buffers.launch()  # not earlier: a hook's callbacks may have been starting collectives
             self._buffers.finish()
+        self._buffers.are_in_line = False
         torch.futures.wait_all(self._futures)
         self._futures = []
         return unused
