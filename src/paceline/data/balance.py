@@ -34,7 +34,7 @@ class Work:
     """What a rank did in a step.
 
     Attributes:
-        num_samples: It trained; 0: nothing, or it is not known how long it took.
+        num_samples: It trained, or tokens where shares are of these; 0: nothing, or it is not known how long it took.
         seconds: Until its gradients were ready, without waiting for other ranks.
     """
 
@@ -163,7 +163,7 @@ class Balance:
         """
         if not self._estimates:
             self.begin(batch)
-        tried = {rank: max(sizes[rank] for sizes in step.micro_steps) for rank in ranks}
+        tried = {rank: max(step.weights(rank), default=0) for rank in ranks}
         who = " and ".join(f"rank {rank} with {size} samples" for rank, size in tried.items())
         if self.move == "micro-steps":
             raise ConfigurationError(
