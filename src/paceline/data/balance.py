@@ -143,7 +143,14 @@ class Balance:
         if self._num_measured < _LEAST_MEASURED or min(map(len, self._estimates)) < _LEAST_MEASURED:
             return None
         unit = self._unit(batch)
-        proposal = propose(self._estimates, batch.samples, self._most_samples(batch), least=unit, unit=unit)
+        proposal = propose(
+            self._estimates,
+            batch.samples,
+            self._most_samples(batch),
+            least=unit,
+            unit=unit,
+            gain_ratio=self.gain_ratio,
+        )
         if proposal.samples == batch.samples or not proposal.pays(self.gain_ratio):
             return None
         self._num_measured = 0
