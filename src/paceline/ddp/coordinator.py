@@ -288,7 +288,7 @@ class StepCoordinator:
                 "step are weighed by `with model.accumulate(batches) as micro_batches:`, which needs no no_sync()."
             )
         if setting.shares is not None:
-            sizes = setting.shares.own_sizes()
+            sizes = setting.shares.own_weights()
             setting.shares.report(self.reducer.timings.last)  # the step begins
         if setting.weight is None:
             if len(sizes) != 1:
@@ -336,9 +336,9 @@ class StepCoordinator:
         if shares is not None:
             report = shares.report(self.reducer.timings.last) if begins_step else NO_REPORT
         take = None if shares is None else shares.take
-        return WeightExchange(
-            weight, num_micro_steps, self.process_group, self.peers, self.device, report, take
-        )
+        # Where gradients go a small message costs less, too; none of theirs is under way when a step begins.
+        group = self.reduce_groups[0]
+        return WeightExchange(weight, num_micro_steps, group, self.peers, self.device, report, take)
 
     def finish_exchange(self, exchange: WeightExchange) -> StepWeights:
         """Wait for what the ranks' micro-batches count.
