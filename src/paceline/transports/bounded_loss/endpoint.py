@@ -26,6 +26,7 @@ from paceline.transports.lossy_transport import Bound, Losses
 
 _FIRST_ROOM = 256
 _PPM = 1_000_000
+_ANY_NUMBER = 1 << 30
 
 
 class Endpoint:
@@ -137,10 +138,20 @@ class Endpoint:
         take_datagrams(self.tables, rows, words, longs, sizes, marks, count, now_us)
         self.go_on(now_us)
 
-    def transmit(self, rows: NDArray[np.uint8], sizes: NDArray[Any], peers: NDArray[Any], now_us: int) -> int:
-        """Write the datagrams that should leave now, one a row, with their sizes and receivers; return how many."""
+    def transmit(
+        self,
+        rows: NDArray[np.uint8],
+        sizes: NDArray[Any],
+        peers: NDArray[Any],
+        now_us: int,
+        most: int = _ANY_NUMBER,
+    ) -> int:
+        """Write the datagrams that should leave now, one a row, with their sizes and receivers; return how many.
+
+        At most `most` of them are chunks of vectors.
+        """
         words, longs = d.words_of(rows)
-        count: int = transmit(self.tables, words, longs, sizes, peers, now_us)
+        count: int = transmit(self.tables, words, longs, sizes, peers, now_us, most)
         self.go_on(now_us)
         return count
 

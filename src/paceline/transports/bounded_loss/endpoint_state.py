@@ -56,8 +56,9 @@ FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED = range(6)
     O_END_AT,
     O_TRIES,
     O_AUX,
+    O_ENDS,
     NUM_O,
-) = range(12)
+) = range(13)
 UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
 """States of a chunk at its sender."""
 
@@ -107,11 +108,24 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     P_LATE,
     P_STASHED,
     P_REORDERED_AT,
+    P_HAS_WAY,
+    P_WAY,
     NUM_P,
-) = range(29)
+) = range(31)
 
 # rates: a peer's, floating; times in microseconds
-R_WINDOW, R_RTT, R_MIN_RTT, R_ROUND_RTT, R_ALPHA, R_NEXT_AT, R_MAX_RTT, R_MIN_RTT_AT, NUM_R = range(9)
+(
+    R_WINDOW,
+    R_RTT,
+    R_ALPHA,
+    R_NEXT_AT,
+    R_MIN_WAIT,
+    R_MIN_WAIT_AT,
+    R_MAX_WAIT,
+    R_ROUND_WAIT,
+    R_SHORT_AT,
+    NUM_R,
+) = range(10)
 
 # ring: a datagram that was sent
 G_COLLECTIVE, G_CHUNK, G_STATE, G_NUMBER, NUM_G = range(5)
