@@ -8,8 +8,9 @@ Rules
    receiver says waits behind its own data there.
 3. Where the queue stays long though this rank yields, others fill it that do not look at delay, as TCP does. Then the
    window grows until something is lost, as theirs.
-4. A loss while the queue is long means that it overflowed: the window shrinks, never below what the path carries
-   without a queue. A loss while the queue is short is the link's, and says nothing about the rate.
+4. A loss while the queue is long means that it overflowed, and so do many at a time, of a queue that is never long:
+   the window shrinks, never below what the path carries without a queue. Others are the link's, and say nothing about
+   the rate.
 5. Silence for a few round trips halves it; datagrams are paced, so that a window never leaves as one burst.
 
 Source:
@@ -32,7 +33,7 @@ SMALLEST_WINDOW = 2.0
 LARGEST_WINDOW = 4096.0
 TARGET_US = 5000.0
 _FORGET_US = 10_000_000
-_OVERLOAD = 0.2
+_FEW, _OVERLOAD = 3, 0.1
 _GROWTH = 2.0
 _YIELD = 0.4
 _MOST_YIELD = 0.3
@@ -71,18 +72,17 @@ def end_round(peer: Any, rate: Any, now_us: int) -> None:
     good, lost, marked = peer[e.P_ROUND_GOOD], peer[e.P_ROUND_LOST], peer[e.P_ROUND_MARKED]
     window = rate[e.R_WINDOW]
     wait = rate[e.R_ROUND_WAIT] - rate[e.R_MIN_WAIT]
-    rate[e.R_MAX_WAIT] = max(wait, rate[e.R_MAX_WAIT])
     if wait <= TARGET_US:
         rate[e.R_SHORT_AT] = now_us
     marked_ratio = min(1.0, marked / max(1, good))
     rate[e.R_ALPHA] += (marked_ratio - rate[e.R_ALPHA]) / 8
-    is_long = wait > 1000.0 and wait > 0.5 * rate[e.R_MAX_WAIT]
+    is_overload = lost >= _FEW and lost > _OVERLOAD * (good + lost)
     if marked > 0:
         if peer[e.P_IS_STARTING]:
             rate[e.R_ALPHA] = max(rate[e.R_ALPHA], marked_ratio)
         window *= 1.0 - rate[e.R_ALPHA] / 2
         peer[e.P_IS_STARTING] = 0
-    elif lost > 0 and (is_long or lost > _OVERLOAD * (good + lost)):
+    elif lost > 0 and (wait > TARGET_US or is_overload):
         carried = good * (1.0 - min(1.0, wait / max(1.0, rate[e.R_RTT])))  # without a queue
         window = min(window, max(0.7 * window, carried))
         peer[e.P_IS_STARTING] = 0
@@ -92,9 +92,9 @@ def end_round(peer: Any, rate: Any, now_us: int) -> None:
         window *= 1.0 - min(_MOST_YIELD, _YIELD * (wait - TARGET_US) / wait)
         peer[e.P_IS_STARTING] = 0
     elif good >= window / 2:  # else nobody asked for more
-        window += good if peer[e.P_IS_STARTING] else _GROWTH
+        faster = window / 8 if wait < TARGET_US / 2 else 0.0  # far from the path's rate
+        window += good if peer[e.P_IS_STARTING] else max(_GROWTH, faster)
     rate[e.R_WINDOW] = min(max(window, SMALLEST_WINDOW), LARGEST_WINDOW)
-    rate[e.R_MAX_WAIT] -= (rate[e.R_MAX_WAIT] - wait) / 256
     rate[e.R_ROUND_WAIT] = np.inf
     peer[e.P_ROUND_GOOD] = peer[e.P_ROUND_LOST] = peer[e.P_ROUND_MARKED] = 0
     peer[e.P_ROUND_END] = peer[e.P_NEXT]

@@ -233,10 +233,6 @@ class _Driver:
     def _end_finished(self) -> None:
         if not self._under_way:
             return
-        slots = self.endpoint.tables.slots
-        for number in slots[slots[:, e.S_STAGE] == e.FINISHED, e.S_COLLECTIVE]:
-            if slots[int(number) % e.SLOTS, e.S_LOST]:
-                self._under_way[int(number)].missing = self.endpoint.missing_mask(int(number))
         for finished in self.endpoint.take_finished():
             self._under_way.pop(finished.collective).end(finished)
 

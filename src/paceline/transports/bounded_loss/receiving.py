@@ -18,7 +18,7 @@ from paceline.transports.bounded_loss import congestion_window as window
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
-from paceline.transports.bounded_loss.shards import incoming_address
+from paceline.transports.bounded_loss.shards import chunk_bytes, incoming_address
 
 _GRACE_US = 2000
 _REMEMBER_US = 10_000_000
@@ -178,22 +178,21 @@ def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> Non
         return
     if phase == 0:
         incoming[e.I_PROTECTED] = min(np.int64(word[d.AUX]), chunks)
-    else:
-        incoming[e.I_AUX] = np.int64(word[d.AUX])
     if kind == d.END:
         incoming[e.I_END_AT] = now_us
         incoming[e.I_END_NUMBER] = d.widened(np.int64(word[d.NUMBER]), max(t.peers[peer, e.P_RX_LARGEST], 0))
         t.peers[peer, e.P_TELL_NOW] = 1
     else:
         payload = n[e.PAYLOAD]
-        length = min(payload, incoming[e.I_BYTES] - chunk * payload)
+        owner = n[e.RANK] if phase == 0 else peer
+        length = chunk_bytes(t.slots[slot], phase, owner, n[e.RANKS], payload, min(chunk, chunks - 1))
         if chunk >= chunks or size - d.HEADER_BYTES != length:
             n[e.MISFIT_PEER] = peer
             return
         if t.have[slot, phase, peer, chunk]:
             n[e.DUPLICATES] += 1
             return
-        target = incoming_address(t.slots[slot], phase, peer) + chunk * payload
+        target = incoming_address(t.slots[slot], phase, peer, payload, chunk)
         copy_memory(target, row.ctypes.data + d.HEADER_BYTES, length)
         t.have[slot, phase, peer, chunk] = 1
         incoming[e.I_GOT] += 1

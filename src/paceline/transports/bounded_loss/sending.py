@@ -21,11 +21,12 @@ from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
 from paceline.transports.bounded_loss.receiving import give_up, judge
-from paceline.transports.bounded_loss.shards import outgoing_address, shard_bytes
+from paceline.transports.bounded_loss.shards import chunk_bytes, outgoing_address
 
 BURST = 8
 _FEEDBACK_DELAY_US = 2000
 _LEAST_TIMEOUT_US = 10_000
+_FIRST_TIMEOUT_US = 40_000
 _MOST_BACKOFF = 5
 _AGAIN_US = 1000
 _ASK_EVERY_US = 200_000
@@ -101,6 +102,8 @@ def _watch(t: Any, peer: int, now_us: int) -> None:
     """Do what is due by the clock: timeouts, grace, signs of life."""
     n, p, rate = t.numbers, t.peers[peer], t.rates[peer]
     timeout_us = _LEAST_TIMEOUT_US + 2 * np.int64(rate[e.R_RTT])
+    if not p[e.P_HAS_WAY]:
+        timeout_us = _FIRST_TIMEOUT_US  # no round trip is known yet
     if p[e.P_FLYING] > 0 and now_us - p[e.P_PROGRESS_AT] > timeout_us << min(p[e.P_BACKOFF], _MOST_BACKOFF):
         for number in range(p[e.P_UNRESOLVED], p[e.P_NEXT]):
             if t.ring[peer, number % e.RING, e.G_STATE] == e.IN_FLIGHT:
@@ -267,7 +270,7 @@ def _send_burst(
     p, rate = t.peers[peer], t.rates[peer]
     if now_us < rate[e.R_NEXT_AT]:
         return count
-    budget = min(np.int64(rate[e.R_WINDOW]) - p[e.P_FLYING], min(2 * BURST, most), sizes.shape[0] - count)
+    budget = min(np.int64(rate[e.R_WINDOW]) - p[e.P_FLYING], 2 * BURST, most, sizes.shape[0] - count)
     budget = min(budget, e.RING - (p[e.P_NEXT] - p[e.P_UNRESOLVED]))
     sent = 0
     newest = t.numbers[e.BEGUN_HERE]
@@ -343,7 +346,8 @@ def _write_chunk(
         outgoing[e.O_ENDS] = 2 if outgoing[e.O_END_AT] else 1
         outgoing[e.O_END_AT] = outgoing[e.O_END_AT] or now_us
     else:
-        length = min(payload, shard_bytes(s, peer if phase == 0 else n[e.RANK]) - chunk * payload)
+        owner = peer if phase == 0 else n[e.RANK]
+        length = chunk_bytes(s, phase, owner, n[e.RANKS], payload, chunk)
         source = outgoing_address(s, phase, peer) + chunk * payload
         copy_memory(word.ctypes.data + d.HEADER_BYTES, source, length)
         if phase == 0 and t.chunk_class[slot, peer, chunk]:
@@ -361,7 +365,7 @@ def _write_chunk(
         n[e.BEGUN_HERE],
         max(chunk, 0),
         outgoing[e.O_CHUNKS],
-        outgoing[e.O_AUX],
+        outgoing[e.O_PROTECTED],
     )
     sizes[at], peers[at] = d.HEADER_BYTES + length, peer
     sent = t.ring[peer, number % e.RING]
