@@ -21,14 +21,8 @@ from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.receiving import allowed_losses, place, take_datagrams
 from paceline.transports.bounded_loss.sending import advance, transmit
-from paceline.transports.bounded_loss.shards import (
-    add_survivors,
-    lost_ranges,
-    mask_bytes,
-    num_chunks,
-    shard_bytes,
-    transfer_chunks,
-)
+from paceline.transports.bounded_loss.shards import mask_bytes, num_chunks, shard_bytes, transfer_chunks
+from paceline.transports.lossy_sums import add_survivors, lost_ranges
 from paceline.transports.lossy_transport import Bound, Losses
 
 _FIRST_ROOM = 256
