@@ -62,6 +62,11 @@ class Agreement:
         self._on_since: int | None = None
         self._num_declined = 0
 
+    @property
+    def is_off(self) -> bool:
+        """Whether steps are never put off again."""
+        return self.is_on is False
+
     def start_again(self) -> None:
         """Other parameters are reduced from now on, so their first step is to come."""
         self._first_step = self._on_since = None
@@ -74,7 +79,7 @@ class Agreement:
         Contract:
             Collective and blocking in the steps in which the ranks agree or compare, local otherwise.
         """
-        if self.is_on is False:
+        if self.is_off:
             return False
         if self._first_step is None:
             self._first_step = step
@@ -83,7 +88,7 @@ class Agreement:
             return False
         if self._is_compared_at(step):
             self._compare(timings)
-        if self.is_on is not False and self._is_due(buckets, step):
+        if not self.is_off and self._is_due(buckets, step):
             self._agree(buckets, timings, forward_s, needs)
             if self.is_on and self._on_since is None:
                 self._on_since = step

@@ -147,10 +147,10 @@ class ForwardOverlap:
         Returns:
             What sends its buckets; None: as ever.
         """
-        if self.is_on is False:
+        if self._agreement.is_off:
             return None
         if not self._agreement.puts_off(buckets, num_steps, timings, forward_s, self._needs):
-            if self.is_on is False:
+            if self._agreement.is_off:
                 self.stop()
             self._needs.begin()
             return None

@@ -44,7 +44,9 @@ class Io(NamedTuple):
     descriptors: NDArray[np.int64]  # the socket, and what wakes the loop
     events: NDArray[np.int64]
     scratch: NDArray[np.int64]
-    local: NDArray[np.int64]  # the kernel's queue: limit in bytes, lowest length seen, turns, whether it was full
+    local: NDArray[
+        np.int64
+    ]  # the kernel's queue: limit in bytes, lowest length seen, turns, whether it was full
     status: NDArray[np.int64]  # messages pending, of these sent, segments of a message, error
 
 

@@ -266,7 +266,9 @@ class Endpoint:
             missing = arrived == 0
             missing[self.rank] = False
             mask = np.packbits(missing, axis=1).reshape(-1)
-            reduced[chunks * payload :][:length] = masks[self.rank * int(row[e.S_MASK_ROOM]) :][:length] = mask
+            reduced[chunks * payload :][:length] = masks[self.rank * int(row[e.S_MASK_ROOM]) :][:length] = (
+                mask
+            )
 
     def _memory(self, slot: int, shard: int, whole_chunks: int) -> list[NDArray[np.uint8]]:
         """Buffers for what the others send of this rank's shard, its sum with a mask, and all masks; they only grow."""
