@@ -147,8 +147,6 @@ class ForwardOverlap:
         Returns:
             What sends its buckets; None: as ever.
         """
-        if self._agreement.is_off:
-            return None
         if not self._agreement.puts_off(buckets, num_steps, timings, forward_s, self._needs):
             if self._agreement.is_off:
                 self.stop()
@@ -336,6 +334,7 @@ class ForwardOverlap:
         self._agreement.is_on, self.is_idle = False, True
         for hook in self._hooks:
             hook.remove()
+        self._hooks = ()
 
     def end_with_program(self) -> None:
         """Complete the last step, for the other ranks need this rank's part of it; not if this program has failed."""
