@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
@@ -76,6 +77,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ordered += [*long, *short[: max(size - len(long), 0)]]
         del short[: max(size - len(long), 0)]
     items[:] = [*ordered, *short]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported to collect the tests stays: no collection of garbage need look at it again."""
+    gc.freeze()
 
 
 def _long_group(item: pytest.Item) -> object:

@@ -16,7 +16,6 @@ from paceline.lab.planner.forecast_report import (
     panels,
     predicted_table,
     sentence,
-    shown,
     title,
     what_would_help,
 )
@@ -24,6 +23,7 @@ from paceline.lab.planner.scoring import PREDICTIONS
 from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.publication import ReportFolder
 from paceline.lab.report.terminal import progress_bar
+from paceline.planning.decision import ms
 from paceline.planning.lemmas import ServerAnswers, compare_efficiency, compare_servers
 from paceline.planning.predictions import KeptPrediction, keep, kind_of
 from paceline.planning.scaling import Answer, Question, doubling_counts, predict_scaling
@@ -141,6 +141,6 @@ class _Lemmas:
         if 2 * found.worker_limit_s > found.window_s:
             second += (
                 f" are as good as any number, but hide nothing: the workers' own links take "
-                f"{shown(found.worker_limit_s)} each way, and backward leaves {shown(found.window_s)}"
+                f"{ms(found.worker_limit_s)} each way, and backward leaves {ms(found.window_s)}"
             )
         return [first, second]

@@ -8,17 +8,18 @@ from paceline.lab.report.look import COMMUNICATION, OURS, PAPER
 from paceline.lab.report.panels import Line, Lines, Panel
 from paceline.lab.report.terminal import table
 from paceline.planning import Workload
+from paceline.planning.decision import ms
 from paceline.planning.scaling import Answer, Question
 
 
 def sentence(question: Question, answer: Answer) -> str:
     """The answer in one."""
     last = answer.points[-1]
-    words = f"{question.workload.name} on {_devices(last.num_ranks)}: {shown(last.step_s)} a step"
+    words = f"{question.workload.name} on {_devices(last.num_ranks)}: {ms(last.step_s)} a step"
     if last.num_ranks == 1:
         return f"{words}; one rank: nothing to overlap, nothing to wait for."
     words += (
-        f" ({shown(last.low_s)} to {shown(last.high_s)}), efficiency {last.efficiency:.0%}, {last.speed_up:.3g} times "
+        f" ({ms(last.low_s)} to {ms(last.high_s)}), efficiency {last.efficiency:.0%}, {last.speed_up:.3g} times "
         f"one device; what limits is {last.limit}"
     )
     if last.savings:
@@ -39,8 +40,8 @@ def predicted_table(question: Question, answer: Answer) -> Any:
         mark = " <- knee" if point.num_ranks == answer.knee != answer.points[-1].num_ranks else ""
         row = [
             f"{point.num_ranks}{mark}",
-            shown(point.step_s),
-            f"{shown(point.low_s)} to {shown(point.high_s)}",
+            ms(point.step_s),
+            f"{ms(point.low_s)} to {ms(point.high_s)}",
         ]
         row += [f"{point.efficiency:.0%}", f"{point.speed_up:.3g}"]
         row += [f"{point.samples_per_s:,.0f}"] if point.samples_per_s is not None else []
@@ -66,8 +67,8 @@ def notes(workload: Workload, assumed: str) -> list[str]:
     """What was measured, what was assumed, and what the band is."""
     what = (
         f"workload: {workload.source}; {workload.gradient_bytes / 1e6:,.1f} MB of gradients in "
-        f"{len(workload.layers)} layers, forward {shown(workload.forward_s)}, backward {shown(workload.backward_s)}, "
-        f"optimizer {shown(workload.optimizer_s)}, between steps {shown(workload.other_s)}"
+        f"{len(workload.layers)} layers, forward {ms(workload.forward_s)}, backward {ms(workload.backward_s)}, "
+        f"optimizer {ms(workload.optimizer_s)}, between steps {ms(workload.other_s)}"
     )
     band = (
         "the band: links at 0.75 to 1.1 of their rate, latencies at half to twice, other recorded steps, and the "
@@ -129,11 +130,6 @@ def title(workload: Workload) -> str:
 
 def _devices(number: int) -> str:
     return f"{number} device{'s' * (number != 1)}"
-
-
-def shown(seconds: float) -> str:
-    """Three digits: `12.3 ms`, `1.23 s`."""
-    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"
 
 
 def _duration(seconds: float) -> str:
