@@ -188,6 +188,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._reduction.prepare(managed.named(), self._process_groups[0])
             device = self._module_parameters[0].device
             self._shares = arguments.choose_shares(batch_sampler, balance, self._process_groups[0], device)
+            arguments.check_weight(weight)
             self._weight = weight
         except (RuntimeError, ValueError) as error:
             if init_sync and hasattr(self, "_process_groups"):
