@@ -1,4 +1,4 @@
-"""How the ranks' gradients are combined: a mean (plain, compressed, with bounded loss), Adasum, or a hook.
+"""How the ranks' gradients are combined: a mean (plain, compressed, with bounded loss, by servers), Adasum, or a hook.
 
 Most classes are imported on first access (PEP 562), so that wrapping a model costs little on top of importing torch.
 """
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.reductions.compressed import Compressed
     from paceline.reductions.lossy import Lossy
     from paceline.reductions.noise_scale import GradientNoiseScale
+    from paceline.reductions.parameter_servers import ParameterServers
     from paceline.reductions.powersgd import PowerSGD
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Mean",
     "Message",
     "NarrowMean",
+    "ParameterServers",
     "PowerSGD",
     "Reduction",
     "choose_reduction",
@@ -48,6 +50,7 @@ _HOME_OF = {
     "GradientNoiseScale": "noise_scale",
     "LossReport": "bounded_loss_mean",
     "Lossy": "lossy",
+    "ParameterServers": "parameter_servers",
     "PowerSGD": "powersgd",
 }
 
