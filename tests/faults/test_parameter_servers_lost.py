@@ -23,13 +23,12 @@ def strike(rank, _num_ranks, addresses, victim, pid, number):
     torch.manual_seed(0)
     model = DistributedDataParallel(Mlp(), reduction=ParameterServers(addresses), bucket_cap_mb=0.0005)
     optimizer = ServerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    before, begun_s = None, 0.0
+    before, begun_s, target = None, 0.0, pid or os.getpid()
     try:
         for step in range(4):
             if step == 2:
                 before, begun_s = digest(list(model.parameters())), time.monotonic()
                 if rank == (victim or 0):
-                    target = pid or os.getpid()
                     model.module.layers[1].weight.register_hook(lambda _: os.kill(target, number))
             optimizer.zero_grad()
             squares(model(torch.randn(4, 8, generator=generator(step, rank)))).backward()

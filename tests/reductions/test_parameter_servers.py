@@ -128,7 +128,6 @@ def step_on_servers(rank, num_ranks, addresses, others):
                 schedule.step()
             for ours, theirs in zip(served.parameters(), local.parameters(), strict=True):
                 assert torch.equal(ours, theirs), (which, step)
-            assert digest([]) == digest([])
             if step == 3:
                 checkpoint = there.state_dict() if rank == 0 else None
                 plain = here.state_dict()
@@ -164,11 +163,10 @@ def abandoned(rank, num_ranks, addresses):
     plain = torch.optim.Adam(twin.parameters(), lr=0.1)
     for step in range(6):
         if step == 2:
-            handle = served.module.layers[0].weight.register_hook(lambda _: 1 / (1 - rank))
+            handle = served.module.layers[0].weight.register_hook(lambda _: 1 / 0 if rank else None)
             error = ZeroDivisionError if rank == 1 else PeerAbortedError
             with pytest.raises(error):
                 squares(served(batch(rank, 100))).backward()
-                served(batch(rank, 100))  # the one that raised is told to complete
             handle.remove()
         if step == 4:
             squares(served(batch(rank, 200))).backward()

@@ -12,15 +12,15 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paceline import version
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError, ServerLostError
 from paceline.host.exit import end_before_exit
 from paceline.host.processes import ProcessCard
-from paceline.servers.connection import Connection, fresh_place
+from paceline.servers.connection import Connection, Place, fresh_place
 from paceline.servers.handshake import enter
 from paceline.servers.wire import Frame, Kind, pack, unpack
 
@@ -87,7 +87,7 @@ class _Server:
     number: int
     address: str
     connection: Connection
-    asked: dict[tuple[Kind, int], _Asked] = field(default_factory=dict)
+    asked: dict[tuple[Kind, int], _Asked]
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ class Link:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         try:
             for number, address in enumerate(addresses):
+                asked: dict[tuple[Kind, int], _Asked] = {}
                 connected = _connect(number, address, who)
-                server = _Server(number, address, Connection(connected))
-                server.connection._place = self._place_of(server)
+                server = _Server(number, address, Connection(connected, self._place_for(asked)), asked)
                 self._selector.register(connected, selectors.EVENT_READ, server)
                 self._servers.append(server)
         except BaseException:
@@ -269,13 +269,11 @@ class Link:
         wanted = selectors.EVENT_WRITE if server.connection.wants_to_send else 0
         self._selector.modify(server.connection.socket, selectors.EVENT_READ | wanted, server)
 
-    def _place_of(self, server: _Server) -> Callable[[Frame, int], Sequence[Any]]:
+    def _place_for(self, asked: Mapping[tuple[Kind, int], _Asked]) -> Place:
         def place(frame: Frame, num_bytes: int) -> Sequence[Any]:
             with self._lock:
-                asked = server.asked.get((frame.kind, frame.number))
-            return (
-                fresh_place(frame, num_bytes) if asked is None or asked.place is None else list(asked.place)
-            )
+                found = asked.get((frame.kind, frame.number))
+            return fresh_place(frame, num_bytes) if found is None or found.place is None else found.place
 
         return place
 

@@ -138,6 +138,7 @@ class Connection:
         cutting = Cutting(self._parameters, len(addresses))
         who = Rank(rank, size, session, timeout_s, os.environ.get(TOKEN, ""))
         self._link, self._cutting = Link(addresses, who), cutting
+        weakref.finalize(self, Link.close, self._link, 0.0)  # servers are told that the model is gone
         self._on_open(self)
 
 
