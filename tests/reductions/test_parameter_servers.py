@@ -92,12 +92,10 @@ class Conv(torch.nn.Module):
 def optimizers(module):
     groups = [
         {"params": [*module.conv.parameters()], "weight_decay": 0.01},
-        {"params": [module.scale, *module.sometimes.parameters()], "momentum": 0.5, "lr": 0.05},
+        {"params": [module.scale, *module.sometimes.parameters()], "lr": 0.05},
     ]
-    yield torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
-    for group in groups:
-        group.pop("momentum", None)
-    yield torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.99))
+    yield torch.optim.SGD([dict(group) for group in groups], lr=0.1, momentum=0.9, nesterov=True)
+    yield torch.optim.AdamW([dict(group) for group in groups], lr=0.01, betas=(0.8, 0.99))
 
 
 def step_on_servers(rank, num_ranks, addresses, others):

@@ -295,7 +295,7 @@ class Link:
                 first = next(iter(server.asked.values()), None)
             if first is not None and first.asked_s < limit_s:
                 raise self._lost(
-                    server, f"has not answered for {self._who.timeout_s:g} s: is its process stopped?"
+                    server, f"has not answered for {self._who.timeout_s:g} s: its process may be stopped"
                 )
 
     def _lost(self, server: _Server, words: str) -> ServerLostError:
@@ -332,7 +332,7 @@ def _connect(number: int, address: str, who: Rank) -> socket.socket:
         ) from error
     except OSError as error:
         raise ServerLostError(
-            f"{where} cannot be reached ({error.strerror or error}): has it been started, and does it listen there?"
+            f"{where} cannot be reached ({error.strerror or error}): nothing that ranks can reach listens there"
         ) from error
     try:
         enter(connected, who.token, where)

@@ -198,7 +198,10 @@ class Stepped:
 
     def load(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace the state on the servers, before the next step."""
-        self._to_load = {index: dict(own) for index, own in state.items()}
+        self._to_load = {
+            index: {name: item.clone() if isinstance(item, Tensor) else item for name, item in own.items()}
+            for index, own in state.items()
+        }
 
     def _load(self, connection: Connection) -> None:
         """On the lane, before a step begins."""
