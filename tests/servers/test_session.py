@@ -85,6 +85,7 @@ def test_a_piece_is_answered_to_all_when_all_have_pushed_it_and_pieces_overtake(
         (Frame(Kind.FETCH), "no optimizer"),
         (Frame(Kind.FAILED), "does not take a frame of kind FAILED"),
         (Frame(Kind.SET_UP, body=(b"garbage",)), "something else was received"),
+        (Frame(Kind.SET_UP, body=(pack({"optimizer": "SGD"}),)), "could not take what rank 1 sent: KeyError"),
         (Frame(Kind.SET_UP, body=(pack({"optimizer": "Popen"}),)), "servers do not step 'Popen'"),
     ],
 )

@@ -84,6 +84,8 @@ class Session:
         except (ProtocolError, ConfigurationError) as error:
             kind = "configuration" if isinstance(error, ConfigurationError) else "protocol"
             return self._fail(kind, rank, str(error))
+        except Exception as error:  # noqa: BLE001  other sessions of this server go on
+            return self._fail("protocol", rank, f"a server could not take what rank {rank} sent: {error!r}")
 
     def _receive(self, rank: int, frame: Frame, now_s: float) -> Outgoing:
         if frame.kind is Kind.PUSH:
