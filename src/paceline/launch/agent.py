@@ -30,6 +30,7 @@ from paceline.errors import PacelineError
 from paceline.launch import rendezvous_endpoint
 from paceline.launch.command_line import LOCAL_HOSTS, LaunchArguments, num_cores, port_is_taken
 from paceline.launch.keeper import MARK, Keeper
+from paceline.launch.local_servers import LocalServers
 from paceline.launch.machines import Card, MachineRendezvous, MachinesDifferError
 from paceline.launch.stores import LOOPBACK, bound
 
@@ -83,7 +84,12 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
     _stay_on_this_machine(arguments)
     rendezvous = _find_the_others(arguments, note) if arguments.num_machines > 1 else None
     started_s = time.monotonic()
-    with Keeper(launch_id) as keeper, bound(arguments.num_machines, note, rendezvous):
+    own_address = arguments.torchrun.local_addr
+    with (
+        Keeper(launch_id) as keeper,
+        LocalServers(arguments.num_servers, arguments.servers, own_address, note) as servers,
+        bound(arguments.num_machines, note, rendezvous),
+    ):
         if arguments.torchrun.log_dir is None:
             # torch would leave a folder in /tmp behind for every run that does not name one.
             arguments.torchrun.log_dir = _kept_logs(arguments, note) or str(keeper.folder)
@@ -92,7 +98,10 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
         except MachinesDifferError as error:
             raise LaunchError(str(error)) from error
         except ChildFailedError as error:
-            raise LaunchError(_ranks_failed(arguments, error, time.monotonic() - started_s)) from error
+            first = f"{died}; then " if (died := servers.who_died()) else ""
+            raise LaunchError(
+                first + _ranks_failed(arguments, error, time.monotonic() - started_s)
+            ) from error
         except SignalException as error:
             raise _interrupted(arguments, error.sigval) from error
         except KeyboardInterrupt as error:  # before the agent took over the signals

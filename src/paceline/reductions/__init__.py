@@ -1,4 +1,4 @@
-"""How the ranks' gradients are combined: a mean (plain, compressed, with bounded loss), Adasum, or a hook.
+"""How the ranks' gradients are combined: a mean (plain, compressed, with bounded loss, by servers), Adasum, or a hook.
 
 Most classes are imported on first access (PEP 562), so that wrapping a model costs little on top of importing torch.
 """
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.reductions.loss_report import LossReport
     from paceline.reductions.lossy import Lossy
     from paceline.reductions.noise_scale import GradientNoiseScale
+    from paceline.reductions.parameter_servers import ParameterServers
     from paceline.reductions.powersgd import PowerSGD
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Mean",
     "Message",
     "NarrowMean",
+    "ParameterServers",
     "PowerSGD",
     "Reduction",
     "choose_reduction",
@@ -49,6 +51,7 @@ _HOME_OF = {
     "GradientNoiseScale": "noise_scale",
     "LossReport": "loss_report",
     "Lossy": "lossy",
+    "ParameterServers": "parameter_servers",
     "PowerSGD": "powersgd",
 }
 
