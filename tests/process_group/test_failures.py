@@ -154,7 +154,7 @@ def split_badly(rank, _num_ranks):
         with pytest.raises(ValueError, match="cannot be split"):
             dist.all_to_all_single(*tensors, sizes or None, sizes or None, group=ours)
     with pytest.raises(ValueError, match="of one dtype"):
-        dist.all_to_all_single(torch.zeros(2), torch.zeros(2, dtype=torch.int32), group=ours)
+        ours.all_to_all_single(torch.zeros(2), torch.zeros(2, dtype=torch.int32), [], [])
     dist.barrier(group=ours)
 
 

@@ -21,10 +21,8 @@ from paceline.process_group.descriptor import NUM_INTEGERS, Descriptor, check_ag
 from paceline.transports.shared_memory import Host, HostBarrier
 from paceline.transports.shared_memory.arena import Place
 
-PIECE_BYTES = 1024 * 1024  # at most; what two ranks have of it is in the cache until it is copied out
+PIECE_BYTES = 1024 * 1024  # a slot's; in the cache until it is copied out. Less only adds calls and barriers
 STAGING_BYTES = 2 * PIECE_BYTES
-_LEAST_PIECE_BYTES = 128 * 1024
-_NUM_PIECES = 4  # at least so many, to have something to do while others work on one
 _STAGED, _GIVES_NOTHING = -1, -2
 _MOST_KNOWN = 64  # views of slots that are kept
 
@@ -197,12 +195,11 @@ class Staging:
 
 
 def spans_of(num_elements: int, bytes_each: int) -> list[Span]:
-    """Cut a message into pieces of at most PIECE_BYTES, several if it is not short.
+    """Cut a message into pieces that fit a slot.
 
     Args:
         num_elements: Of the message.
         bytes_each: That an element takes in a slot.
     """
-    wanted = min(max(num_elements * bytes_each // _NUM_PIECES, _LEAST_PIECE_BYTES), PIECE_BYTES)
-    step = max(wanted // bytes_each, 1)
+    step = max(PIECE_BYTES // bytes_each, 1)
     return [(first, min(first + step, num_elements)) for first in range(0, num_elements, step)]
