@@ -50,7 +50,7 @@ class BlockingCollectives:
         what = Descriptor.of(self._next(), "all-reduce", tensor, fold.name)
         with flat_view(tensor, is_output=True) as flat:
             _premultiply([flat], options.reduceOp)
-            values = flat.view(fold.view_as)
+            values = flat if flat.dtype == fold.view_as else flat.view(fold.view_as)
             if self._alone:
                 self._here.all_reduce(what, values, fold)
             else:

@@ -20,7 +20,7 @@ from paceline.transports.shared_memory.neighbours import Host, Neighbour
 
 SLICE_S = 0.1
 _NUM_LOOKS = 10  # a microsecond or two
-PATIENCE_S = 100e-6  # waking a sleeping core costs about as much; not spent where ranks outnumber cores
+PATIENCE_S = 50e-6  # waking a sleeping core costs about as much; not spent where ranks outnumber cores
 
 
 class HostBarrier:
