@@ -98,6 +98,7 @@ class Buffers:
     Attributes:
         hook: Synchronizes them instead, if the user registered one.
         are_in_line: Whether they were broadcast since the last synchronized backward (rule 2).
+        come_at_end: Whether the end of the next synchronized backward brings rank 0's.
     """
 
     def __init__(self, module: Module, ignored: set[str], process_group: ProcessGroup, peers: Peers) -> None:
@@ -107,7 +108,8 @@ class Buffers:
         self._peers = peers
         self._under_way: Broadcast | None = None
         self.hook: BufferHook | None = None
-        self.are_in_line = False
+        self.are_in_line = self.come_at_end = False
+        self._futures: list[torch.futures.Future[Any]] = []  # of the hook; awaited when backward ends
 
     def move_to(self, process_group: ProcessGroup, peers: Peers) -> None:
         """Use another process group from now on."""
@@ -135,6 +137,24 @@ class Buffers:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.finish(self._peers, "waiting for rank 0's buffers")
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether the end of a synchronized backward waits for them."""
+        return self.come_at_end or bool(self._futures)
+
+    def end_step(self) -> None:
+        """A synchronized backward has ended: bring rank 0's, launched already or not. Collective; blocks."""
+        if self.come_at_end and self._under_way is None:
+            self.launch()
+        self.finish()
+        torch.futures.wait_all(self._futures)
+        self._futures = []
+
+    def run_hook(self) -> None:
+        """Let the user's hook synchronize the buffers; the end of backward waits for what it returns."""
+        if self.hook is not None:
+            self._futures += self.hook.run(self.named())
 
     def synchronize(self, source: int = 0) -> None:
         """Take over rank `source`'s buffers now. Collective; blocks."""

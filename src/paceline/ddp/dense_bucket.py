@@ -30,47 +30,9 @@ from paceline.comm.collectives import launch_sum
 from paceline.comm.pending import Done, Pending
 from paceline.ddp.bucket import Scales
 from paceline.ddp.non_finite import Sample, has_negative_zero
+from paceline.ddp.views import gradient_views, is_large
 from paceline.reductions import Message, Reduction
 from paceline.reductions.reduction import real_numel
-
-LARGE_GRADIENT_BYTES = 32 * 1024
-
-
-def dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's strides where they leave no gaps (channels_last is kept), else similar ones that leave none."""
-    return torch.empty_like(parameter, device="meta").stride()
-
-
-def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a buffer for gradients of this dtype is made of."""
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
-def is_large(parameter: Tensor) -> bool:
-    """Whether the gradient is worth a copy of its own; small ones are handled together."""
-    return parameter.numel() * parameter.element_size() > LARGE_GRADIENT_BYTES
-
-
-def gradient_views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Alias consecutive pieces of `flat`, one a parameter, with its shape, dtype and dense strides.
-
-    Args:
-        flat: Real, contiguous, at least as long as all parameters together.
-        parameters: Of one dtype, in the order in which their gradients lie in `flat`.
-
-    Returns:
-        The views; those of small gradients share one version counter (rule 3).
-    """
-    storage, offset = flat.untyped_storage(), flat.storage_offset()
-    views: list[Tensor] = []
-    counter = flat.new_empty(0, dtype=parameters[0].dtype) if parameters else flat
-    for parameter in parameters:
-        place = offset // 2 if parameter.is_complex() else offset
-        alias = torch.empty_like(counter) if is_large(parameter) else counter.detach()
-        views.append(alias.set_(storage, place, parameter.shape, dense_strides(parameter)))
-        offset += real_numel(parameter)
-    return views
-
 
 # For `map`, without the interpreter; the descriptor's own `__get__` takes three times as long as an attrgetter.
 _set_gradient = vars(torch._C.TensorBase)["grad"].__set__
@@ -295,8 +257,8 @@ class DenseBucket:
             _set_gradients(self._small_parameters, itertools.repeat(None))
         if self._small_parameters:
             _multiply(self._small, scale)
-        is_seen = self._is_whole and self._seen is not None and scale != 0.0
-        self.not_finite = self._sample.times_zero(self._seen if is_seen else self._sample.take())
+        seen = self._seen if self._is_whole and scale != 0.0 else None
+        self.not_finite = self._sample.times_zero(self._sample.take() if seen is None else seen)
         self.launched = True
 
     def _keep(self, slot: int) -> None:

@@ -52,7 +52,6 @@ class _Step:
 
     Attributes:
         flight: Them.
-        buckets: Of the step.
         attach: Gives a bucket's parameters their gradients.
         conclude: Called when the last bucket has arrived, with the seconds spent waiting.
         left: Indices of buckets that have not been completed.
@@ -63,7 +62,6 @@ class _Step:
     """
 
     flight: PieceFlight
-    buckets: Sequence[Bucket]
     attach: Callable[[Bucket], None]
     conclude: Callable[[float], None]
     left: set[int]
@@ -71,6 +69,10 @@ class _Step:
     dropped: set[int] = field(default_factory=set)
     kept: dict[int, Tensor] = field(default_factory=dict)
     waited_s: float = 0.0
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self.flight.buckets
 
 
 class ForwardOverlap:
@@ -104,6 +106,7 @@ class ForwardOverlap:
         self._agreement = Agreement(process_group, peers, is_forced)
         self.has_optimizer = False
         self.is_idle = False
+        self._flight: PieceFlight | None = None  # the last one
         self._step: _Step | None = None
         self._failure: Exception | None = None
         self._needs = Needs()
@@ -137,9 +140,14 @@ class ForwardOverlap:
     # ---- for the reducer: a synchronized backward begins, and ends
 
     def new_flight(
-        self, buckets: Sequence[Bucket], num_steps: int, timings: StepTimings, forward_s: float
+        self,
+        synchronizes: bool,
+        buckets: Sequence[Bucket],
+        num_steps: int,
+        timings: StepTimings,
+        forward_s: float,
     ) -> PieceFlight | None:
-        """A synchronized backward begins, with nothing outstanding.
+        """A backward begins, which needs the buffers: settle.
 
         Contract:
             Collective and blocking in the steps in which the ranks agree on an order or compare, local otherwise.
@@ -147,16 +155,22 @@ class ForwardOverlap:
         Returns:
             What sends its buckets; None: as ever.
         """
+        self.settle()
+        if not synchronizes:
+            return None
         if not self._agreement.puts_off(buckets, num_steps, timings, forward_s, self._needs):
             if self._agreement.is_off:
                 self.stop()
             self._needs.begin()
             return None
         self.is_idle = True
-        return PieceFlight(buckets, self._agreement.pieces, self._piece_group, self._peers)
+        self._flight = PieceFlight(buckets, self._agreement.pieces, self._piece_group, self._peers)
+        return self._flight
 
-    def may_take_over(self) -> bool:
-        """Whether the backward that ends now need not wait for its gradients. Local."""
+    def may_take_over(self, flight: object) -> bool:
+        """Whether the backward of this flight, which ends now, need not wait for its gradients. Local."""
+        if self._flight is None or flight is not self._flight:
+            return False
         if not self.has_optimizer:
             self._warn(
                 "optimizer",
@@ -165,16 +179,12 @@ class ForwardOverlap:
             )
         return self.has_optimizer
 
-    def take_over(
-        self,
-        flight: PieceFlight,
-        buckets: Sequence[Bucket],
-        attach: Callable[[Bucket], None],
-        conclude: Callable[[float], None],
-    ) -> None:
-        """Backward has ended well everywhere: complete each bucket when its parameters are needed. Local."""
+    def take_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> None:
+        """The last flight's backward has ended well everywhere: complete each bucket when it is needed. Local."""
+        assert self._flight is not None, "nothing to take over"
         with lock:
-            self._step = _Step(flight, buckets, attach, conclude, set(range(len(buckets))))
+            buckets = self._flight.buckets
+            self._step = _Step(self._flight, attach, conclude, set(range(len(buckets))))
             self._needs.begin()
             for bucket in buckets:
                 outstanding.mark(bucket.parameters, self._complete, bucket.index)
