@@ -126,9 +126,7 @@ class Switch:
             return
         self._port_free_us[peer] = max(self._port_free_us[peer], left_us) + size / self.bytes_per_us
         self._count += 1
-        heapq.heappush(
-            self._arriving[peer], (self._port_free_us[peer] + self.way_us, self._count, datagram)
-        )
+        heapq.heappush(self._arriving[peer], (self._port_free_us[peer] + self.way_us, self._count, datagram))
 
     def arrived(self, rank, now_us, most):
         arriving, here = self._arriving[rank], []

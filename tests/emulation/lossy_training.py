@@ -1,4 +1,4 @@
-"""A rank of `test_bounded_loss_training`: trains over whatever network there is; prints what it held and what was lost."""
+"""A rank of `test_bounded_loss_training`: trains over any network; prints what it got and what was lost."""
 
 import copy
 import hashlib
@@ -26,14 +26,17 @@ def train(model, rank, reduction):
         dice = torch.Generator().manual_seed(100 * step + rank)
         reduced(torch.randn(8, 64, generator=dice)).square().mean().backward()
         losses = reduction.losses
-        yield gradients_of(model), {
-            "digest": hashlib.sha256(gradients_of(model).numpy().tobytes()).hexdigest(),
-            "lost": losses.lost,
-            "sent": losses.sent,
-            "by_rank": losses.by_rank,
-            "by_bucket": losses.by_bucket,
-            "by_parameter": dict(losses.by_parameter),
-        }
+        yield (
+            gradients_of(model),
+            {
+                "digest": hashlib.sha256(gradients_of(model).numpy().tobytes()).hexdigest(),
+                "lost": losses.lost,
+                "sent": losses.sent,
+                "by_rank": losses.by_rank,
+                "by_bucket": losses.by_bucket,
+                "by_parameter": dict(losses.by_parameter),
+            },
+        )
 
 
 def main():

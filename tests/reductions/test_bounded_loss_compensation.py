@@ -40,7 +40,9 @@ def ranks_with(pattern, compensation, named=None):
     return RankReductions(
         named or parameters(),
         RANKS,
-        lambda: BoundedLoss(0.5, compensation=compensation, connect=lambda group: world.transports[group.rank()]),
+        lambda: BoundedLoss(
+            0.5, compensation=compensation, connect=lambda group: world.transports[group.rank()]
+        ),
     )
 
 
@@ -72,11 +74,13 @@ def test_feedback_loses_nothing_over_time():
 
 
 def test_without_compensation_a_lost_contribution_is_zero():
-    ranks = ranks_with(lambda _, source, owner, chunks: np.arange(chunks) == (source == 1), "none")
+    ranks = ranks_with(lambda _, source, _owner, chunks: np.arange(chunks) == (source == 1), "none")
     here = gradients(0)
     lost = [flat(tensors) / RANKS for tensors in here]
     expected = mean(here)
-    for shard in range(RANKS):  # rank 1 loses the second chunk of each shard but its own, the others the first
+    for shard in range(
+        RANKS
+    ):  # rank 1 loses the second chunk of each shard but its own, the others the first
         for source in range(RANKS):
             begin = 20 * shard + (8 if source == 1 else 0)
             if source != shard:

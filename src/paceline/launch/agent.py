@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.comm import TOKEN
 from paceline.errors import PacelineError
+from paceline.host.tcp_tuning import advice_towards
 from paceline.launch import rendezvous
 from paceline.launch.command_line import LOCAL_HOSTS, LaunchArguments, num_cores, port_is_taken
 from paceline.launch.keeper import MARK, Keeper
@@ -133,12 +134,16 @@ def _find_the_others(arguments: LaunchArguments, note: Callable[[str], None]) ->
     rendezvous.find_own_address(args)
     rendezvous.wait_for_store(args, note)
     least, most = torchrun.parse_min_max_nnodes(args.nnodes)
+    where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
+    is_spokesman = not arguments.is_first and args.node_rank <= 1  # with numbered machines one line is enough
+    if is_spokesman and (advice := advice_towards(where.rpartition(":")[0].strip("[]"))):
+        note(advice)
     return Meeting(
         card=Card.of_this_machine(args, arguments.num_local_ranks),
         num_machines=most,
         waits=least == most,
         takes_latecomers=args.max_restarts > 0 or least != most,
-        where=args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}",
+        where=where,
         job=args.rdzv_id,
         timeout_s=rendezvous.patience_s(args),
     )

@@ -44,7 +44,9 @@ class Io(NamedTuple):
     descriptors: NDArray[np.int64]  # the socket, and what wakes the loop
     events: NDArray[np.int64]
     scratch: NDArray[np.int64]
-    local: NDArray[np.int64]  # the kernel's queue: limit in bytes, lowest length seen, turns, whether it was full
+    local: NDArray[
+        np.int64
+    ]  # the kernel's queue: limit in bytes, lowest length seen, turns, whether it was full
     status: NDArray[np.int64]  # messages pending, of these sent, segments of a message, error
 
 
@@ -92,7 +94,7 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
             if stage in (e.ARRIVED_ALL, e.FINISHED):
                 return HAPPENED
             is_active = is_active or stage != e.FREE
-        if t.numbers[e.LOST_PEER] >= 0 or t.numbers[e.MISFIT_PEER] >= 0:
+        if max(t.numbers[e.LOST_PEER], t.numbers[e.MISFIT_PEER], t.numbers[e.STUCK_PEER]) >= 0:
             return HAPPENED
         if now > until:
             return TIME_IS_UP

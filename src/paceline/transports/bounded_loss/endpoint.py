@@ -175,6 +175,12 @@ class Endpoint:
         return peer if peer >= 0 else None
 
     @property
+    def stuck_peer(self) -> int | None:
+        """A peer that is heard, and to which no chunk gets through: larger datagrams are lost on the way."""
+        peer = int(self.tables.numbers[e.STUCK_PEER])
+        return peer if peer >= 0 else None
+
+    @property
     def misfit_peer(self) -> int | None:
         """A peer whose transfers do not have the size that they should."""
         peer = int(self.tables.numbers[e.MISFIT_PEER])
@@ -266,7 +272,9 @@ class Endpoint:
             missing = arrived == 0
             missing[self.rank] = False
             mask = np.packbits(missing, axis=1).reshape(-1)
-            reduced[chunks * payload :][:length] = masks[self.rank * int(row[e.S_MASK_ROOM]) :][:length] = mask
+            reduced[chunks * payload :][:length] = masks[self.rank * int(row[e.S_MASK_ROOM]) :][:length] = (
+                mask
+            )
 
     def _memory(self, slot: int, shard: int, whole_chunks: int) -> list[NDArray[np.uint8]]:
         """Buffers for what the others send of this rank's shard, its sum with a mask, and all masks; they only grow."""

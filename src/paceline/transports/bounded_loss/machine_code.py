@@ -27,7 +27,8 @@ def compiled(function: _F) -> _F:
 
 
 _SOURCES = tuple(
-    (path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(Path(__file__).parent.glob("*.py"))
+    (path.name, path.stat().st_mtime_ns, path.stat().st_size)
+    for path in sorted(Path(__file__).parent.glob("*.py"))
 )
 
 
