@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.host import tcp_tuning
-from paceline.host.tcp_tuning import TcpTuning, advice_towards
+from paceline.launch import tcp_tuning
+from paceline.launch.tcp_tuning import TcpTuning, advice_towards
 
 
 @pytest.fixture

@@ -27,12 +27,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.comm import TOKEN
 from paceline.errors import PacelineError
-from paceline.host.tcp_tuning import advice_towards
 from paceline.launch import rendezvous
 from paceline.launch.command_line import LOCAL_HOSTS, LaunchArguments, num_cores, port_is_taken
 from paceline.launch.keeper import MARK, Keeper
 from paceline.launch.machines import Card, MachinesDifferError, Meeting
 from paceline.launch.stores import LOOPBACK, bound
+from paceline.launch.tcp_tuning import advice_towards
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

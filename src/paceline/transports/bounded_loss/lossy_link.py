@@ -249,8 +249,8 @@ class _Driver:
         if stuck is not None:
             raise PeerLostError(
                 f"rank {self._rank} hears rank {stuck} ({self._places[stuck][0]}), but none of its datagrams of "
-                f"{self.endpoint.row_bytes + 28} bytes got there for {self._silence_s:g} s: a router between them drops "
-                "what is longer than its MTU, silently. Set the smallest MTU of the path on every host, for "
+                f"{self.endpoint.row_bytes + 28} bytes got there for {self._silence_s:g} s: a router between them "
+                "drops what is longer than its MTU, silently. Set the smallest MTU of the path on every host, for "
                 "example: ip link set dev eth0 mtu 1400.",
                 stuck,
             )
