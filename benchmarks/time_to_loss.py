@@ -199,9 +199,9 @@ def train(job: Job, tell: TellProgress) -> dict[str, Any]:
     seen["samples"] = list(training.shuffle.batch.samples)
     everyone = gather(seen)
     if not job.learns:
-        for rank in everyone:
-            rank["loss"] = [1 - step / job.num_steps for step in range(job.num_steps)]
-            rank["number"] = [1] * job.num_steps
+        for seen in everyone:
+            seen["loss"] = [1 - step / job.num_steps for step in range(job.num_steps)]
+            seen["number"] = [1] * job.num_steps
     return {
         "end_s": [max(ends) for ends in zip(*(rank["end_s"] for rank in everyone), strict=True)],
         "loss": [
@@ -213,7 +213,7 @@ def train(job: Job, tell: TellProgress) -> dict[str, Any]:
             )
         ],
         "processor_s": [rank["processor_s"] for rank in everyone],
-        "samples": seen["samples"],
+        "samples": everyone[0]["samples"],
     }
 
 
