@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from torch.utils.data import default_collate
 
@@ -175,7 +175,7 @@ class _Reader(Generic[Sample]):
 
     def __init__(self, source: Iterable[Sample], position: int, loaded: Mapping[str, Any] | None) -> None:
         self.position, self.end = position, _NO_END
-        self._source: Any = source
+        self._source = cast("Any", source)  # may have state_dict and load_state_dict
         self._keeps_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         self._samples: deque[Sample] = deque()
         self._places: deque[tuple[int, Any]] = deque(maxlen=3)  # of the last steps: samples read, state
