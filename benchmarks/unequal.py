@@ -387,9 +387,10 @@ def main(
         case = Case((1, 4), ideal_s=0.02)
         config = Config((case,), 24, 2, 1, 2)
     load_before = load_average()
-    runs = []
-    for case in config.cases:
-        runs.append(measured(parts, (case, config.num_steps), partial(_run_case, case, config.num_steps)))
+    steps_each = config.num_steps
+    runs = [
+        measured(parts, (case, steps_each), partial(_run_case, case, steps_each)) for case in config.cases
+    ]
     cost = measured(parts, (config.cost_ranks, config.num_rounds), partial(_run_cost, config))
     result = report(runs, cost, config, load_before, quick)
     publish(result, results_folder, as_json)
