@@ -90,10 +90,10 @@ def test_another_number_of_machines_is_noticed_whoever_waits_for_more():
 
 def test_machines_of_one_name_are_told_apart():
     """Containers, or two shells of one machine: by the order in which they came."""
-    found, _ = hold(meeting("vm"), meeting("vm"), meeting("vm", torch="2.11.0"))
+    found, _ = hold(machine("vm"), machine("vm"), machine("vm", torch="2.11.0"))
     for words in found:
         assert words.startswith("vm (number 3 to come) does not fit vm, where the launch began: "), words
-    found, _ = hold(meeting("vm"), meeting("vm"), meeting("c"))
+    found, _ = hold(machine("vm"), machine("vm"), machine("c"))
     assert found[0] == ["vm", "vm (number 2 to come)", "c"]
 
 
