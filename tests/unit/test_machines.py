@@ -110,7 +110,7 @@ def test_a_machine_too_many_and_one_that_comes_back():
         "d came too late: the 3 machine(s) of --nnodes have met at 10.0.0.1:29400 already (a (1"
     )
     (back,), _ = hold(meeting("b", latecomers=True), store=store)
-    assert back == ["a", "b", "c", "d", "b"]
+    assert back == ["a", "b", "c", "d", "b (number 5 to come)"]
     (other,), _ = hold(meeting("b", latecomers=True, torch="2.8.0"), store=store)
     assert other.startswith("b does not fit a")
 
