@@ -274,6 +274,15 @@ def choose_shares(
     return StepShares(batch_sampler, chosen, process_group.rank(), process_group.size(), device)
 
 
+def check_weight(weight: object) -> None:
+    """Refuse a `weight` that cannot be called."""
+    if weight is not None and not callable(weight):
+        raise ConfigurationError(
+            f"weight={weight!r} is no function. Give one that is called with the forward's arguments and returns what "
+            "this rank's batch counts, such as weight=len."
+        )
+
+
 def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
     """Refuse sparse gradients beside a reduction that is not linear: they are always averaged."""
     sparse = [name for name, is_sparse in zip(managed.names, managed.sparse, strict=True) if is_sparse]

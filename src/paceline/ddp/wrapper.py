@@ -54,7 +54,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         * Every backward outside `no_sync` synchronizes, also the second one of a forward.
         * A parameter that is not used counts as zero, with a warning; `find_unused_parameters` lets its bucket leave
           earlier.
-        * Buffers are not synchronized in evaluation forwards, so one rank may evaluate alone.
+        * Buffers are not synchronized in evaluation forwards, so one rank may evaluate alone; nor before the second
+          forward of a step, so that a rank whose forward raised meets the others in their backward.
         * `load_state_dict()` takes names with and without torch's prefix `module.`, which `state_dict()` has.
 
     Args:
@@ -77,7 +78,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         skip_all_reduce_unused_params: Warned about and ignored: unused parameters cost bytes, never correctness.
         bucket_cap_mb_list: Caps of the first, second, ... bucket; the last one repeats.
         batched_grad_copy: Always so; the argument is accepted.
-        forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
+        forward_sync_buffers: Give all ranks rank 0's buffers before a step's first forward that will be synchronized.
         lazy_bucket_allocation: Of torch 2.15; warned about and ignored: gradients are the buckets, never a second copy.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
         overlap_forward: Let the next forward run while gradients are still under way: backward returns when autograd is
@@ -187,6 +188,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._reduction.prepare(managed.named(), self._process_groups[0])
             device = self._module_parameters[0].device
             self._shares = arguments.choose_shares(batch_sampler, balance, self._process_groups[0], device)
+            arguments.check_weight(weight)
             self._weight = weight
         except (RuntimeError, ValueError) as error:
             if init_sync and hasattr(self, "_process_groups"):
