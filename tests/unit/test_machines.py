@@ -110,9 +110,9 @@ def test_a_machine_too_many_and_one_that_comes_back():
         "d came too late: the 3 machine(s) of --nnodes have met at 10.0.0.1:29400 already (a (1"
     )
     (back,), _ = hold(machine("b", latecomers=True), store=store)
-    assert back == ["a", "b", "c", "d", "b"]
+    assert back == ["a", "b", "c", "d", "b (number 5 to come)"]
     (other,), _ = hold(machine("b", latecomers=True, torch="2.8.0"), store=store)
-    assert other.startswith("b does not fit a")
+    assert other.startswith("b (number 6 to come) does not fit a")
 
 
 def test_machines_that_do_not_come():
