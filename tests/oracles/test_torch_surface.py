@@ -457,6 +457,7 @@ WRONG = {
     "text caps": (lambda: {"bucket_cap_mb_list": "25"}, "bucket_cap_mb_list='25' is no list of caps"),
     "negative caps": (lambda: {"bucket_cap_mb_list": [1, -1]}, "bucket_cap_mb_list: -1 cannot be a cap"),
     "text flag": (lambda: {"find_unused_parameters": "False"}, "find_unused_parameters='False' is a text"),
+    "weight": (lambda: {"weight": "a"}, "weight='a' is no function"),
     "dtype": (lambda: {"mixed_precision": torch.bfloat16}, "mixed_precision=torch.bfloat16 does not say"),
     "no pairs": (
         lambda: {"delay_all_reduce_named_params": ["weight"], "param_to_hook_all_reduce": torch.ones(1)},

@@ -158,12 +158,12 @@ class Window(Generic[Batch]):
         shares, num_batches = self._steps.setting.shares, len(self._batches)
         if self._weight_of is not None:
             if shares is not None:
-                shares.own_sizes()  # there is a step
+                shares.own_weights()  # there is a step
             weigh = self._weight_of
             return [_weight(weigh(batch), place, num_batches) for place, batch in enumerate(self._batches)]
         if shares is None:
             return [1.0] * num_batches
-        sizes = shares.own_sizes()
+        sizes = shares.own_weights()
         if len(sizes) != num_batches:
             raise ConfigurationError(
                 f"this window has {num_batches} micro-batches, but the step that steps(loader) handed out has "

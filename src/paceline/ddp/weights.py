@@ -154,7 +154,7 @@ class Weighing:
                 "step are weighed by `with model.accumulate(batches) as micro_batches:`, which needs no no_sync()."
             )
         if setting.shares is not None:
-            sizes = setting.shares.own_sizes()
+            sizes = setting.shares.own_weights()
             setting.shares.report(self._steps.reducer.timings.last)  # the step begins
         if setting.weight is None:
             if len(sizes) != 1:
@@ -190,9 +190,9 @@ class Weighing:
         if shares is not None:
             report = shares.report(steps.reducer.timings.last) if begins_step else NO_REPORT
         take = None if shares is None else shares.take
-        return WeightExchange(
-            weight, num_micro_steps, steps.process_group, steps.peers, steps.device, report, take
-        )
+        # Where gradients go a small message costs less, too; none of theirs is under way when a step begins.
+        group = steps.reduce_groups[0]
+        return WeightExchange(weight, num_micro_steps, group, steps.peers, steps.device, report, take)
 
     def finish(self, exchange: WeightExchange) -> StepWeights:
         """Wait for what the ranks' micro-batches count.

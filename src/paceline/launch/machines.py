@@ -95,7 +95,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MachineRendezvous:
     """Where, and how many machines come together.
 
     Attributes:
