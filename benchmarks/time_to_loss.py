@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
+from benchmarks.parts import PartsFolder, measured
 from benchmarks.time_to_loss_models import count, make_task
 from benchmarks.unequal import Case
 from paceline import DistributedDataParallel
@@ -168,14 +170,6 @@ def first_shares(job: Job) -> GlobalBatch:
     return GlobalBatch(tuple(shares))
 
 
-def train_all(jobs: Sequence[Job], tell: TellProgress) -> list[dict[str, Any]]:
-    """Train one job after another; every rank returns the same."""
-    results = []
-    for done, job in enumerate(jobs):
-        results.append(train(job, lambda ratio, done=done: tell((done + ratio) / len(jobs))))  # type: ignore[misc]
-    return results
-
-
 def train(job: Job, tell: TellProgress) -> dict[str, Any]:
     """Train all steps: when each ended on the last rank, the mean loss, and each rank's processor time. Collective."""
     training = Training(job)
@@ -199,9 +193,9 @@ def train(job: Job, tell: TellProgress) -> dict[str, Any]:
     seen["samples"] = list(training.shuffle.batch.samples)
     everyone = gather(seen)
     if not job.learns:
-        for rank in everyone:
-            rank["loss"] = [1 - step / job.num_steps for step in range(job.num_steps)]
-            rank["number"] = [1] * job.num_steps
+        for seen in everyone:
+            seen["loss"] = [1 - step / job.num_steps for step in range(job.num_steps)]
+            seen["number"] = [1] * job.num_steps
     return {
         "end_s": [max(ends) for ends in zip(*(rank["end_s"] for rank in everyone), strict=True)],
         "loss": [
@@ -213,7 +207,7 @@ def train(job: Job, tell: TellProgress) -> dict[str, Any]:
             )
         ],
         "processor_s": [rank["processor_s"] for rank in everyone],
-        "samples": seen["samples"],
+        "samples": everyone[0]["samples"],
     }
 
 
@@ -371,6 +365,7 @@ def main(
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
+    parts: PartsFolder = None,
 ) -> None:
     """Train every job with every side on an emulated cluster."""
     if compute not in ("timed", "quota"):
@@ -383,12 +378,8 @@ def main(
         jobs = [_with_quotas(job) for job in jobs]
     load_before = load_average()
     sides = [replace(job, side=side) for job in jobs for side in SIDES]
-    # Sleeping ranks need one launch for all; a quota belongs to a cluster, and one that shrank stays so.
-    groups = [sides] if compute == "timed" else [[job] for job in sides]
-    runs: list[dict[str, Any]] = []
-    for group in groups:
-        with cluster_of(group[0], rate) as ranks:
-            runs += ranks.run(train_all, tuple(group), f"{len(group)} training(s)")[0]
+    # Each on a cluster of its own: a quota that shrank stays so.
+    runs = [measured(parts, (job, rate), partial(_run, job, rate)) for job in sides]
     by_job = [
         dict(zip(SIDES, runs[at : at + len(SIDES)], strict=True)) for at in range(0, len(runs), len(SIDES))
     ]
@@ -396,6 +387,11 @@ def main(
     result = report(outcomes, cluster_of(jobs[-1], rate), compute, load_before, quick)
     publish(result, results_folder, as_json)
     draw(result.record(), figure_path(result, results_folder))
+
+
+def _run(job: Job, rate: str) -> dict[str, Any]:
+    with cluster_of(job, rate) as ranks:
+        return ranks.run(train, job, f"{job.name}, {job.side}")[0]
 
 
 def cluster_of(job: Job, rate: str) -> ClusterRanks:

@@ -1,4 +1,4 @@
-"""A rank of `test_bounded_loss_training`: trains over whatever network there is; prints what it held and what was lost."""
+"""A rank of `test_bounded_loss_training`: trains over any network; prints what it got and what was lost."""
 
 import copy
 import hashlib

@@ -12,14 +12,24 @@ RANKS, BOUND = 3, 0.1
 
 def test_replicas_agree_and_every_loss_is_within_its_bound_and_reported(cluster):
     compile_all()
-    rows = []
+    rows, notes = [], []
+
+    def take(_host, rank, text):
+        if rank is None:
+            notes.append(text)
+        elif text.startswith("{"):
+            rows.append(json.loads(text))
+
     outcome = cluster(hosts=RANKS, rate="100mbit", loss="8%").run(
         [str(Path(__file__).parent / "lossy_training.py"), str(BOUND)],
-        on_line=lambda host, rank, text: rows.append(json.loads(text)) if text.startswith("{") else None,
+        on_line=take,
         timeout_s=120,
     )
     assert outcome.exit_code == 0, outcome.failure()
     assert len(rows) == RANKS * 3 * STEPS
+    (note,) = [text for text in notes if "TCP here" in text]
+    assert "uses cubic" in note
+    assert "waits 200 ms" in note
     for compensation in ("survivors", "none", "feedback"):
         lost = 0
         for step in range(STEPS):

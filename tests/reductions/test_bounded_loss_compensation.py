@@ -74,7 +74,7 @@ def test_feedback_loses_nothing_over_time():
 
 
 def test_without_compensation_a_lost_contribution_is_zero():
-    ranks = ranks_with(lambda _, source, owner, chunks: np.arange(chunks) == (source == 1), "none")
+    ranks = ranks_with(lambda _, source, _owner, chunks: np.arange(chunks) == (source == 1), "none")
     here = gradients(0)
     lost = [flat(tensors) / RANKS for tensors in here]
     expected = mean(here)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datagram_networks import ROWS, TICK_US, Network, endpoints
+from datagram_networks import ROWS, TICK_US, Mailer, Network, endpoints
 from paceline.transports import Bound
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.key_agreement import KeyAgreement
@@ -118,6 +118,23 @@ def test_a_silent_peer_is_named():
         now_us += 10_000
     assert ends[0].lost_peer == 2
     assert now_us >= 1_000_000
+
+
+def test_a_path_that_drops_long_datagrams_is_told_from_a_silent_peer():
+    """What is longer than 80 bytes never arrives at rank 1: rank 0 says so, and nobody is taken for lost."""
+    ends = endpoints(2, silence_us=2_000_000)
+    mailer, now_us = Mailer(ends[0]), 1000
+    for end in ends:
+        end.begin(np.ones(400, np.float32), Bound(0.5), now_us)
+    while ends[0].stuck_peer is None:
+        assert now_us < LONGEST_US
+        for end in ends:
+            for peer, datagram in mailer.take(end, now_us):
+                if len(datagram) <= 80:
+                    mailer.hand(ends[peer], [datagram], now_us)
+        now_us += 5_000
+    assert ends[0].stuck_peer == 1
+    assert [end.lost_peer for end in ends] == [None, None]
 
 
 def test_siphash_is_the_published_one_and_keys_agree():

@@ -1,4 +1,4 @@
-"""How near the bounded-loss protocol comes to the wire's rate, in virtual time: no load of this machine can disturb it."""
+"""How near the bounded-loss protocol comes to the wire's rate, in virtual time: whatever else this machine does."""
 
 import numpy as np
 import pytest

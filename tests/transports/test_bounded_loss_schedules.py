@@ -1,4 +1,4 @@
-"""Random schedules of what networks, hosts and strangers do to the bounded-loss protocol, found and shrunk by hypothesis.
+"""Random schedules of what networks, hosts and strangers do to the bounded-loss protocol, found by hypothesis.
 
 Whatever happens, every sum that begins on all ranks ends once the network is whole again; on all ranks with the same
 bits; with what was lost known exactly, and within its bound.
@@ -171,7 +171,8 @@ class Schedule(RuleBasedStateMachine):
     def _owners(self, number):
         """Whose shard each element is in."""
         size = self.sizes[number]
-        shard = -(-(-(-size // self.ranks)) // 2) * 2
+        per_rank = (size + self.ranks - 1) // self.ranks
+        shard = (per_rank + 1) // 2 * 2  # of 8 bytes
         return np.arange(size) // shard
 
     def _check_bound(self, number, ranges):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from torch.utils.data import default_collate
 
@@ -148,8 +148,9 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
             self._epoch, self._start, self._place = self._epoch + 1, 0, None
         self._has_begun = True
         for each in (self._source, getattr(self._source, "dataset", None)):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(self._epoch)
+            set_epoch: Callable[[int], None] | None = getattr(each, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self._epoch)
         self._reader = _Reader(self._source, self._start, self._place)
         self._plan = EpochPlan(_NO_END, self.last == "drop", self._start, self.batch)
         return self._reader
@@ -174,8 +175,8 @@ class _Reader(Generic[Sample]):
 
     def __init__(self, source: Iterable[Sample], position: int, loaded: Mapping[str, Any] | None) -> None:
         self.position, self.end = position, _NO_END
+        self._source = cast("Any", source)  # may have state_dict and load_state_dict
         self._keeps_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-        self._source: Any = source
         self._samples: deque[Sample] = deque()
         self._places: deque[tuple[int, Any]] = deque(maxlen=3)  # of the last steps: samples read, state
         self._num_read = 0

@@ -33,6 +33,7 @@ from paceline.launch.keeper import MARK, Keeper
 from paceline.launch.local_servers import LocalServers
 from paceline.launch.machines import Card, MachineRendezvous, MachinesDifferError
 from paceline.launch.stores import LOOPBACK, bound
+from paceline.launch.tcp_tuning import advice_towards
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -142,12 +143,16 @@ def _find_the_others(arguments: LaunchArguments, note: Callable[[str], None]) ->
     rendezvous_endpoint.find_own_address(args)
     rendezvous_endpoint.wait_for_store(args, note)
     least, most = torchrun.parse_min_max_nnodes(args.nnodes)
+    where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
+    is_spokesman = not arguments.is_first and args.node_rank <= 1  # with numbered machines one line is enough
+    if is_spokesman and (advice := advice_towards(where.rpartition(":")[0].strip("[]"))):
+        note(advice)
     return MachineRendezvous(
         card=Card.of_this_machine(args, arguments.num_local_ranks),
         num_machines=most,
         waits=least == most,
         takes_latecomers=args.max_restarts > 0 or least != most,
-        where=args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}",
+        where=where,
         job=args.rdzv_id,
         timeout_s=rendezvous_endpoint.patience_s(args),
     )

@@ -1,7 +1,7 @@
 """`LossyMemory`: ranks of one process that sum vectors, and lose what a pattern says; for studies and tests.
 
-It has no network and no clock: which chunks are lost follows from the pattern alone, and so is the same on every run. What
-is done about them is the code that sums what came by UDP.
+It has no network and no clock: which chunks are lost follows from the pattern alone, and so is the same on every run.
+What is done about them is the code that sums what came by UDP.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Rules
 1. Congestion marks shrink the window in proportion to their share, as DCTCP does.
-2. The window follows the queue on the way there, which receivers measure: it grows by a constant while datagrams wait for
-   less than a target, and shrinks in proportion while they wait for longer. So transfers that share a queue come to
-   share it evenly, and find the path's rate without losses of their own making. The way back does not count: what a
-   receiver says waits behind its own data there.
+2. The window follows the queue on the way there, which receivers measure: it grows while datagrams wait for less than
+   a target, and shrinks in proportion while they wait for longer. So transfers that share a queue come to share it
+   evenly, and find the path's rate without losses of their own making. The way back does not count: what a receiver
+   says waits behind its own data there.
 3. Where the queue stays long though this rank yields, others fill it that do not look at delay, as TCP does. Then the
    window grows until something is lost, as theirs.
 4. A loss while the queue is long means that it overflowed, and so do many at a time, of a queue that is never long:

@@ -12,7 +12,8 @@
 32  2  sender
 34  1  kind
 35  1  flags
-36  4  aux: in DATA and END of phase 0 how many chunks are protected; in FEEDBACK how many datagrams carried a congestion mark; in NACK the number of the END it answers
+36  4  aux: in DATA and END of phase 0 how many chunks are protected; in FEEDBACK how many datagrams carried a
+          congestion mark; in NACK the number of the END it answers
 40     payload: a chunk, or a bitmap
 ```
 

@@ -94,7 +94,7 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
             if stage in (e.ARRIVED_ALL, e.FINISHED):
                 return HAPPENED
             is_active = is_active or stage != e.FREE
-        if t.numbers[e.LOST_PEER] >= 0 or t.numbers[e.MISFIT_PEER] >= 0:
+        if max(t.numbers[e.LOST_PEER], t.numbers[e.MISFIT_PEER], t.numbers[e.STUCK_PEER]) >= 0:
             return HAPPENED
         if now > until:
             return TIME_IS_UP

@@ -175,6 +175,12 @@ class Endpoint:
         return peer if peer >= 0 else None
 
     @property
+    def stuck_peer(self) -> int | None:
+        """A peer that is heard, and to which no chunk gets through: larger datagrams are lost on the way."""
+        peer = int(self.tables.numbers[e.STUCK_PEER])
+        return peer if peer >= 0 else None
+
+    @property
     def misfit_peer(self) -> int | None:
         """A peer whose transfers do not have the size that they should."""
         peer = int(self.tables.numbers[e.MISFIT_PEER])

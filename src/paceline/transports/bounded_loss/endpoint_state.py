@@ -1,7 +1,8 @@
 """The memory of an endpoint: tables of numbers that compiled code works on, and the names of their columns.
 
 A collective reduces one vector: phase 0 sends every rank its shard of everybody's vector, phase 1 sends the reduced
-shards to everybody, and behind each, if anything may be lost, a mask of whose chunks are missing in it. A transfer is what one rank sends another in one phase: chunks of a datagram each.
+shards to everybody, and behind each, if anything may be lost, a mask of whose chunks are missing in it. A transfer is
+what one rank sends another in one phase: chunks of a datagram each.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ LATE_REPLIES = 16
 RANK, RANKS, PAYLOAD, BEGUN_HERE, OLDEST, TURN, STRANGERS, STALE, DUPLICATES, LOST_PEER, MISFIT_PEER = range(
     11
 )
-SILENCE_US, IS_CHANGED, SENT, REPEATED, MARKED, REPLAYED = range(11, 17)
-NUM_NUMBERS = 17
+SILENCE_US, IS_CHANGED, SENT, REPEATED, MARKED, REPLAYED, STUCK_PEER = range(11, 18)
+NUM_NUMBERS = 18
 
 # slots: a collective
 (
@@ -110,8 +111,9 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     P_REORDERED_AT,
     P_HAS_WAY,
     P_WAY,
+    P_STUCK_SINCE,
     NUM_P,
-) = range(31)
+) = range(32)
 
 # rates: a peer's, floating; times in microseconds
 (
@@ -163,7 +165,7 @@ def new_tables(rank: int, num_ranks: int, payload_bytes: int, header_bytes: int,
 
     numbers = zeros(NUM_NUMBERS)
     numbers[RANK], numbers[RANKS], numbers[PAYLOAD] = rank, num_ranks, payload_bytes
-    numbers[LOST_PEER] = numbers[MISFIT_PEER] = -1
+    numbers[LOST_PEER] = numbers[MISFIT_PEER] = numbers[STUCK_PEER] = -1
     slots = zeros(SLOTS, NUM_S)
     slots[:, S_COLLECTIVE] = -1
     return Tables(

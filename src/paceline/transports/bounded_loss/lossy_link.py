@@ -245,6 +245,15 @@ class _Driver:
                 f"rank {self._rank} and rank {misfit} sum vectors of different lengths. Every rank launches the same "
                 "sums in the same order; another model, or another bucket size, on one of them causes this."
             )
+        stuck = self.endpoint.stuck_peer
+        if stuck is not None:
+            raise PeerLostError(
+                f"rank {self._rank} hears rank {stuck} ({self._places[stuck][0]}), but none of its datagrams of "
+                f"{self.endpoint.row_bytes + 28} bytes got there for {self._silence_s:g} s: a router between them "
+                "drops what is longer than its MTU, silently. Set the smallest MTU of the path on every host, for "
+                "example: ip link set dev eth0 mtu 1400.",
+                stuck,
+            )
         lost, waited_s = self.endpoint.lost_peer, self._silence_s
         oldest = min(self._under_way)
         if lost is None and time.monotonic() - self._under_way[oldest].launched_s > self._timeout_s:

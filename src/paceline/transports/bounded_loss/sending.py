@@ -28,6 +28,7 @@ _FEEDBACK_DELAY_US = 2000
 _LEAST_TIMEOUT_US = 10_000
 _FIRST_TIMEOUT_US = 40_000
 _MOST_BACKOFF = 5
+_MOST_TIMEOUTS = 12
 _AGAIN_US = 1000
 _ASK_EVERY_US = 200_000
 _ENDED = -1
@@ -110,7 +111,12 @@ def _watch(t: Any, peer: int, now_us: int) -> None:
                 give_up(t, peer, number)
         p[e.P_UNRESOLVED] = p[e.P_NEXT]
         p[e.P_PROGRESS_AT] = now_us
+        if p[e.P_BACKOFF] == 0:
+            p[e.P_STUCK_SINCE] = now_us
         p[e.P_BACKOFF] += 1
+        is_stuck = p[e.P_BACKOFF] > _MOST_TIMEOUTS and now_us - p[e.P_STUCK_SINCE] > n[e.SILENCE_US]
+        if is_stuck and now_us - p[e.P_HEARD_AT] < n[e.SILENCE_US] // 2:
+            n[e.STUCK_PEER] = peer  # it speaks, and nothing that is longer than what it says reaches it
         window.note_silence(p, rate)
     is_needed = False
     for slot in range(e.SLOTS):
