@@ -90,7 +90,8 @@ class Trial:
         self.copies = [Replica(copy.deepcopy(net), r, program) for r in range(num_ranks)]
         self.mine = Replica(wrap(program, net), rank, program)
         self.shares_buffers = program.options.get("broadcast_buffers", True)
-        self.brings_buffers = True  # the next synchronization does
+        self.are_in_line = False  # buffers were broadcast since the last synchronization
+        self.brings_buffers = False  # the next synchronization does
         self.had: set[int] = set()  # parameters with a gradient, on any rank, since the last synchronization
 
     def possible(self, operation: str) -> str:
@@ -110,17 +111,17 @@ class Trial:
             _stumble(name, seed, self.mine, self.num_ranks, self.compare)
             self._find_out_buffers()
         begins, synchronizes = raises or name in BEGINS, raises or name in SYNCHRONIZES
-        if begins:
+        if begins and (not self.are_in_line or name == "accumulate"):
             self._take_rank_0s_buffers()
+        self.are_in_line = (self.are_in_line or begins) and not synchronizes
         taken = self._do_all("train" if raises else name, seed)  # the step after an exception is clean
         self._note_gradients()
         if synchronizes:
             self._compare_and_take_over(taken)
         else:
             self.compare.local(self.mine.model, taken, self.copies[self.rank].model)
-        # A defect: xfail in tests/oracles/test_buffers.py. Without it every synchronization brings rank 0's buffers.
-        self.brings_buffers = (self.brings_buffers or begins) and name != "sync_gradients"
-        are_shared = self.shares_buffers and synchronizes and self.brings_buffers
+        self.brings_buffers = self.brings_buffers or begins
+        are_shared = self.shares_buffers and synchronizes and self.brings_buffers and name != "sync_gradients"
         if are_shared:
             self._take_rank_0s_buffers()
         self.compare.buffers(bare(self.mine.model), self.copies[self.rank].model, are_shared)
@@ -143,10 +144,11 @@ class Trial:
             self.had |= {place for place, p in enumerate(one.model.parameters()) if p.grad is not None}
 
     def _take_rank_0s_buffers(self) -> None:
-        """What a synchronized forward, and the end of its backward, do to the other ranks' buffers."""
+        """What a step's first synchronized forward, and its end, do to the other ranks' buffers."""
         for one in self.copies[1:] if self.shares_buffers else ():
             for other, first in zip(one.model.buffers(), self.copies[0].model.buffers(), strict=True):
-                other.copy_(first)
+                with torch.autograd._unsafe_preserve_version_counter(other):  # forwards may be open
+                    other.copy_(first)
 
     def _find_out_buffers(self) -> None:
         """Give each copy its rank's buffers: how far ranks came in a step given up is theirs to say. Collective."""
