@@ -33,9 +33,11 @@ NOT_QUICK = {
 
 # What nothing in the product imports, and takes long: whole benchmarks, peers, large networks, papers' studies.
 LAB = (
+    "test_bounded_loss_schedules.py::test_thousands_of_schedules",
     "test_benchmarks_run.py::test_benchmark_reports",
     "test_benchmarks_run.py::test_adasum_benchmark_reports",
     "test_benchmarks_run.py::test_the_benchmark_of_optimizers_reports",
+    "test_benchmarks_run.py::test_the_benchmark_of_collectives_reports",
     "test_bench_command.py::test_peer_gets_the_mean",
     "test_bench_command.py::test_step_on_an_emulated_cluster",
     "test_real_workloads.py::test_workload_trains_on_two_ranks[resnet50]",

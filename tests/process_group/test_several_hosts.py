@@ -13,7 +13,7 @@ import torch.distributed as dist
 import paceline  # noqa: F401  registers the backend
 from linear_oracle import train_linear
 from models import digest, generator
-from paceline.process_group.host_collectives import STAGING_BYTES
+from paceline.process_group.staging import STAGING_BYTES
 from paceline.transports.shared_memory.neighbours import SWITCH
 from ranks import Ranks, pool
 

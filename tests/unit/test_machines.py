@@ -88,6 +88,15 @@ def test_another_number_of_machines_is_noticed_whoever_waits_for_more():
         assert all(words.startswith("b does not fit a") for words in found), found
 
 
+def test_machines_of_one_name_are_told_apart():
+    """Containers, or two shells of one machine: by the order in which they came."""
+    found, _ = hold(machine("vm"), machine("vm"), machine("vm", torch="2.11.0"))
+    for words in found:
+        assert words.startswith("vm (number 3 to come) does not fit vm, where the launch began: "), words
+    found, _ = hold(machine("vm"), machine("vm"), machine("c"))
+    assert found[0] == ["vm", "vm (number 2 to come)", "c"]
+
+
 def test_one_number_given_twice():
     found, _ = hold(machine("a", node_rank=0), machine("b", node_rank=1), machine("c", node_rank=1))
     assert all("b and c were both given --node-rank 1" in words for words in found), found
@@ -101,9 +110,9 @@ def test_a_machine_too_many_and_one_that_comes_back():
         "d came too late: the 3 machine(s) of --nnodes have met at 10.0.0.1:29400 already (a (1"
     )
     (back,), _ = hold(machine("b", latecomers=True), store=store)
-    assert back == ["a", "b", "c", "d", "b"]
+    assert back == ["a", "b", "c", "d", "b (number 5 to come)"]
     (other,), _ = hold(machine("b", latecomers=True, torch="2.8.0"), store=store)
-    assert other.startswith("b does not fit a")
+    assert other.startswith("b (number 6 to come) does not fit a")
 
 
 def test_machines_that_do_not_come():
