@@ -146,15 +146,15 @@ class Trial:
         """What a synchronized forward, and the end of its backward, do to the other ranks' buffers."""
         for one in self.copies[1:] if self.shares_buffers else ():
             for other, first in zip(one.model.buffers(), self.copies[0].model.buffers(), strict=True):
-                other.copy_(first)
+                other.data.copy_(first)  # batch norm has saved it for a backward that may still come
 
     def _find_out_buffers(self) -> None:
         """Give each copy its rank's buffers: how far ranks came in a step given up is theirs to say. Collective."""
         for one in self.copies:
             for found, other in zip(bare(self.mine.model).buffers(), one.model.buffers(), strict=True):
                 if one.rank == self.rank:
-                    other.copy_(found)
-                dist.broadcast(other, one.rank)
+                    other.data.copy_(found)
+                dist.broadcast(other.data, one.rank)
 
     def _compare_and_take_over(self, taken: Taken) -> None:
         """Compare with the mean; then make the copies' gradients this rank's, which all ranks have."""

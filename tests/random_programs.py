@@ -150,7 +150,9 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
     if kind == "mixed precision":
         yield "mixed_precision", "bfloat16"
         return
-    extra = source.choice(("none", "compression", "compression", "hook", "static_graph", "find_unused", "weight"))
+    extra = source.choice(
+        ("none", "compression", "compression", "hook", "static_graph", "find_unused", "weight")
+    )
     if extra == "compression":
         yield extra, source.choice(SHORTER)
     elif extra == "hook":
