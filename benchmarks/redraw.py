@@ -36,6 +36,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "mlstm-shakespeare": _draw_shakespeare,
     "noise-scale": None,
     "optimizers": "optimizers",
+    "parameter_servers": "parameter_servers",
     "overhead": "overhead",
     "overlap": "overlap",
     "guidelines": None,

@@ -177,11 +177,8 @@ class Trial:
 def _where_to_raise(program: Program, name: str) -> str:
     """Where that has one outcome.
 
-    How early a backward that nobody sees begin was noticed depends on buckets. And buffers that are brought in line
-    before a forward let the ranks meet in different collectives when one of them raises between forward and backward.
+    How early a backward that nobody sees begin was noticed depends on buckets.
     """
-    if {"norm", "state"} & set(program.blocks) and program.options.get("broadcast_buffers", True):
-        return "raise in backward" if program.outputs == "plain" else "evaluate"
     return "raise in forward" if name == "raise in backward" and program.outputs != "plain" else name
 
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from paceline import reductions
 from paceline.compression import Compressor
-from paceline.data import Balance, GlobalShuffle
+from paceline.data import Balance, GlobalBatches
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.step_shares import StepShares
@@ -249,7 +249,7 @@ def choose_reduction(
 
 
 def choose_shares(
-    batch_sampler: GlobalShuffle | None,
+    batch_sampler: GlobalBatches | None,
     balance: Balance | str | None,
     process_group: ProcessGroup,
     device: torch.device,
@@ -260,14 +260,14 @@ def choose_shares(
     if batch_sampler is None:
         if balance is not None:
             raise ConfigurationError(
-                f"balance={balance!r} moves samples between ranks, so it needs the loader's GlobalShuffle as "
-                "batch_sampler=."
+                f"balance={balance!r} moves samples between ranks, so it needs the loader's GlobalShuffle, "
+                "TokenShuffle or GlobalStream as batch_sampler=."
             )
         return None
-    if not isinstance(batch_sampler, GlobalShuffle):
+    if not isinstance(batch_sampler, GlobalBatches):
         raise ConfigurationError(
-            f"batch_sampler={type(batch_sampler).__name__}: a paceline.data.GlobalShuffle knows every rank's samples. "
-            "With another sampler leave it out, and give weight=."
+            f"batch_sampler={type(batch_sampler).__name__}: a GlobalShuffle, TokenShuffle or GlobalStream of "
+            "paceline.data knows every rank's samples. With another sampler leave it out, and give weight=."
         )
     chosen = Balance() if balance == "auto" else balance
     assert not isinstance(chosen, str)

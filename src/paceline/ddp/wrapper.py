@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.comm.gradient_group import gradient_groups, on_one_host
 from paceline.comm.peers import next_name
 from paceline.compression import Compressor
-from paceline.data import Balance, GlobalShuffle
+from paceline.data import Balance, GlobalBatches
 from paceline.ddp import arguments, inputs_outputs, sync_batch_norm
 from paceline.ddp.accumulation import Batch, Window
 from paceline.ddp.coordinator import Setting, StepCoordinator
@@ -54,7 +54,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         * Every backward outside `no_sync` synchronizes, also the second one of a forward.
         * A parameter that is not used counts as zero, with a warning; `find_unused_parameters` lets its bucket leave
           earlier.
-        * Buffers are not synchronized in evaluation forwards, so one rank may evaluate alone.
+        * Buffers are not synchronized in evaluation forwards, so one rank may evaluate alone; nor before the second
+          forward of a step, so that a rank whose forward raised meets the others in their backward.
         * `load_state_dict()` takes names with and without torch's prefix `module.`, which `state_dict()` has.
 
     Args:
@@ -77,7 +78,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         skip_all_reduce_unused_params: Warned about and ignored: unused parameters cost bytes, never correctness.
         bucket_cap_mb_list: Caps of the first, second, ... bucket; the last one repeats.
         batched_grad_copy: Always so; the argument is accepted.
-        forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
+        forward_sync_buffers: Give all ranks rank 0's buffers before a step's first forward that will be synchronized.
         lazy_bucket_allocation: Of torch 2.15; warned about and ignored: gradients are the buckets, never a second copy.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
         overlap_forward: Let the next forward run while gradients are still under way: backward returns when autograd is
@@ -91,8 +92,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             samples, tokens, unmasked targets. For steps of one forward in training mode, outside of `accumulate`; of
             several forwards before a backward the last one's. When backward begins, the ranks exchange 8 bytes each.
             None: every rank counts the same. Not torch's.
-        batch_sampler: The `paceline.data.GlobalShuffle` of the loader, whose `steps(loader)` are trained. Samples count
-            alike then without `weight`, and shares may change between steps. Not torch's.
+        batch_sampler: The loader's `GlobalShuffle` or `TokenShuffle`, or a `GlobalStream`, whose `steps` are trained.
+            Samples, or tokens, count alike then without `weight`, and shares may change between steps. Not torch's.
         balance: "auto": move samples of `batch_sampler` from slow ranks to fast ones; or a `paceline.data.Balance`.
             Not torch's.
 
@@ -135,7 +136,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         reduction: Reduction | str | None = None,
         compression: Compressor | Reduction | str | None = None,
         weight: Callable[..., float] | None = None,
-        batch_sampler: GlobalShuffle | None = None,
+        batch_sampler: GlobalBatches | None = None,
         balance: Balance | str | None = None,
         overlap_forward: bool | str = False,
     ) -> None:

@@ -244,7 +244,7 @@ class TorchSurface:
 
     def _remove_autograd_hooks(self) -> None:
         """From now on gradients stay local."""
-        self.reducer.remove_hooks()
+        self.reducer.arrivals.stop()
 
     def _check_reducer_finalized(self) -> None:
         """Raise if the last backward was not completed; otherwise every backward is, when it returns."""
@@ -310,7 +310,7 @@ class TorchsReducer(Reducer):
 
     def _get_local_used_map(self) -> Tensor:
         """How many ranks used each parameter in the last synchronized backward, shape (parameters,), int32."""
-        words = self._verdict.control.words[: len(self.managed)]
+        words = self.verdict.control.words[: len(self.managed)]
         return words.real.round().to(torch.int32)
 
     def _note_unused(self, unused: list[int]) -> None:
