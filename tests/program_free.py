@@ -113,7 +113,7 @@ class Trial:
         begins, synchronizes = raises or name in BEGINS, raises or name in SYNCHRONIZES
         if begins and (not self.are_in_line or name == "accumulate"):
             self._take_rank_0s_buffers()
-        self.are_in_line = (self.are_in_line or begins) and not synchronizes
+        self.counts_nothing = False  # a window that synchronizes nothing
         taken = self._do_all("train" if raises else name, seed)  # the step after an exception is clean
         self._note_gradients()
         if synchronizes:
@@ -121,6 +121,7 @@ class Trial:
         else:
             self.compare.local(self.mine.model, taken, self.copies[self.rank].model)
         self.brings_buffers = self.brings_buffers or begins
+        self.are_in_line = (self.are_in_line or begins) and (not synchronizes or self.counts_nothing)
         are_shared = self.shares_buffers and synchronizes and self.brings_buffers and name != "sync_gradients"
         if are_shared:
             self._take_rank_0s_buffers()
@@ -131,7 +132,8 @@ class Trial:
         if name == "accumulate":
             accumulate(self.program, seed, self.mine.model, self.rank)
             taken = take(bare(self.mine.model))
-            accumulate_copies(self.program, seed, [one.model for one in self.copies])
+            total = accumulate_copies(self.program, seed, [one.model for one in self.copies])
+            self.counts_nothing = total == 0
             return taken
         self.mine.do(name, seed)
         taken = take(bare(self.mine.model))
@@ -147,16 +149,15 @@ class Trial:
         """What a step's first synchronized forward, and its end, do to the other ranks' buffers."""
         for one in self.copies[1:] if self.shares_buffers else ():
             for other, first in zip(one.model.buffers(), self.copies[0].model.buffers(), strict=True):
-                with torch.autograd._unsafe_preserve_version_counter(other):  # forwards may be open
-                    other.copy_(first)
+                other.data.copy_(first)  # batch norm has saved it for a backward that may still come
 
     def _find_out_buffers(self) -> None:
         """Give each copy its rank's buffers: how far ranks came in a step given up is theirs to say. Collective."""
         for one in self.copies:
             for found, other in zip(bare(self.mine.model).buffers(), one.model.buffers(), strict=True):
                 if one.rank == self.rank:
-                    other.copy_(found)
-                dist.broadcast(other, one.rank)
+                    other.data.copy_(found)
+                dist.broadcast(other.data, one.rank)
 
     def _compare_and_take_over(self, taken: Taken) -> None:
         """Compare with the mean; then make the copies' gradients this rank's, which all ranks have."""
@@ -202,6 +203,8 @@ def _stumble(name: str, seed: int, mine: Replica, num_ranks: int, compare: Compa
         compare.fail(f"rank {mine.rank} should have been told of rank {who} and got {told}")
     if any(p.grad is not None for p in net.parameters()):
         compare.fail("gradients of a step that was given up are left")
+    if mine.rank == who and name == "raise in backward":
+        mine.model.reducer.prepare()  # type: ignore[operator, union-attr]  # as the next forward: the others are told
     compare.bits.append(f"{name} by {who}")
 
 
@@ -231,8 +234,8 @@ def accumulate(program: Program, seed: int, model: Any, rank: int) -> None:
             loss_of(model, x, {}).backward()
 
 
-def accumulate_copies(program: Program, seed: int, models: Sequence[nn.Module]) -> None:
-    """Each copy holds its part of sum(w g) / sum(w), times the number of ranks."""
+def accumulate_copies(program: Program, seed: int, models: Sequence[nn.Module]) -> int:
+    """Each copy holds its part of sum(w g) / sum(w), times the number of ranks; returns sum(w)."""
     all_of_them = [_micro_batches(program, seed, r) for r in range(program.num_ranks)]
     total = sum(weight for batches in all_of_them for _, weight in batches)
     for model in models:
@@ -242,3 +245,4 @@ def accumulate_copies(program: Program, seed: int, models: Sequence[nn.Module]) 
             if weight:
                 loss = loss_of(models[r % len(models)], x, {}) * (weight * len(models) / total)
                 loss.backward()
+    return total
