@@ -219,7 +219,8 @@ class Link:
         with self._lock:
             self._is_closing = True
         self._wake_up()
-        self._thread.join(timeout_s)
+        if threading.current_thread() is not self._thread:  # which may have collected the last reference
+            self._thread.join(timeout_s)
 
     def _wake_up(self) -> None:
         try:

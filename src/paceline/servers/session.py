@@ -95,7 +95,7 @@ class Session:
             if self._agree("optimizer", rank, bytes(body)) == 1:
                 self._steps = self._make_steps(unpack(body))
             return [(rank, Frame(Kind.SET_UP, frame.number))]
-        elif frame.kind is Kind.BEGIN:
+        if frame.kind is Kind.BEGIN:
             if self._agree("settings of the optimizer", rank, bytes(body)) == self.num_ranks:
                 del self._said["settings of the optimizer"]
                 self._stepping().begin(unpack(body))
