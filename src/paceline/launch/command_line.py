@@ -26,7 +26,7 @@ from torch.distributed import run as torchrun
 
 from paceline.errors import ConfigurationError
 from paceline.integrations import at_start
-from paceline.launch import rendezvous
+from paceline.launch import rendezvous_endpoint
 from paceline.launch.local_servers import parse_servers
 
 _FILLED_IN = ("rdzv_backend", "node_rank", "master_addr")
@@ -76,7 +76,7 @@ def parse(arguments: list[str]) -> LaunchArguments:
     args = _parser().parse_args(arguments)
     _check_script(args)
     num_nodes = _num_nodes(args.nnodes)
-    is_first = rendezvous.choose_backend(args, num_nodes)
+    is_first = rendezvous_endpoint.choose_backend(args, num_nodes)
     num_local_ranks = _num_local_ranks(args.nproc_per_node)
     _check_devices(num_local_ranks, _num_devices(), share=args.share_devices)
     if args.max_restarts < 0:
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.description = "Start a script once a rank, as torchrun does, with torchrun's flags."
     own = parser.add_argument_group("options of paceline", "the others, below, are torchrun's")
     parser._action_groups.insert(0, parser._action_groups.pop())  # ours first
-    for action in parser._actions:  # to tell what was given from torch's defaults; see `rendezvous`
+    for action in parser._actions:  # to tell what was given from torch's defaults; see `rendezvous_endpoint`
         if action.dest in _FILLED_IN and f"PET_{action.dest.upper()}" not in os.environ:
             action.default = None
     own.add_argument(

@@ -16,8 +16,9 @@ from paceline.reductions.reduction import Message, Reduction
 if TYPE_CHECKING:
     from paceline.reductions.adasum import Adasum
     from paceline.reductions.auto import Auto
-    from paceline.reductions.bounded_loss_mean import BoundedLoss, LossReport
+    from paceline.reductions.bounded_loss_mean import BoundedLoss
     from paceline.reductions.compressed import Compressed
+    from paceline.reductions.loss_report import LossReport
     from paceline.reductions.lossy import Lossy
     from paceline.reductions.noise_scale import GradientNoiseScale
     from paceline.reductions.parameter_servers import ParameterServers
@@ -48,7 +49,7 @@ _HOME_OF = {
     "BoundedLoss": "bounded_loss_mean",
     "Compressed": "compressed",
     "GradientNoiseScale": "noise_scale",
-    "LossReport": "bounded_loss_mean",
+    "LossReport": "loss_report",
     "Lossy": "lossy",
     "ParameterServers": "parameter_servers",
     "PowerSGD": "powersgd",

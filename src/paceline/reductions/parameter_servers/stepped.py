@@ -271,7 +271,8 @@ def _read_state(head: Mapping[str, Any], rest: memoryview, by_key: dict[int, dic
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    values: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(values)
 
 
 def _plain(name: str, value: Any) -> Any:
