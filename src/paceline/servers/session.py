@@ -94,7 +94,8 @@ class Session:
         if frame.kind is Kind.SET_UP:
             if self._agree("optimizer", rank, bytes(body)) == 1:
                 self._steps = self._make_steps(unpack(body))
-        elif frame.kind is Kind.BEGIN:
+            return [(rank, Frame(Kind.SET_UP, frame.number))]
+        if frame.kind is Kind.BEGIN:
             if self._agree("settings of the optimizer", rank, bytes(body)) == self.num_ranks:
                 del self._said["settings of the optimizer"]
                 self._stepping().begin(unpack(body))
