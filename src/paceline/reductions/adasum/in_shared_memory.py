@@ -131,7 +131,7 @@ def _combine(a: Tensor, b: Tensor, both: Tensor, chunks: Sequence[Chunk], others
     """
     for first in reversed(range(0, len(chunks), _CHUNKS_AT_ONCE)):
         run = chunks[first : first + _CHUNKS_AT_ONCE]
-        combine_into(a, b, *both, run)
+        combine_into(a, b, both[0], both[1], run)
         span = slice(run[0].first, run[-1].last)
         for other in others:
             other[span].copy_(a[span])
