@@ -187,9 +187,18 @@ class SVC(PairwiseVotes, KernelMachine):
         self.intercept_ = -sign * self._offsets
         self.n_iter_ = np.array([solution.counters.num_steps for solution in solutions], np.int32)
         self.gap_ = np.array([solution.gap for solution in solutions])
-        self.objective_ = np.array([solution.objective for solution in solutions])
         if self.probability:
             self._calibrate(data, matrix)
+
+    def _shown(self, objectives: list[float]) -> Any:
+        return np.array(objectives)
+
+    def _coefficients_of(self, problem: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        one, other = (classes[problem] for classes in self._pairs())
+        ends = np.cumsum(self.n_support_)
+        first, second = (np.arange(ends[c] - self.n_support_[c], ends[c]) for c in (one, other))
+        beta = np.concatenate([self._table[other - 1, first], self._table[one, second]])
+        return np.concatenate([first, second]), beta
 
     def _calibrate(self, data: TrainingSet, matrix: Samples) -> None:
         """Fit a sigmoid for each pair to decision values of samples left out. Collective."""

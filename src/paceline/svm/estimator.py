@@ -182,6 +182,7 @@ class KernelMachine(Validation):
         self._num_rows = data.num_rows
         self.fit_status_ = int(not all(solution.converged for solution in solutions))
         self.counters_ = tuple(solution.counters for solution in solutions)
+        self._objectives = [(solution.objective, solution.linear_part) for solution in solutions]
         return np.searchsorted(data.all_ids, columns.ids)
 
     def _keep_one(self, data: TrainingSet, solution: Solution) -> None:
@@ -192,7 +193,36 @@ class KernelMachine(Validation):
         self.n_support_ = np.array([len(self.support_)], np.int32)
         self.n_iter_: Any = solution.counters.num_steps
         self.gap_: Any = solution.gap
-        self.objective_: Any = solution.objective
+
+    @property
+    def objective_(self) -> Any:
+        """Dual objective (to be minimised), in double precision.
+
+        After a fit whose kernel rows were in single precision it is computed when first asked for, from the kernel
+        values of all support vectors with each other: it may take a part of the time of the fit.
+        """
+        if not hasattr(self, "_objectives"):
+            raise AttributeError(f"{type(self).__name__} is not fitted yet, so it has no objective_")
+        for k, (_, linear_part) in enumerate(self._objectives):
+            if linear_part is not None:
+                self._objectives[k] = 0.5 * self._squared_length(k) + linear_part, None
+        return self._shown([objective for objective, _ in self._objectives])
+
+    def _shown(self, objectives: list[float]) -> Any:
+        """Objectives of all problems in the form of the attribute."""
+        return objectives[0]
+
+    def _coefficients_of(self, problem: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Which support vectors a problem has, and their coefficients."""
+        return np.arange(len(self.support_)), self._table[0]
+
+    def _squared_length(self, problem: int) -> float:
+        """b'Kb of a problem, in double precision."""
+        members, beta = self._coefficients_of(problem)
+        support = self._sampled(self.support_vectors_[members]).astype(np.float64)
+        with thread_pool():
+            sums = expand(self._kernel, support, beta[None], support)
+        return float(sums[0] @ beta)
 
     # -- predict
 

@@ -191,10 +191,11 @@ class Solution(NamedTuple):
     Attributes:
         beta: Coefficients of this rank's samples, summed over a sample's variables, shape (N,).
         offset: The decision function is sum_j beta_j K(x_j, x) - offset.
-        objective: 1/2 b'Kb + p'b, over all ranks.
+        objective: 1/2 b'Kb + p'b, over all ranks, as the gradients have it.
         gap: Largest violation over all samples, in double precision; the optimum is reached if it is at most `tol`.
         converged: Whether it is.
         counters: What it took.
+        linear_part: p'b, if some gradients are of single precision, so that b'Kb is not exact; else None.
     """
 
     beta: NDArray[np.float64]
@@ -203,6 +204,7 @@ class Solution(NamedTuple):
     gap: float
     converged: bool
     counters: Counters
+    linear_part: float | None = None
 
 
 def feasible(

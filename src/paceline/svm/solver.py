@@ -244,7 +244,7 @@ class Solver:
             self._sub_problem.forget()
 
     def _solution(self, gap: float) -> Solution:
-        offset, objective = self._optimality_check.conclusion(self._active)
+        offset, objective, linear_part = self._optimality_check.conclusion(self._active)
         counters = Counters(
             self._tally.num_working_sets,
             self._tally.num_steps,
@@ -259,4 +259,7 @@ class Solver:
             self._world.num_bytes,
         )
         converged = gap <= self._settings.tol
-        return Solution(self._active.beta.sum(axis=0), offset, objective, gap, converged, counters)
+        beta, is_exact = self._active.beta.sum(axis=0), self._dtype == np.float64
+        return Solution(
+            beta, offset, objective, gap, converged, counters, None if is_exact else linear_part
+        )
