@@ -140,6 +140,7 @@ class SolverSettings:
         tol: Stop when the largest violation over all samples is at most this.
         max_steps: Stop after as many pair updates; -1 for no limit.
         cache_bytes: For kernel rows, on each rank.
+        most_cache_bytes: Up to how much the cache of a large problem may grow, if that is more.
         elimination: When samples are dropped from work.
         working_set: Variables that are optimised together; None chooses by the size of the problem.
         report: Told the progress after every working set, on rank 0.
@@ -148,6 +149,7 @@ class SolverSettings:
     tol: float = 1e-3
     max_steps: int = -1
     cache_bytes: float = 500e6
+    most_cache_bytes: float = 0.0
     elimination: Elimination = field(default_factory=lambda: Elimination.named("adaptive"))
     working_set: int | None = None
     report: Callable[[Progress], None] | None = None

@@ -72,7 +72,8 @@ class Solver:
         self._optimality_check = OptimalityCheck(problem, world, self._chosen, settings.tol)
         self._working_set = WorkingSet(num_variables, settings.working_set)
         self._tally = Tally(settings, problem.num_samples, num_variables, self._working_set.size)
-        self._gradients = Gradients(problem, settings.cache_bytes, self._dtype)
+        cache_bytes = settings.cache_bytes, settings.most_cache_bytes / world.num_ranks
+        self._gradients = Gradients(problem, cache_bytes, self._dtype)
         self._sub_problem = SubProblem(problem.kernel)
         self._steps_at_test = 0
 
@@ -260,6 +261,4 @@ class Solver:
         )
         converged = gap <= self._settings.tol
         beta, is_exact = self._active.beta.sum(axis=0), self._dtype == np.float64
-        return Solution(
-            beta, offset, objective, gap, converged, counters, None if is_exact else linear_part
-        )
+        return Solution(beta, offset, objective, gap, converged, counters, None if is_exact else linear_part)
