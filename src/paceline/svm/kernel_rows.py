@@ -202,8 +202,22 @@ def _apply(
             out[t] = np.tanh(tangent[0] * out[t] + tangent[1])
 
 
+class Shared(NamedTuple):
+    """Kernel rows of samples with their own of two ranges, kept for other problems.
+
+    Attributes:
+        rows: Shape (M, width).
+        slot: By sample of the source, row of `rows` or -1.
+        num: How many rows are used, shape (1,).
+    """
+
+    rows: NDArray[np.float64]
+    slot: NDArray[np.int64]
+    num: NDArray[np.int64]
+
+
 class RowStore(NamedTuple):
-    """Kernel rows of a problem whose samples are two ranges of a source, and what other problems may use of them.
+    """Kernel rows of a problem whose samples are one or two ranges of a source.
 
     Attributes:
         bounds: (a, b, c, d): the samples are a to b and c to d (exclusive) of the source; c = d if there is one range.
@@ -211,9 +225,7 @@ class RowStore(NamedTuple):
         owner: Sample of this problem in each row of `rows`, or -1.
         slot_of: By sample of this problem, row of `rows` or -1.
         next_slot: Where the next row goes, shape (1,).
-        shared: Kernel rows of samples with their own of the two ranges, kept for other problems, shape (M, width).
-        shared_slot: By sample of the source, row of `shared` or -1.
-        num_shared: How many rows of `shared` are used, shape (1,).
+        shared: What other problems may use of them, a `Shared`; None if there is one range.
         room: For rows of P.
     """
 
@@ -222,25 +234,22 @@ class RowStore(NamedTuple):
     owner: NDArray[np.int64]
     slot_of: NDArray[np.int64]
     next_slot: NDArray[np.int64]
-    shared: NDArray[np.float64]
-    shared_slot: NDArray[np.int64]
-    num_shared: NDArray[np.int64]
+    shared: Any
     room: Room
 
 
 def row_store(source: Source, num: int, rows: NDArray[Any]) -> RowStore:
-    """An empty store for one range, of which nothing is shared.
+    """An empty store for one range.
 
     Args:
         source: Whose kernel rows.
         num: Samples.
         rows: Room for rows, shape (R, P).
     """
-    none, counter = np.zeros((0, 0)), np.zeros(1, np.int64)
+    counter = np.zeros(1, np.int64)
     unknown, free = np.full(num, -1, np.int64), np.full(len(rows), -1, np.int64)
     room = room_for(source, rows.shape[1], rows.dtype)
-    bounds, shared = (0, num, num, num), (none, unknown.copy(), counter.copy())
-    return RowStore(bounds, rows, free, unknown, counter, *shared, room)
+    return RowStore((0, num, num, num), rows, free, unknown, counter, None, room)
 
 
 @inner
@@ -253,7 +262,10 @@ def fetch(source: Source, store: RowStore, t: int) -> int:
         slot_of[owner[slot]] = -1
     owner[slot] = t
     slot_of[t] = slot
-    return _compute(source, store, t, store.rows[slot])
+    row = store.rows[slot]
+    for k in range(len(slot_of), len(row)):
+        row[k] = 0.0
+    return _compute(source, store.bounds, store.shared, store.room, t, row)
 
 
 @inner
@@ -275,36 +287,34 @@ def fill_from_gram(gram: Any, store: RowStore) -> None:
 
 
 @inner
-def _compute(source: Source, store: RowStore, t: int, row: NDArray[Any]) -> int:
+def _compute(
+    source: Source, bounds: tuple[int, int, int, int], shared: Any, room: Room, t: int, row: NDArray[Any]
+) -> int:
     """Write sample t's kernel row; returns how many values had to be computed."""
-    a, b, c, d = store.bounds
-    shared, shared_slot, num_shared = store.shared, store.shared_slot, store.num_shared
+    a, b, c, d = bounds
     n_a, n = b - a, (b - a) + (d - c)
-    is_first = t < n_a
-    p = a + t if is_first else c + t - n_a
-    own, own_first, own_last = (row[:n_a], a, b) if is_first else (row[n_a:n], c, d)
-    for k in range(n, len(row)):
-        row[k] = 0.0
-    num_values = 0
-    if shared_slot[p] >= 0:
-        known = shared[shared_slot[p]]
-        for k in range(len(own)):
-            own[k] = known[k]
-    else:
-        kernel_row(source, p, own_first, own_last, store.room, own)
-        num_values += len(own)
-        if num_shared[0] < len(shared):
-            shared_slot[p] = num_shared[0]
-            known = shared[num_shared[0]]
+    num_values = n
+    if shared is None:
+        kernel_row(source, a + t, a, b, room, row[:n])
+    if shared is not None:
+        is_first = t < n_a
+        p = a + t if is_first else c + t - n_a
+        own, first, last = (row[:n_a], a, b) if is_first else (row[n_a:n], c, d)
+        other, other_first, other_last = (row[n_a:n], c, d) if is_first else (row[:n_a], a, b)
+        if shared.slot[p] >= 0:
+            known = shared.rows[shared.slot[p]]
             for k in range(len(own)):
-                known[k] = own[k]
-            num_shared[0] += 1
-    if d > c:
-        if is_first:
-            kernel_row(source, p, c, d, store.room, row[n_a:n])
+                own[k] = known[k]
+            num_values -= len(own)
         else:
-            kernel_row(source, p, a, b, store.room, row[:n_a])
-        num_values += n - len(own)
+            kernel_row(source, p, first, last, room, own)
+            if shared.num[0] < len(shared.rows):
+                shared.slot[p] = shared.num[0]
+                known = shared.rows[shared.num[0]]
+                for k in range(len(own)):
+                    known[k] = own[k]
+                shared.num[0] += 1
+        kernel_row(source, p, other_first, other_last, room, other)
     return num_values
 
 
@@ -320,8 +330,7 @@ def gradients_from_rows(
 
     `spare` is room for a row.
     """
-    a, b, c, d = store.bounds
-    n_a, n = b - a, (b - a) + (d - c)
+    n = len(store.slot_of)
     num_values = 0
     for t in range(len(g)):
         g[t] = 0.0
@@ -329,15 +338,11 @@ def gradients_from_rows(
         weight = weights[t]
         if weight == 0.0:
             continue
+        row = spare
         if store.slot_of[t] >= 0:
             row = store.rows[store.slot_of[t]]
         else:
-            row = spare
-            p = a + t if t < n_a else c + t - n_a
-            kernel_row(source, p, a, b, store.room, row[:n_a])
-            if d > c:
-                kernel_row(source, p, c, d, store.room, row[n_a:n])
-            num_values += n
+            num_values += _compute(source, store.bounds, store.shared, store.room, t, spare)
         for k in range(n):
             g[k] += weight * row[k]
     return num_values

@@ -94,9 +94,9 @@ class Kernel:
         for_each(tile_from, range(0, len(right), width))
 
     def diagonal(self, samples: Samples) -> NDArray[np.float64]:
-        """Kernel values of samples with themselves, shape (len(samples),)."""
+        """Kernel values of samples with themselves, shape (N,); columns of a Gram matrix are they, in order."""
         if isinstance(samples, GramSamples):
-            return np.ascontiguousarray(samples.rows[np.arange(len(samples)), samples.ids], np.float64)
+            return np.ascontiguousarray(samples.rows.diagonal(), np.float64)
         if self.name == "rbf":
             return np.ones(len(samples))
         return np.asarray(self._of_dots(samples.squares), np.float64)

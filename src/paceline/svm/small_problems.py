@@ -23,6 +23,7 @@ from paceline.svm.compiled import FAR, LANES, compiled, inner
 from paceline.svm.kernel_rows import (
     Room,
     RowStore,
+    Shared,
     Source,
     fill_from_gram,
     gradients_from_rows,
@@ -66,14 +67,6 @@ class SmallProblems(NamedTuple):
     def sizes(self) -> NDArray[np.int64]:
         """Samples of each."""
         return np.diff(self.first)
-
-
-class Shared(NamedTuple):
-    """Kernel rows of samples with their own range, kept for other problems; see `RowStore`."""
-
-    rows: NDArray[np.float64]
-    slot: NDArray[np.int64]
-    num: NDArray[np.int64]
 
 
 class Memory(NamedTuple):
@@ -161,10 +154,13 @@ class DirectSolver:
         widest = -(-int(sizes.max()) // LANES) * LANES
         self._memory = Memory.of(max(rooms), len(problems.linear), widest, self._source)
         ranges = problems.bounds[:, 1::2] - problems.bounds[:, ::2]
-        width = int(ranges.max()) if len(ranges) > 1 and not isinstance(samples, GramSamples) else 0
-        num_shared = min(num, int(cache_bytes * _SHARED_RATIO / (8 * width))) if width else 0
-        unknown = np.full(num, -1, np.int64)
-        self._shared = Shared(np.empty((num_shared, width)), unknown, np.zeros(1, np.int64))
+        self._shared: Shared | None = None
+        if ranges[:, 1].any():
+            is_shared = len(ranges) > 1 and not isinstance(samples, GramSamples)
+            width = int(ranges.max()) if is_shared else 0
+            num_shared = min(num, int(cache_bytes * _SHARED_RATIO / (8 * width))) if width else 0
+            unknown = np.full(num, -1, np.int64)
+            self._shared = Shared(np.empty((num_shared, width)), unknown, np.zeros(1, np.int64))
 
     def solve(self, which: NDArray[np.int64]) -> None:
         """Solve some; reports progress after every 200,000 pair updates, and at the end of each problem."""
@@ -216,7 +212,7 @@ def solve_some(
     which: NDArray[np.int64],
     limits: Limits,
     memory: Memory,
-    shared: Shared,
+    shared: Shared | None,
     outcomes: NDArray[np.float64],
 ) -> int:
     """Solve problems until all are solved, or `STEPS_A_CALL` pair updates were made: call again to go on.
@@ -254,7 +250,7 @@ def _go_on(
     number: int,
     limits: Limits,
     memory: Memory,
-    shared: Shared,
+    shared: Shared | None,
     outcomes: NDArray[np.float64],
 ) -> bool:
     """Go on with one problem; returns whether it is done."""
@@ -291,9 +287,7 @@ def _go_on(
         free,
         unknown,
         memory.next_slot,
-        shared.rows,
-        shared.slot,
-        shared.num,
+        shared,
         memory.room,
     )
     if num >= n:
