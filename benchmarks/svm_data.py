@@ -36,7 +36,10 @@ KEEL = (
 )
 IMAGES = ("mnist5k", "fashion")
 UNSCALED = (*IMAGES, "celeba", "adult")
-HELP = "digits, synthetic-NxD, mnist5k, fashion, celeba, adult (sparse) or KEEL's: add :bin for two classes, :16000 for as many rows"
+HELP = (
+    "digits, synthetic-NxD, mnist5k, fashion, celeba, adult (sparse) or KEEL's: add :bin for two classes, "
+    ":16000 for as many rows"
+)
 
 
 @dataclass(frozen=True)
