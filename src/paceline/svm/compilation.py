@@ -17,7 +17,7 @@ from numba.core import event
 _BACK = "\r"
 
 
-class Compilation(event.Listener):  # type: ignore[misc]
+class Compilation(event.Listener):
     """Counts the functions that are being compiled, and says so.
 
     Args:

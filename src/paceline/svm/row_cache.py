@@ -57,6 +57,8 @@ class RowCache:
         self._memory = _memory(num_bytes)
         self._num_allowed = int(budget_bytes // itemsize)  # numbers that the rows may have by now
         self._num_touched = 0
+        self._owner: NDArray[np.int64]
+        self._stamp: NDArray[np.int64]
         self._flat: NDArray[Any] = self._memory[:num_bytes].view(dtype)
         self._slot_of = np.full(num_samples, -1, np.int64)
         self.num_evictions = self.num_repeats = 0

@@ -6,7 +6,7 @@ computed row by row when first needed; where they are long or not dense, all at 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +77,7 @@ class SubProblem:
         rounded = padded[0].ravel().astype(store.rows.dtype), diagonal.astype(store.rows.dtype)
         variables = Variables(rounded[0], padded[1].ravel(), padded[2].ravel(), padded[3].ravel(), rounded[1])
         memory = lane_memory(len(variables.F), variables.F.dtype)
-        lanes = lanes_of.py_func(store, variables, memory)
+        lanes = cast("Any", lanes_of).py_func(store, variables, memory)
         steps, decrease, num_values = solve(source, store, variables, lanes, memory, target, most_steps)
         self._num_values += num_values
         return variables.beta.reshape(-1, width)[:, :num], steps, decrease
