@@ -32,14 +32,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/paceline demo $(ARGS)
 
-# One more worker than cores: tests of lost peers, launches and emulated links mostly wait.
-WORKERS := $(shell expr $$(nproc) + 1)
+# Two workers a core: tests of lost peers, launches and emulated links mostly wait.
+WORKERS := $(shell expr 2 \* $$(nproc))
 unexport PYTHONDONTWRITEBYTECODE  # or each of some 500 interpreters compiles the package and its tests again
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not lab" $(ARGS)
 
-# The laboratory's long tests: whole benchmarks, peers, papers' studies. Nothing in the product imports what they test.
+# The long tests of `lab`: whole benchmarks, peers, papers' studies. Nothing in the product imports what they test.
 test-lab: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m lab $(ARGS)
 

@@ -1,11 +1,12 @@
 """How much longer does Adasum take than the mean, and how many bytes does it send?
 
-One bucket of float32 is reduced again and again, by the mean and by Adasum in turn (A B B A), each launch awaited; a
-barrier before each. So this is communication and arithmetic alone: in training, part of it hides behind backward.
-Bytes are counted in Adasum's transport, from the data itself; the limit is 2 (P-1)/P of the bucket. The mean over
-Gloo is Gloo's ring; over `paceline` it is folded in shared memory, which Adasum does not use.
+One bucket is reduced again and again, by the mean and by Adasum in turn (A B B A), each launch awaited; a barrier
+before each. So this is communication and arithmetic alone: in training, part of it hides behind backward. Bytes are
+counted in Adasum's transport, from the data itself; the limit is 2 (P-1)/P of the bucket. The mean over Gloo is Gloo's
+ring; over `paceline` on one host both are computed in shared memory, and nothing is sent.
 """
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from paceline.comm.collectives import allocate_zeros
 from paceline.lab.bench.protocol import turns
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import LoopbackRanks
+from paceline.lab.bench.ranks import Ranks, choose_place
 from paceline.lab.report.publication import Report, publish
 from paceline.lab.report.summary import Summary, ratios
 from paceline.reductions import Adasum, Mean, Message
@@ -32,6 +33,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "4 MiB in 1,000": (1048,) * 1000,
     "25 MiB in 25": (262144,) * 25,
 }
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Config:
     num_ranks: int
     num_rounds: int
     shapes: tuple[str, ...]
+    dtypes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,20 @@ def measure(config: Config, tell: TellProgress) -> dict[str, Timed]:
     results: dict[str, Timed] = {}
     for backend in BACKENDS:
         group: Any = dist.new_group(backend=backend)
-        for shape in config.shapes:
-            results[f"{backend}: {shape}"] = _measure_bucket(group, SHAPES[shape], config.num_rounds)
-            tell(len(results) / len(BACKENDS) / len(config.shapes))
+        for shape, dtype in itertools.product(config.shapes, config.dtypes):
+            timed = _measure_bucket(group, SHAPES[shape], DTYPES[dtype], config.num_rounds)
+            results[name_of(backend, shape, dtype)] = timed
+            tell(len(results) / len(BACKENDS) / len(config.shapes) / len(config.dtypes))
     return results
 
 
-def _measure_bucket(group: Any, sizes: tuple[int, ...], num_rounds: int) -> Timed:
-    flat = allocate_zeros(group, sum(sizes), torch.float32, torch.device("cpu"))
+def name_of(backend: str, shape: str, dtype: str) -> str:
+    """The name of a row: sizes are those in float32."""
+    return f"{backend}: {shape}" + ("" if dtype == "float32" else f", as {dtype}")
+
+
+def _measure_bucket(group: Any, sizes: tuple[int, ...], dtype: torch.dtype, num_rounds: int) -> Timed:
+    flat = allocate_zeros(group, sum(sizes), dtype, torch.device("cpu"))
     views = list(flat.split(sizes))
     message = Message(0, True, flat, flat.numel(), views, views, group)
     adasum = Adasum()
@@ -89,22 +98,25 @@ def _seconds(reduction: Any, message: Message) -> float:
 
 
 def _bytes_sent(adasum: Adasum) -> int:
-    over_ranks = adasum._connection._over_ranks  # type: ignore[union-attr]
-    return over_ranks.transport.bytes_sent  # type: ignore[union-attr]
+    if adasum._connection is None:
+        return 0  # in shared memory
+    return adasum._connection._over_ranks.transport.bytes_sent  # type: ignore[union-attr]
 
 
-def report(config: Config, results: dict[str, Timed], load_before: float) -> Report:
-    """Turn the samples into one row per backend and bucket."""
+def report(config: Config, results: dict[str, Timed], ranks: Ranks, load: float) -> Report:
+    """Turn the samples into one row per backend, bucket and dtype."""
     rows, summaries = [], {}
-    for name, timed in results.items():
+    for backend, shape, dtype in itertools.product(BACKENDS, config.shapes, config.dtypes):
+        name = name_of(backend, shape, dtype)
+        timed = results[name]
         mean, adasum = (Summary.of([s * 1e3 for s in side]) for side in timed.seconds)
         ratio = Summary.of(ratios(timed.seconds[1], timed.seconds[0]))
-        size_bytes = 4 * sum(SHAPES[name.partition(": ")[2]])
+        size_bytes = DTYPES[dtype].itemsize * sum(SHAPES[shape])
         limit = 2 * (config.num_ranks - 1) / config.num_ranks * size_bytes
         summaries[name] = {"mean_ms": mean, "adasum_ms": adasum, "ratio": ratio}
         rows.append((name, mean.text(), adasum.text(), ratio.text(), f"{timed.bytes_sent / limit:.3f}"))
     return Report(
-        name=f"adasum-{config.num_ranks}ranks" + ("-quick" if len(config.shapes) == 1 else ""),
+        name=f"adasum-{ranks.label}" + ("-quick" if len(config.shapes) == 1 else ""),
         question="How long does a bucket take by Adasum and by the mean?",
         columns=("bucket", "mean ms", "adasum ms", "adasum / mean", "bytes / limit"),
         rows=tuple(rows),
@@ -116,22 +128,31 @@ def report(config: Config, results: dict[str, Timed], load_before: float) -> Rep
             name: {"seconds": timed.seconds, "bytes_sent": timed.bytes_sent}
             for name, timed in results.items()
         },
-        provenance=collect(config.num_ranks, load_before),
+        place=ranks.describe(),
+        provenance=collect(config.num_ranks, load),
     )
 
 
 def main(
-    ranks: Annotated[int, typer.Option(min=2, help="How many processes.")] = 2,
+    ranks: Annotated[int | None, typer.Option(min=2, help="How many processes; without --hosts 2.")] = None,
+    hosts: Annotated[
+        int | None, typer.Option(min=2, help="Of an emulated cluster, one process on each.")
+    ] = None,
+    rate: Annotated[str | None, typer.Option(help="Of each host's link, such as 1Gbit.")] = None,
     rounds: Rounds = 10,
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
 ) -> None:
     """Time a bucket by Adasum and by the mean, over Gloo and over our backend."""
-    config = Config(ranks, 2, tuple(SHAPES)[:1]) if quick else Config(ranks, rounds, tuple(SHAPES))
-    load_before = load_average()
-    results = LoopbackRanks(ranks).run(measure, config, "adasum")[0]
-    publish(report(config, results, load_before), results_folder, as_json)
+    load = load_average()
+    with choose_place(hosts, ranks, rate=rate) as place:
+        config = Config(place.num_ranks, rounds, tuple(SHAPES), tuple(DTYPES))
+        if quick:
+            config = Config(place.num_ranks, 2, tuple(SHAPES)[:1], tuple(DTYPES)[:1])
+        results = place.run(measure, config, "adasum")[0]
+        made = report(config, results, place, load)
+    publish(made, results_folder, as_json)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ from paceline.optim import overlap
 from paceline.planning.forward_overlap import Layer, least_step_s, step_without_s
 
 WARM_UP_STEPS = 8  # three before the ranks agree on an order, three before they do so again, two with it
+UNDECIDED_STEPS = 8
 FORWARD = "ours-forward"
 PAYLOAD_RATIO = 0.95
 TARGET_TO_TORCH = 0.82
@@ -99,6 +100,7 @@ class Trainee:
         self.optimizer = ProportionalSleep(self.model.parameters(), config.profile.optimizer_s)
         if name == FORWARD:
             self.optimizer = overlap(self.optimizer, self.model, per_parameter=True)
+        self.is_forced = config.is_forced
         self.steady_s: list[float] = []
         self.turn_s: list[float] = []  # of each turn, divided by its steps
         self.backward_s: list[float] = []
@@ -123,6 +125,19 @@ class Trainee:
             self.turn_s.append((ended_s - beginnings_s[0]) / num_steps)
             self.backward_s += backward_s
 
+    def warm_up(self) -> None:
+        """Train until nothing changes any more: forward overlap proves its gain first. Collective."""
+        self.turn(WARM_UP_STEPS, timed=False)
+        while self.is_undecided:
+            self.turn(UNDECIDED_STEPS, timed=False)
+
+    @property
+    def is_undecided(self) -> bool:
+        overlapped = getattr(self.model, "forward_overlap", None)
+        if overlapped is None or overlapped.is_on is False or self.is_forced:
+            return False
+        return overlapped.is_on is None or overlapped.seen is None
+
     def settle(self) -> None:
         """Wait for what is under way."""
         if hasattr(self.model, "settle"):
@@ -146,6 +161,7 @@ class SideOutcome:
     backward_s: list[float]
     is_on: bool | None
     predicted: dict[str, float] | None
+    seen: dict[str, float] | None
     error: float
     ranks_equal: bool
 
@@ -154,7 +170,7 @@ def measure(config: Config, tell: TellProgress) -> list[SideOutcome]:
     """Train all sides in turn. Collective; every rank returns the same."""
     trainees = [Trainee(name, config) for name in config.side_names]
     for trainee in trainees:
-        trainee.turn(WARM_UP_STEPS, timed=False)
+        trainee.warm_up()
     schedule = list(turns(len(trainees), config.num_rounds))
     for num_done, turn in enumerate(schedule):
         trainees[turn.side_index].turn(config.num_steps)
@@ -173,6 +189,7 @@ def _outcome(name: str, trainee: Trainee) -> SideOutcome:
         _slowest(trainee.backward_s),
         None if overlapped is None else overlapped.is_on,
         None if overlapped is None or overlapped.gain is None else asdict(overlapped.gain),
+        None if overlapped is None or overlapped.seen is None else asdict(overlapped.seen),
         error,
         len(set(gather(digest(gradients)))) == 1,
     )
@@ -240,13 +257,13 @@ def report(
     ]
     if least_s is not None and without_s is not None:
         notes.append(f"least {least_s * 1e3:.0f} ms, least without forward overlap {without_s * 1e3:.0f} ms")
-    forward = [side for side in outcomes if side.predicted is not None]
-    notes += [
-        f"{side.name}: predicted {side.predicted['with_s'] * 1e3:.0f} ms instead of "
-        f"{side.predicted['without_s'] * 1e3:.0f} ms (without the optimizer)"
-        for side in forward
-        if side.predicted is not None
-    ]
+    for side in outcomes:
+        for what, gain in (("predicted, without the optimizer", side.predicted), ("seen", side.seen)):
+            if gain is not None:
+                with_ms, without_ms = gain["with_s"] * 1e3, gain["without_s"] * 1e3
+                notes.append(
+                    f"{side.name} {what}: {with_ms:.0f} ms a step, {without_ms:.0f} ms without overlap"
+                )
     return Report(
         name=name + ("-quick" if quick else ""),
         question="How much shorter is a step whose gradients the next forward hides as well?",

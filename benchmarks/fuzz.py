@@ -1,19 +1,22 @@
 """Does any random training program give other gradients than one process on the whole batch? A search, not a timing.
 
+    python -m benchmarks.fuzz --programs 5000 --resume       # after an interruption, or in parts
     python -m benchmarks.fuzz --programs 5000
     python -m benchmarks.fuzz --program '{"seed": 7, ...}'   # as a failure prints it
 
 The generator and the oracle are those of the tests; CI performs 200 programs of other seeds. A failure is shrunk and
-printed with the command that repeats it; the exit status is then 1.
+printed with the command that repeats it; the exit status is then 1. The report is written after every 50 programs, so
+that a search may be interrupted; a changed generator draws other programs from the same seeds and begins anew.
 """
 
+import hashlib
 import json
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,19 +41,24 @@ class Found:
     Attributes:
         first_seed: Of the programs, which have consecutive ones.
         num_programs: That were performed.
+        duration_s: What they took.
         kinds: How many of each kind.
+        options: How often each was given to the wrapper or the optimizer.
         operations: How often each was performed.
         failures: Seeds, and for the first of them the report.
     """
 
     first_seed: int
     num_programs: int = 0
+    duration_s: float = 0.0
     kinds: Counter[str] = field(default_factory=Counter)
+    options: Counter[str] = field(default_factory=Counter)
     operations: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
     def perform(self, programs: list[Program]) -> None:
         """Perform programs and count them."""
+        began_s = time.perf_counter()
         for num_ranks in (2, 3):
             mine = [one for one in programs if one.num_ranks == num_ranks]
             failures = find_failures(mine, pool(num_ranks)) if mine else {}
@@ -60,7 +68,9 @@ class Found:
                 print(report, file=sys.stderr, flush=True)
                 self.failures.append(report)
         self.num_programs += len(programs)
+        self.duration_s += time.perf_counter() - began_s
         self.kinds.update(one.kind for one in programs)
+        self.options.update(_option(name, given) for one in programs for name, given in one.options.items())
         self.operations.update(name for one in programs for name, _ in one.operations)
 
 
@@ -68,32 +78,55 @@ def main(
     programs: Annotated[int, typer.Option(min=1, help="How many.")] = 5000,
     first_seed: Annotated[int, typer.Option(help="Of the first program; the others' follow.")] = 100_000,
     program: Annotated[str | None, typer.Option(help="This one, as a failure prints it.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the stored report ends.")] = False,
     quick: Quick = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
 ) -> None:
     """Perform random programs on 2 and 3 ranks beside bare copies of the model and torch's class."""
-    found = Found(first_seed)
-    began_s = time.perf_counter()
+    path = results_folder / "fuzz.json"
+    found = _stored(path, first_seed) if resume else Found(first_seed)
     try:
         if program is not None:
             found.perform([_read(program)])
         else:
             count = QUICK_PROGRAMS if quick else programs
-            print(f"seeds {first_seed} to {first_seed + count - 1}", flush=True)
-            with progress_bar("random programs") as show:
-                for start in range(first_seed, first_seed + count, BATCH):
-                    found.perform(
-                        [draw(seed) for seed in range(start, min(start + BATCH, first_seed + count))]
-                    )
-                    show(found.num_programs / count)
+            print(f"seeds {first_seed + found.num_programs} to {first_seed + count - 1}", flush=True)
+            _search(found, count, None if quick else path)
     finally:
         close_pools()
-    duration_s = time.perf_counter() - began_s
-    print(f"{found.num_programs} programs, {len(found.failures)} mismatches, {duration_s:.0f} s")
-    if program is None and not quick:
-        _save(found, duration_s, results_folder)
+    print(f"{found.num_programs} programs, {len(found.failures)} mismatches, {found.duration_s:.0f} s")
     if found.failures:
         sys.exit(1)
+
+
+def _search(found: Found, count: int, path: Path | None) -> None:
+    """Perform programs until there were `count`, and store what was found after each batch."""
+    with progress_bar("random programs") as show:
+        while found.num_programs < count:
+            start = found.first_seed + found.num_programs
+            found.perform([draw(seed) for seed in range(start, min(start + BATCH, found.first_seed + count))])
+            show(found.num_programs / count)
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps({"generator": _generator(), **asdict(found)}, indent=2) + "\n")
+
+
+def _stored(path: Path, first_seed: int) -> Found:
+    """What the stored report has found; nothing, if it is of other seeds or of another generator."""
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    if stored.pop("generator", None) != _generator() or stored["first_seed"] != first_seed:
+        return Found(first_seed)
+    counts = {name: Counter(stored.pop(name)) for name in ("kinds", "options", "operations")}
+    return Found(**stored, **counts)
+
+
+def _generator() -> str:
+    """Identifies the code that draws programs."""
+    return hashlib.sha256((REPOSITORY / "tests" / "random_programs.py").read_bytes()).hexdigest()[:12]
+
+
+def _option(name: str, given: Any) -> str:
+    return f"{name}={given}" if isinstance(given, str) else name
 
 
 def _read(text: str) -> Program:
@@ -103,19 +136,6 @@ def _read(text: str) -> Program:
         raise typer.BadParameter(
             f"this is no program ({error}). Pass the line that a failure prints after --program."
         ) from error
-
-
-def _save(found: Found, duration_s: float, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    report = {
-        "first_seed": found.first_seed,
-        "num_programs": found.num_programs,
-        "duration_s": round(duration_s, 1),
-        "kinds": dict(found.kinds.most_common()),
-        "operations": dict(found.operations.most_common()),
-        "failures": found.failures,
-    }
-    (folder / "fuzz.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ clock stands when the training loss, a mean of 8 steps, first falls to the targe
                       for the rest. So they hardly compete for this machine's cores, as machines of their own do not
     --compute quota   hosts have CPU quotas and compute for real: needs an otherwise idle machine
 
+`--workloads bert` has the gradients of HetSeq's model, an eighth of them, and layers that only take time: the same
+steps, without a loss, of which seven eighths are the target.
+
     torch     torch.nn.parallel.DistributedDataParallel, equal shares
     HetSeq    the same with its step: six sums over the ranks, gradients times W / sum(sample_size), where its
               sample_size is a constant of the model (1 for images), clipped to 25 (Ding et al. 2021 and its code)
@@ -20,6 +23,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,11 +31,12 @@ import torch
 import torch.distributed as dist
 import typer
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
-from benchmarks.unequal import Case, _sleep
+from benchmarks.parts import PartsFolder, measured
+from benchmarks.time_to_loss_models import count, make_task
+from benchmarks.unequal import Case
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.errors import ConfigurationError
@@ -44,7 +49,6 @@ from paceline.lab.report.look import BASELINE, CURVE_COLORS, LIMIT, OURS
 from paceline.lab.report.panels import Line, Lines, Panel
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary
-from paceline.lab.workloads import load_images, load_text
 from paceline.planning import Speed, ideal_s
 
 TORCH, HETSEQ, FIXED, AUTO, IDEAL = "torch", "HetSeq", "fixed", "auto", "ideal"
@@ -56,9 +60,9 @@ LOOKS = {
     AUTO: (OURS, "-"),
 }
 SMOOTH_STEPS = 8
+QUOTA_SAMPLES = 768
 TARGET_IDEAL = 1.15  # of the whole time, the steps in which speeds are learnt included
 HALF_WAY = "half of the steps are done"
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class Job:
     """One training, on one kind of cluster.
 
     Attributes:
-        workload: `images` (a small CNN) or `text` (a byte model whose sequences differ in length).
+        workload: `images` (a small CNN), `text` (a byte model whose sequences differ in length) or `bert` (gradients of
+            BERT's shape, layers that sleep: nothing is learnt).
         case: How slow the hosts are, and whether one gets slower half-way.
         num_steps: That are trained; the target has to lie within.
         quotas: Cores of each host; None: ranks sleep.
@@ -83,92 +88,19 @@ class Job:
     def name(self) -> str:
         return f"{self.workload} {self.case.name}"
 
-
-CASES = (
-    Case((1, 1, 2, 4), ideal_s=0.2, samples_per_rank=48),
-    Case((1, 1, 1, 1), ideal_s=0.2, samples_per_rank=48, throttled=(2, 4.0)),
-)
-
-
-# ---- what is trained
+    @property
+    def learns(self) -> bool:
+        """Whether there is a loss that falls; else the part of the steps that is left takes its place."""
+        return self.workload != "bert"
 
 
-class Convolutions(nn.Module):
-    """A small CNN for images of 28 pixels."""
-
-    def __init__(self, side: int, num_classes: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(1, 8, 5, stride=2, padding=2),
-            nn.ReLU(),
-            nn.Conv2d(8, 16, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(16 * ((side + 3) // 4) ** 2, 64),
-            nn.ReLU(),
-            nn.Linear(64, num_classes),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layers(x)
-        return output
-
-
-class ByteModel(nn.Module):
-    """Predicts the next byte with a small GRU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, 16)
-        self.recurrent = nn.GRU(16, 48, batch_first=True)
-        self.head = nn.Linear(48, 256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        states, _ = self.recurrent(self.embedding(x))
-        output: Tensor = self.head(states).flatten(0, 1)
-        return output
-
-
-def make_workload(name: str, num_samples: int) -> tuple[TensorDataset, nn.Module, float]:
-    """Data, a model with the same parameters on every rank, and the learning rate of Adam."""
-    torch.manual_seed(0)
-    if name == "images":
-        images = load_images("fashion-mnist", max_train=num_samples)
-        data = TensorDataset(torch.from_numpy(images.train_images), torch.from_numpy(images.train_labels))
-        return data, Convolutions(images.side, images.num_classes), 2e-3
-    content = torch.frombuffer(bytearray(load_text().content), dtype=torch.uint8).long()
-    lengths = torch.randint(8, 33, (num_samples,))
-    starts = torch.randint(0, len(content) - 33, (num_samples,))
-    rows = content[starts[:, None] + torch.arange(33)]
-    targets = rows[:, 1:].masked_fill(torch.arange(32) >= lengths[:, None], IGNORED)
-    return TensorDataset(rows[:, :-1].contiguous(), targets), ByteModel(), 5e-3
-
-
-def count(batch: Sequence[Tensor]) -> int:
-    """Tokens or images of a batch: what its mean loss is the mean of."""
-    return int((batch[1] != IGNORED).sum())
-
-
-class Paced(nn.Module):
-    """A network whose forward and backward take as long as this rank's speed says; its own time where that is None.
-
-    What it computes is a part of that time: forward sleeps for the rest, backward for what is left of it if it takes
-    twice as long as forward.
-    """
-
-    def __init__(self, network: nn.Module, speed: Speed | None) -> None:
-        super().__init__()
-        self.network, self.speed = network, speed
-
-    def forward(self, x: Tensor) -> Tensor:
-        began_s = time.perf_counter()
-        output: Tensor = self.network(x)
-        if self.speed is None:
-            return output
-        left_s = max(0.0, self.speed.step_s(len(x)) / 3 - (time.perf_counter() - began_s))
-        time.sleep(left_s)
-        slowed: Tensor = _sleep(output, 2 * left_s)
-        return slowed
+def cases(workload: str) -> tuple[Case, ...]:
+    """A mixed cluster, and an equal one of which a host is throttled."""
+    ideal_s = 0.8 if workload == "bert" else 0.2
+    return (
+        Case((1, 1, 2, 4), ideal_s=ideal_s, samples_per_rank=48),
+        Case((1, 1, 1, 1), ideal_s=ideal_s, samples_per_rank=48, throttled=(2, 4.0)),
+    )
 
 
 # ---- how it is trained
@@ -179,18 +111,18 @@ class Training:
 
     def __init__(self, job: Job) -> None:
         case, rank = job.case, dist.get_rank()
-        data, network, rate = make_workload(job.workload, case.size * job.num_steps)
         speed = case.speeds()[rank] if job.quotas is None else None
-        self.network, self.side = Paced(network, speed), job.side
-        self.shuffle = GlobalShuffle(data, first_shares(job), seed=1)
+        self.task = make_task(job.workload, case.size * job.num_steps, speed)
+        self.network, self.side = self.task.network, job.side
+        self.shuffle = GlobalShuffle(self.task.data, first_shares(job), seed=1)
         self.model: nn.Module
         if job.side in (TORCH, HETSEQ):
             self.model = nn.parallel.DistributedDataParallel(self.network)
         else:
             balance = "auto" if job.side == AUTO else None
             self.model = DistributedDataParallel(self.network, batch_sampler=self.shuffle, balance=balance)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=rate)
-        self._steps = iter(self.shuffle.steps(DataLoader(data, batch_sampler=self.shuffle)))
+        self.optimizer = self.task.optimizer(self.model)
+        self._steps = iter(self.shuffle.steps(DataLoader(self.task.data, batch_sampler=self.shuffle)))
 
     def step(self) -> tuple[float, int]:
         """Train a step; the sum of this rank's losses, and of how many."""
@@ -210,7 +142,7 @@ class Training:
         return total, number
 
     def _backward(self, batch: Sequence[Tensor]) -> float:
-        loss = functional.cross_entropy(self.model(batch[0]), batch[1].flatten(), ignore_index=IGNORED)
+        loss = self.task.loss(self.model, batch)
         loss.backward()
         return float(loss.detach())
 
@@ -238,14 +170,6 @@ def first_shares(job: Job) -> GlobalBatch:
     return GlobalBatch(tuple(shares))
 
 
-def train_all(jobs: Sequence[Job], tell: TellProgress) -> list[dict[str, Any]]:
-    """Train one job after another; every rank returns the same."""
-    results = []
-    for done, job in enumerate(jobs):
-        results.append(train(job, lambda ratio, done=done: tell((done + ratio) / len(jobs))))  # type: ignore[misc]
-    return results
-
-
 def train(job: Job, tell: TellProgress) -> dict[str, Any]:
     """Train all steps: when each ended on the last rank, the mean loss, and each rank's processor time. Collective."""
     training = Training(job)
@@ -268,6 +192,10 @@ def train(job: Job, tell: TellProgress) -> dict[str, Any]:
         tell((step + 1) / job.num_steps)
     seen["samples"] = list(training.shuffle.batch.samples)
     everyone = gather(seen)
+    if not job.learns:
+        for seen in everyone:
+            seen["loss"] = [1 - step / job.num_steps for step in range(job.num_steps)]
+            seen["number"] = [1] * job.num_steps
     return {
         "end_s": [max(ends) for ends in zip(*(rank["end_s"] for rank in everyone), strict=True)],
         "loss": [
@@ -279,7 +207,7 @@ def train(job: Job, tell: TellProgress) -> dict[str, Any]:
             )
         ],
         "processor_s": [rank["processor_s"] for rank in everyone],
-        "samples": seen["samples"],
+        "samples": everyone[0]["samples"],
     }
 
 
@@ -373,12 +301,13 @@ def report(
             Verdict(f"{outcome.job.name}: auto / torch", seconds[AUTO] / seconds[TORCH], 1.0, "x")
         )
     worst = max(outcome.largest_difference() for outcome in outcomes)
+    workloads = dict.fromkeys(outcome.job.workload for outcome in outcomes)
     how = {
         "timed": "ranks compute and sleep for the rest of what their speed says: they hardly compete for the cores",
         "quota": "hosts have CPU quotas; the ideal is processor time divided by the quota",
     }[compute]
     return Report(
-        name=f"time_to_loss-{compute}" + ("-quick" if quick else ""),
+        name=f"time_to_loss-{'-'.join(workloads)}-{compute}" + ("-quick" if quick else ""),
         question="How long do unequal machines take to a given loss?",
         columns=(
             "training, slowness",
@@ -393,7 +322,7 @@ def report(
             how,
             "HetSeq's weight is a constant that changes nothing; its table of nodes is benchmarks.hetseq_table",
             f"smoothed losses of torch and auto differ by at most {worst:.2%}: the same samples in the same steps",
-            "text counts tokens; torch's mean over ranks counts ranks",
+            "text counts tokens, torch's mean over ranks counts ranks; BERT's \"loss\" is the part of the steps left",
         ),
         config=[outcome.job for outcome in outcomes],
         summaries={
@@ -421,7 +350,8 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
             for side, look in LOOKS.items()
         ]
         lines.append(Line(IDEAL, list(zip(runs[IDEAL], losses[TORCH], strict=True)), LIMIT, ":", ""))
-        panels.append(Lines(job, "seconds", "training loss", lines, bottom=None))
+        loss = "part of the steps left" if job.startswith("bert") else "training loss"
+        panels.append(Lines(job, "seconds", loss, lines, bottom=None))
     gains = [summary["gain"] for summary in record["summaries"].values()]
     title = f"Shares by speed reach the loss {min(gains):.1f} to {max(gains):.1f} times as fast as torch's equal ones"
     return draw_figure(path, title, panels)
@@ -429,29 +359,27 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
 
 def main(
     compute: Annotated[str, typer.Option(help="timed or quota.")] = "timed",
-    workloads: Annotated[str, typer.Option(help="Comma-separated: images, text.")] = "images,text",
+    workloads: Annotated[str, typer.Option(help="Comma-separated: images, text, bert.")] = "images,text",
     steps: Annotated[int, typer.Option(min=16, help="Of each training.")] = 64,
     rate: Annotated[str, typer.Option(help="Of each host's link.")] = "1Gbit",
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
+    parts: PartsFolder = None,
 ) -> None:
     """Train every job with every side on an emulated cluster."""
     if compute not in ("timed", "quota"):
         raise ConfigurationError(f"--compute {compute} is neither timed nor quota.")
-    jobs = [Job(name, case, steps) for name in workloads.split(",") for case in CASES]
+    names = workloads.split(",")
+    jobs = [Job(name, case, steps) for name in names for case in cases(name)]
     if quick:
-        jobs = [Job("text", Case((1, 3), ideal_s=0.02, samples_per_rank=8), 16)]
+        jobs = [Job(names[-1], Case((1, 3), ideal_s=0.02, samples_per_rank=8), 16)]
     if compute == "quota":
-        jobs = [replace(job, quotas=quotas_of(job.case)) for job in jobs]
+        jobs = [_with_quotas(job) for job in jobs]
     load_before = load_average()
     sides = [replace(job, side=side) for job in jobs for side in SIDES]
-    # Sleeping ranks need one launch for all; a quota belongs to a cluster, and one that shrank stays so.
-    groups = [sides] if compute == "timed" else [[job] for job in sides]
-    runs: list[dict[str, Any]] = []
-    for group in groups:
-        with cluster_of(group[0], rate) as ranks:
-            runs += ranks.run(train_all, tuple(group), f"{len(group)} training(s)")[0]
+    # Each on a cluster of its own: a quota that shrank stays so.
+    runs = [measured(parts, (job, rate), partial(_run, job, rate)) for job in sides]
     by_job = [
         dict(zip(SIDES, runs[at : at + len(SIDES)], strict=True)) for at in range(0, len(runs), len(SIDES))
     ]
@@ -459,6 +387,11 @@ def main(
     result = report(outcomes, cluster_of(jobs[-1], rate), compute, load_before, quick)
     publish(result, results_folder, as_json)
     draw(result.record(), figure_path(result, results_folder))
+
+
+def _run(job: Job, rate: str) -> dict[str, Any]:
+    with cluster_of(job, rate) as ranks:
+        return ranks.run(train, job, f"{job.name}, {job.side}")[0]
 
 
 def cluster_of(job: Job, rate: str) -> ClusterRanks:
@@ -472,6 +405,12 @@ def cluster_of(job: Job, rate: str) -> ClusterRanks:
     rank, factor = job.case.throttled
     less = f"{100 * job.quotas[rank] / factor:g}%"
     return ClusterRanks(spec, Scenario.parse(f"after {HALF_WAY}\n0s host{rank} cores {less}"))
+
+
+def _with_quotas(job: Job) -> Job:
+    """So many samples that computing them takes several of the periods in which the kernel counts a quota."""
+    case = replace(job.case, samples_per_rank=QUOTA_SAMPLES)
+    return replace(job, case=case, quotas=quotas_of(case))
 
 
 def quotas_of(case: Case) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ arithmetic: the time at which all ranks would finish together if samples could b
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
+from benchmarks.parts import PartsFolder, measured
 from paceline import DistributedDataParallel
 from paceline.data import Balance, GlobalBatch, GlobalShuffle
 from paceline.lab.bench.protocol import turns
@@ -377,6 +379,7 @@ def main(
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
+    parts: PartsFolder = None,
 ) -> None:
     """Run all cases, then the cost with equal speeds."""
     config = Config(CASES, steps, 2, rounds, 5)
@@ -384,14 +387,22 @@ def main(
         case = Case((1, 4), ideal_s=0.02)
         config = Config((case,), 24, 2, 1, 2)
     load_before = load_average()
-    runs = []
-    for case in config.cases:
-        ranks = LoopbackRanks(len(case.slowness))
-        runs.append(ranks.run(measure, (case, config.num_steps), case.name)[0])
-    cost = LoopbackRanks(config.cost_ranks).run(measure_cost, config, "cost")[0]
+    steps_each = config.num_steps
+    runs = [
+        measured(parts, (case, steps_each), partial(_run_case, case, steps_each)) for case in config.cases
+    ]
+    cost = measured(parts, (config.cost_ranks, config.num_rounds), partial(_run_cost, config))
     result = report(runs, cost, config, load_before, quick)
     publish(result, results_folder, as_json)
     draw(result.record(), figure_path(result, results_folder))
+
+
+def _run_case(case: Case, num_steps: int) -> Run:
+    return LoopbackRanks(len(case.slowness)).run(measure, (case, num_steps), case.name)[0]
+
+
+def _run_cost(config: Config) -> dict[str, dict[str, list[float]]]:
+    return LoopbackRanks(config.cost_ranks).run(measure_cost, config, "cost")[0]
 
 
 def draw(record: Mapping[str, Any], path: Path) -> bool:

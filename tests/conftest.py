@@ -1,7 +1,8 @@
-"""Which tests are quick, which are of the laboratory, and which are begun first."""
+"""Which tests are quick, which are long tests of `lab`, and which are begun first."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
@@ -32,9 +33,11 @@ NOT_QUICK = {
 
 # What nothing in the product imports, and takes long: whole benchmarks, peers, large networks, papers' studies.
 LAB = (
+    "test_bounded_loss_schedules.py::test_thousands_of_schedules",
     "test_benchmarks_run.py::test_benchmark_reports",
     "test_benchmarks_run.py::test_adasum_benchmark_reports",
     "test_benchmarks_run.py::test_the_benchmark_of_optimizers_reports",
+    "test_benchmarks_run.py::test_the_benchmark_of_collectives_reports",
     "test_bench_command.py::test_peer_gets_the_mean",
     "test_bench_command.py::test_step_on_an_emulated_cluster",
     "test_real_workloads.py::test_workload_trains_on_two_ranks[resnet50]",
@@ -75,6 +78,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ordered += [*long, *short[: max(size - len(long), 0)]]
         del short[: max(size - len(long), 0)]
     items[:] = [*ordered, *short]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported to collect the tests stays: no collection of garbage need look at it again."""
+    gc.freeze()
 
 
 def _long_group(item: pytest.Item) -> object:

@@ -52,6 +52,26 @@ def _build(kind: str, tree: Path, folder: Path) -> Path:
     return folder / done.stdout.splitlines()[-1]
 
 
+def interpreter(name: str) -> str:
+    """The path of an interpreter: found by the caller's PATH, which what it runs later does not have.
+
+    Raises:
+        SystemExit: There is none, or it does not run: a shim of pyenv does not for versions that are not switched on.
+    """
+    try:
+        asked = subprocess.run(
+            [name, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        raise SystemExit(f"{name}: {error.strerror}. Name interpreters that are installed here.") from error
+    if asked.returncode:
+        raise SystemExit(
+            f"{name} does not run here. Give its path, or with pyenv name the versions in PYENV_VERSION.\n"
+            f"{asked.stderr}"
+        )
+    return asked.stdout.strip()
+
+
 def twelve_lines() -> str:
     """The README's script."""
     (script,) = re.findall(
@@ -127,6 +147,7 @@ def main(pythons: Sequence[str]) -> None:
     """Build once, then install under each interpreter."""
     if not pythons:
         raise SystemExit("name the interpreters: python tests/installed_smoke.py python3.10 python3.13")
+    found = [interpreter(name) for name in pythons]
     with tempfile.TemporaryDirectory() as name:
         sdist, wheel = build(Path(name))
         os.environ.setdefault(
@@ -134,7 +155,7 @@ def main(pythons: Sequence[str]) -> None:
         )  # what is the same for all is fetched once
         num_files = len(zipfile.ZipFile(wheel).namelist())
         print(f"{sdist.name}, {wheel.name} ({num_files} files)", flush=True)
-        for python in pythons:
+        for python in found:
             smoke(python, wheel)
 
 

@@ -16,8 +16,22 @@ from typing import Any
 
 OUTPUTS = ("plain", "plain", "object", "attribute", "global")
 BLOCKS = ("linear", "reentrant", "checkpoint", "nested", "twice", "tied", "norm")
-SHORTER = ("auto", "bf16", "fp16", "int8", "topk", "randomk")
-HOOKS = ("allreduce", "fp16", "fp16 around allreduce", "noop")
+LATE = "tied reentrant"  # a gradient that arrives when its bucket has left; only the mean takes it
+STATE = "state"  # a buffer that each forward changes and the next one's gradients depend on
+SHORTER = (
+    "auto",
+    "auto",
+    "bf16",
+    "fp16",
+    "int8",
+    "int8 with feedback",
+    "onebit",
+    "topk",
+    "randomk",
+    "powersgd",
+)
+SHORTER_CHANGES = ("bf16", "fp16", "int8", "all of topk")  # of parameters: compared without residuals
+HOOKS = ("allreduce", "fp16", "fp16 around allreduce", "fresh", "noop")
 
 # Operations of each kind of program, with how often they are drawn.
 OPERATIONS: dict[str, dict[str, int]] = {
@@ -66,10 +80,11 @@ class Program:
         kind: A key of `OPERATIONS`.
         num_ranks: How many processes.
         width: Of the trunk: gradients of a wide one are copied while backward runs.
-        blocks: Layers after the trunk, out of `BLOCKS`.
+        blocks: Layers after the trunk: out of `BLOCKS`, `LATE`, `STATE`.
         outputs: Where a forward leaves what it computed: in plain sight or where no library looks.
         options: Of the wrapper or the optimizer, by name.
         operations: (name, seed of its data) one after another.
+        slow_rank: Comes to each backward late, so that what the others do not wait for is seen.
     """
 
     seed: int
@@ -80,6 +95,7 @@ class Program:
     outputs: str
     options: dict[str, Any]
     operations: tuple[tuple[str, int], ...]
+    slow_rank: int | None = None
 
     def to_json(self) -> str:
         """On one line, for a command."""
@@ -100,16 +116,19 @@ def draw(seed: int) -> Program:
     kind = source.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     options = dict(_options(kind, source))
     names, often = list(OPERATIONS[kind]), list(OPERATIONS[kind].values())
-    chosen = source.choices(names, often, k=NUM_OPERATIONS[kind])
+    takes_turns = options.get("compression") == "auto"  # and has several phases
+    chosen = source.choices(names, often, k=NUM_OPERATIONS[kind] * (2 if takes_turns else 1))
+    num_ranks = source.choice((2, 3))
     return Program(
         seed,
         kind,
-        num_ranks=source.choice((2, 3)),
+        num_ranks,
         width=source.choice((6, 6, 1400 if kind in ("free", "torch", "gan") else 6)),
-        blocks=tuple(_blocks(kind, source)),
+        blocks=tuple(_blocks(kind, options, source)),
         outputs=source.choice(OUTPUTS) if kind == "free" else "plain",
         options=options,
         operations=tuple((name, place) for place, name in enumerate(chosen)),
+        slow_rank=source.choice((None, *range(num_ranks))),
     )
 
 
@@ -118,7 +137,7 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
         yield "optimizer", source.choice(("LocalSGD", "DiLoCo"))
         yield "every", source.randint(1, 4)
         if source.random() < 0.2:
-            yield "compression", source.choice(SHORTER[1:])
+            yield "compression", source.choice(SHORTER_CHANGES)
         return
     if source.random() < 0.5:
         yield "bucket_cap_mb", 0.0001
@@ -131,7 +150,9 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
     if kind == "mixed precision":
         yield "mixed_precision", "bfloat16"
         return
-    extra = source.choice(("none", "none", "compression", "hook", "static_graph", "find_unused", "weight"))
+    extra = source.choice(
+        ("none", "compression", "compression", "hook", "static_graph", "find_unused", "weight")
+    )
     if extra == "compression":
         yield extra, source.choice(SHORTER)
     elif extra == "hook":
@@ -142,9 +163,13 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
         yield "find_unused_parameters", True
 
 
-def _blocks(kind: str, source: random.Random) -> list[str]:
+def _blocks(kind: str, options: dict[str, Any], source: random.Random) -> list[str]:
     """Up to three. Batch norm over three samples amplifies the rounding of 16 bits beyond any tolerance."""
-    known = BLOCKS[:-1] if kind == "mixed precision" else BLOCKS
+    known = list(BLOCKS[:-1] if kind == "mixed precision" else BLOCKS)
+    if not {"compression", "hook"} & set(options):
+        known.append(LATE)
+    if kind == "free":
+        known.append(STATE)
     return [source.choice(known) for _ in range(source.randrange(4))]
 
 
@@ -189,5 +214,7 @@ def _smaller(program: Program) -> Iterator[Program]:
         yield replace(program, outputs="plain")
     if program.width != 6:
         yield replace(program, width=6)
+    if program.slow_rank is not None:
+        yield replace(program, slow_rank=None)
     if program.num_ranks > 2:
         yield replace(program, num_ranks=program.num_ranks - 1)

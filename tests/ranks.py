@@ -194,6 +194,7 @@ def _die_with_parent() -> None:
 def _rank_main(start: _Start, orders: Connection) -> None:
     """A rank's life: run orders until told to stop or until nobody is there to tell."""
     _die_with_parent()
+    gc.freeze()  # a collection need not look at what the server had loaded before it forked: half a million objects
     with _log_path(start.folder, start.rank).open("w", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -221,7 +221,6 @@ def _become(folder: Path, request: dict[str, Any], fds: list[int]) -> None:
         os.environ.update(request["env"])
         sys.executable = str(folder / "python")
         tempfile.tempdir = None  # it is looked up once
-        gc.unfreeze()
         random.seed()
         sys.modules["numpy"].random.seed()
         torch = sys.modules["torch"]

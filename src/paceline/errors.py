@@ -12,6 +12,7 @@ PacelineError
 │   │   └── PeerOutOfMemoryError               ... because it ran out of memory
 │   └── CollectiveMismatchError                two ranks are not in the same collective
 └── PeerLostError        (also TimeoutError)   a rank died, hung or is unreachable
+    └── ServerLostError                        a parameter server did
 """
 
 from __future__ import annotations
@@ -86,3 +87,7 @@ class PeerLostError(PacelineError, TimeoutError, RuntimeError):
         super().__init__(message)
         self.peer = peer
         """Its rank in the group, where it is known."""
+
+
+class ServerLostError(PeerLostError):
+    """A parameter server died, hung or cannot be reached; what lived on it alone is lost."""

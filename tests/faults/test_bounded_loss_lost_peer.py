@@ -12,7 +12,7 @@ from paceline.reductions import BoundedLoss
 from paceline.transports.bounded_loss.datagram_loop import compile_all
 from ranks import Ranks
 
-VICTIM, TIMEOUT_S = 1, 10.0
+VICTIM, TIMEOUT_S = 1, 6.0
 
 
 def strike(rank, _num_ranks, number):

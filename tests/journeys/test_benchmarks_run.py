@@ -36,6 +36,7 @@ def benchmark(*arguments: str, folder: Path) -> Finished:
         ["memory", "--sides", "torch,ours"],
         ["overlap"],
         ["forward_overlap"],
+        ["bucket_caps"],
         ["compression"],
         ["auto_compression"],
         ["unequal"],
@@ -87,7 +88,7 @@ def test_the_benchmark_of_optimizers_reports(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_adasum_benchmark_reports(tmp_path: Path) -> None:
-    """Over both backends, and with two ranks no more bytes than the limit, but for dot products and headers."""
+    """Over Gloo no more bytes than the limit, but for dot products and headers; in shared memory none."""
     done = benchmark(
         "benchmarks.adasum", "--quick", "--json", "--results-folder", str(tmp_path), folder=tmp_path
     )
@@ -95,7 +96,22 @@ def test_adasum_benchmark_reports(tmp_path: Path) -> None:
     record = json.loads(done.out)
     assert set(record) >= SHAPE
     assert [row[0].partition(":")[0] for row in record["rows"]] == ["gloo", "paceline"]
-    assert all(1.0 <= float(row[-1]) < 1.05 for row in record["rows"])
+    assert 1.0 <= float(record["rows"][0][-1]) < 1.05
+    assert float(record["rows"][1][-1]) == 0.0
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_collectives_reports(tmp_path: Path) -> None:
+    """A row for each collective and way to call it, and FSDP2's step."""
+    done = benchmark(
+        "benchmarks.collectives", "--quick", "--json", "--results-folder", str(tmp_path), folder=tmp_path
+    )
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    assert set(record) >= SHAPE
+    names = [row[0] for row in record["rows"]]
+    assert names[:3] == [f"all-reduce of 1 KiB, {way}" for way in ("back to back", "alone", "fresh")]
+    assert names[-1] == "step of FSDP2"
 
 
 def test_flags_have_no_type_in_a_benchmarks_help(tmp_path: Path) -> None:

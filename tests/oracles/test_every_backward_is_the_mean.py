@@ -426,9 +426,7 @@ def test_options_that_are_accepted_change_nothing():
         assert pool(2).run(drive, "accumulation_with_no_sync", 2, options) == [[], []]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.0001, "find_unused_parameters": True}], ids=str)
 def test_large_gradients_are_the_mean(options):
     """The same for gradients that are large, which take another way into their bucket."""
     every_scenario(2, 5, options, WIDE)

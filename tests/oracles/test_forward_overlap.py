@@ -10,6 +10,7 @@ import functools
 import io
 import os
 import pickle
+import time
 import warnings
 
 import pytest
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import digest, generator, squares
 from paceline import DistributedDataParallel
-from paceline.ddp.forward_overlap import overlap as overlap_module
+from paceline.ddp.forward_overlap import agreement
 from paceline.ddp.forward_overlap.agreement import agree
 from paceline.errors import ConfigurationError, PeerAbortedError, ProtocolError
 from paceline.optim import LAMB, LARS, overlap
@@ -434,7 +435,7 @@ def test_the_same_bits_as_without(names):
 def put_off_or_settled(rank, num_ranks):
     """With more than two ranks the order of sums depends on how gradients are cut: compare the same pieces."""
     warnings.simplefilter("ignore")
-    overlap_module.AGREES_AGAIN_EVERY, last = 2, []
+    agreement.AGREES_AGAIN_EVERY, last = 2, []
     for settles in (False, True):
         run = Run(rank, "always", lambda p: torch.optim.Adam(p, lr=0.01), bucket_cap_mb=0.01)
         for step in range(STEPS):
@@ -548,8 +549,8 @@ def where_it_is_on(rank, num_ranks):
     for hosts, with_s in (("one", 0.5), ("several", 0.99), ("several", 0.5)):
         os.environ.update({"LOCAL_WORLD_SIZE": "2" if hosts == "one" else "1", "WORLD_SIZE": "2"})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(overlap_module, "AGREES_AGAIN_AFTER", (4, 5))
-            patch.setattr(overlap_module, "agree", functools.partial(agree_on, Gain(1.0, with_s)))
+            patch.setattr(agreement, "AGREES_AGAIN_AFTER", (4, 5))
+            patch.setattr(agreement, "agree", functools.partial(agree_on, Gain(1.0, with_s)))
             try:
                 run = Run(rank, True)
                 if run.model.forward_overlap is None:
@@ -572,3 +573,39 @@ def test_it_is_off_where_nothing_can_be_gained():
             ("several", 0.99): (False, False, False),
             ("several", 0.5): (True, True, True),
         }
+
+
+def what_comparing_decides(rank, num_ranks):
+    """By whether steps with it are the shorter ones: which steps were put off, whether it stays, what was seen."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for is_shorter in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_WORLD_SIZE", "1")
+            patch.setenv("WORLD_SIZE", "2")
+            patch.setattr(agreement, "agree", functools.partial(agree_on, Gain(1.0, 0.5)))
+            patch.setattr(agreement, "TRIED_STEPS", 7)
+            patch.setattr(agreement, "COMPARED_STEPS", 4)
+            run, put_off = Run(rank, True), ""
+            for step in range(17):
+                run.optimizer.zero_grad()
+                run.backward(step)
+                run.step()
+                is_put_off = run.model.forward_overlap.has_outstanding
+                put_off += "x" if is_put_off else "."
+                if is_put_off != is_shorter:
+                    time.sleep(0.03)
+        steps = run.model.forward_overlap
+        found[is_shorter] = (put_off, steps.is_on, steps.gain, steps.seen)
+    return found
+
+
+def test_a_predicted_gain_stays_only_if_it_is_seen():
+    first, second = pool(2).run(what_comparing_decides)
+    assert first == second  # all ranks see the same
+    put_off, is_on, gain, seen = first[True]
+    assert (put_off, is_on, gain) == ("...xxxxxxx....xxx", True, Gain(1.0, 0.5))
+    assert seen.with_s < seen.without_s
+    put_off, is_on, gain, seen = first[False]
+    assert (put_off, is_on, gain) == ("...xxxxxxx.......", False, Gain(1.0, 0.5))
+    assert seen.with_s > seen.without_s

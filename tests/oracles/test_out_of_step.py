@@ -83,9 +83,82 @@ def test_an_exception_before_backward_reaches_the_module():
     assert max(distances + others) < 1e-12
 
 
-def different_numbers_of_forwards(rank, num_ranks):
+class _Stumbles(nn.Module):
+    """Batch norm, whose statistics the ranks share, after a place at which forward may raise."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Mlp(dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(8, dtype=torch.float64)
+        self.raises = False
+
+    def forward(self, x):
+        x = self.norm(x)
+        _raise_if(self.raises)
+        return self.body(x)
+
+
+STUMBLES = ["in forward", "after forward", "evaluates first", "in the second forward", "accumulates"]
+
+
+def _raise_if(fails):
+    if fails:
+        raise ValueError("out of memory, say")
+
+
+def raise_with_buffers(rank, num_ranks, how, options):
+    """Errors of a step in which rank 1 raises before its backward, gradients' distances and buffers of the others."""
+    warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    model = DistributedDataParallel(Mlp(dtype=torch.float64))
+    module = _Stumbles()
+    model = DistributedDataParallel(module, **options)
+    messages, distances, buffers = [], [], []
+    for step in range(4 + rank):  # from the exception on, rank 1 is one batch ahead
+        model.zero_grad()
+        fails = step == 1 and rank == 1
+        try:
+            if how == "accumulates":
+                with model.no_sync():
+                    squares(model(batch(rank, step))).backward()
+            first = squares(model(batch(rank, step))) if how == "in the second forward" else 0.0
+            module.raises = fails and how != "after forward"
+            loss = squares(model(batch(rank, step))) + first
+            _raise_if(fails)
+            loss.backward()
+        except (ValueError, PeerAbortedError) as error:
+            module.raises = False
+            messages.append(f"{type(error).__name__} {error}")
+            if fails and how == "evaluates first":
+                model.eval()
+                model(batch(rank, step))
+                model.train()
+            continue
+        is_ahead = step > 1
+        x = [batch(r, step + (r - rank if is_ahead else 0)) for r in range(num_ranks)]
+        factor = 2 if how in ("in the second forward", "accumulates") else 1
+        losses = [lambda m, r=r, x=x: squares(m(x[r])) * factor for r in range(num_ranks)]  # noqa: B023
+        distances.append(distance(model, mean_of(module, losses)))
+        buffers.append(digest(module.buffers()))
+    return messages, distances, buffers
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"bucket_cap_mb": FINE}], ids=str)
+@pytest.mark.parametrize("how", STUMBLES)
+def test_an_exception_before_backward_where_buffers_are_shared(how, options):
+    """Ranks never meet in different collectives: both are told, and the steps after that are right on both."""
+    (told, *of_0), (raised, *of_1) = pool(2).run(raise_with_buffers, how, options)
+    assert len(told) == 1
+    assert "the ranks are not in the same step: rank 1 has run " in told[0]
+    assert raised[0] == "ValueError out of memory, say"
+    assert "the ranks are not in the same step: rank 1 has run " in raised[1]
+    assert len(of_0[0]) == len(of_1[0]) == 3
+    assert max(of_0[0] + of_1[0]) < 1e-12
+    assert of_0[1] == of_1[1]
+
+
+def different_numbers_of_forwards(rank, num_ranks, has_buffers):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(_Stumbles() if has_buffers else Mlp(dtype=torch.float64))
     worst = 0.0
     for _ in range(3):
         model.zero_grad()
@@ -95,9 +168,10 @@ def different_numbers_of_forwards(rank, num_ranks):
     return worst
 
 
-def test_ranks_may_run_different_numbers_of_forwards():
+@pytest.mark.parametrize("has_buffers", [False, True])
+def test_ranks_may_run_different_numbers_of_forwards(has_buffers):
     """One backward through one forward on rank 0 and through two on rank 1 is no loss of step."""
-    assert max(pool(2).run(different_numbers_of_forwards)) < 1e-12
+    assert max(pool(2).run(different_numbers_of_forwards, has_buffers)) < 1e-12
 
 
 def evaluate_between(rank, num_ranks, with_norm):

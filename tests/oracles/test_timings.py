@@ -6,6 +6,7 @@ from torch import nn
 
 from models import Mlp, conv_net, generator, squares
 from paceline import DistributedDataParallel
+from paceline.observe import BucketTiming, StepTiming
 from ranks import pool
 
 TorchDdp = nn.parallel.DistributedDataParallel
@@ -154,3 +155,11 @@ def test_buckets_follow_the_observed_order():
     assert orders[0] == ["first", "first", "last", "last"]
     assert orders[1] == orders[2] == ["last", "last", "first", "first"]
     assert has_rebuilt == 1
+
+
+def test_communication_that_overlaps_counts_once():
+    """Two buckets under way from 1 to 4 s, a third from 5 to 6 s; 1.5 s of it were waited for."""
+    spans = [(1.0, 3.0), (2.0, 4.0), (5.0, 6.0)]
+    buckets = tuple(BucketTiming(i, 8, *(a, a, b), 0.0) for i, (a, b) in enumerate(spans))
+    step = StepTiming(1, 0.0, 0.0, 4.0, 1.5, buckets)
+    assert (step.communication_s, step.overlapped_s) == (4.0, 2.5)

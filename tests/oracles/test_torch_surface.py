@@ -1,11 +1,13 @@
 """What frameworks and tools read of torch's class besides its gradients: ours answers the same."""
 
+import contextlib
 import functools
 import inspect
 import itertools
 import time
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -257,6 +259,60 @@ def test_gradients_that_no_rank_defines_stay_none():
         assert used == [1, 1, 2, 2, 0], name
 
 
+class GivesLater(nn.Module):
+    """Beside a layer two parameters, to which a function gives a gradient of this value, or none; one may be spare."""
+
+    def __init__(self, with_spare):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.first, self.second = (nn.Parameter(torch.ones(4)) for _ in range(2))
+        self.spare = nn.Parameter(torch.ones(4)) if with_spare else None
+
+    def forward(self, x, *gives):
+        for parameter, value in zip((self.first, self.second), gives, strict=True):
+            x = x + _Gives.apply(parameter, value)
+        return self.linear(x)
+
+
+class _Gives(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter, value):
+        ctx.value = value
+        return torch.zeros_like(parameter)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None if ctx.value is None else torch.full_like(gradient, ctx.value), None
+
+
+GIVEN = [(1.0, 2.0), (1.0, -0.0), (-0.0, -0.0), (1.0, None), (-0.0, None), (None, 3.0), (0.5, -0.0)]
+
+
+def undefined_later(_rank, _num_ranks, in_no_sync, with_spare):
+    """Gradients of the two parameters, step by step."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(GivesLater(with_spare))
+    found = []
+    for given in GIVEN:
+        model.zero_grad()
+        with model.no_sync() if in_no_sync else contextlib.nullcontext():
+            model(torch.ones(2, 4), *given).sum().backward()
+        if in_no_sync:
+            model.sync_gradients()
+        gradients = (model.module.first.grad, model.module.second.grad)
+        found.append(tuple(None if g is None else g.unique().tolist() for g in gradients))
+    return found
+
+
+@pytest.mark.parametrize("with_spare", [False, True])
+@pytest.mark.parametrize("in_no_sync", [False, True])
+def test_gradients_that_are_not_defined_any_more(in_no_sync, with_spare):
+    """From some step on a function gives none: None; gradients of -0.0, the filling, are gradients."""
+    expected = [tuple(None if value is None else [value] for value in given) for given in GIVEN]
+    assert pool(2).run(undefined_later, in_no_sync, with_spare) == [expected] * 2
+
+
 class StrictWork(dist.Work):
     """A work as torch calls it: its `wait` has an argument and no default."""
 
@@ -401,6 +457,7 @@ WRONG = {
     "text caps": (lambda: {"bucket_cap_mb_list": "25"}, "bucket_cap_mb_list='25' is no list of caps"),
     "negative caps": (lambda: {"bucket_cap_mb_list": [1, -1]}, "bucket_cap_mb_list: -1 cannot be a cap"),
     "text flag": (lambda: {"find_unused_parameters": "False"}, "find_unused_parameters='False' is a text"),
+    "weight": (lambda: {"weight": "a"}, "weight='a' is no function"),
     "dtype": (lambda: {"mixed_precision": torch.bfloat16}, "mixed_precision=torch.bfloat16 does not say"),
     "no pairs": (
         lambda: {"delay_all_reduce_named_params": ["weight"], "param_to_hook_all_reduce": torch.ones(1)},

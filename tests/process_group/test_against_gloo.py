@@ -1,6 +1,8 @@
 """The backend `paceline` against Gloo: the same calls on the same tensors give the same results."""
 
 import itertools
+import threading
+import time
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ import torch.distributed as dist
 
 import paceline  # noqa: F401  registers the backend
 from models import digest, generator
-from paceline.process_group.host_collectives import SMALL_BYTES, STAGING_BYTES
+from paceline.process_group.host_collectives import SMALL_BYTES, HostCollectives
+from paceline.process_group.staging import STAGING_BYTES
 from ranks import pool
 
 OPS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
@@ -208,6 +211,46 @@ def test_all_to_all_of_lists_of_unequal_lengths():
         assert outputs == [[10.0 * r + rank] * (rank + 1) for r in range(3)]
 
 
+def mixtures(rank, num_ranks):
+    """Tensors in the arena on one rank and elsewhere on the others; several pieces; one collective after another."""
+    ours, gloo = both_groups()
+    size = STAGING_BYTES // 4 * 3 + 5
+    equal = []
+    for round_ in range(3):
+        values = numbers(torch.int64, (size,), round_, rank)
+        found = []
+        for group in (ours, gloo):
+            mine = in_arena(ours, values) if group is ours and rank == round_ % num_ranks else values.clone()
+            dist.all_reduce(mine, group=group)
+            row = mine.clone() + rank
+            rows = [torch.empty_like(row) for _ in range(num_ranks)]
+            dist.all_gather(rows, in_arena(ours, row) if rank else row, group=group)
+            dist.broadcast(row, round_ % num_ranks, group=group)
+            found.append([mine.clone(), *rows, row])
+        equal += [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    return equal
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_some_tensors_in_the_arena_and_some_not(num_ranks):
+    """Each rank decides for itself where its tensor lies."""
+    assert all(all(equal) for equal in pool(num_ranks).run(mixtures))
+
+
+def uneven_rows(rank, num_ranks):
+    ours, _ = both_groups()
+    outputs = [torch.zeros((rank + r) * 90_001) for r in range(num_ranks)]
+    inputs = [torch.full(((rank + r) * 90_001,), 10.0 * rank + r) for r in range(num_ranks)]
+    dist.all_to_all(outputs, inputs, group=ours)
+    return [output.unique().tolist() for output in outputs]
+
+
+def test_all_to_all_of_rows_of_several_pieces():
+    """From none to several pieces a row, as many barriers on every rank."""
+    for rank, outputs in enumerate(pool(3).run(uneven_rows)):
+        assert outputs == [[10.0 * r + rank] if rank + r else [] for r in range(3)]
+
+
 def many_in_flight(rank, num_ranks, count):
     ours, _ = both_groups()
     tensors = [torch.full((n * 37 % 5000 + 1,), float(rank + n)) for n in range(count)]
@@ -227,6 +270,34 @@ def test_works_end_in_order_and_have_futures():
     assert pool(2).run(many_in_flight, 100) == [(True, True)] * 2
 
 
+def performers(rank, _num_ranks):
+    """The threads that performed two collectives launched with async_op: waited for at once, and not waited for."""
+    ours, _ = both_groups()
+    threads = []
+    perform = HostCollectives.all_reduce
+
+    def noting(*args):
+        threads.append(threading.current_thread() is threading.main_thread())
+        perform(*args)
+
+    HostCollectives.all_reduce = noting
+    try:
+        works = [dist.all_reduce(torch.ones(3), group=ours, async_op=True) for _ in range(3)]
+        works[-1].wait()
+        together = all(work.is_completed() for work in works)
+        left = dist.all_reduce(torch.ones(3), group=ours, async_op=True)
+        while not left.is_completed():
+            time.sleep(0.001)
+    finally:
+        HostCollectives.all_reduce = perform
+    return together, threads[-1]
+
+
+def test_who_waits_performs():
+    """What is before it is done, too; what nobody waits for is done by the lane's thread."""
+    assert pool(2).run(performers) == [(True, False)] * 2
+
+
 def copied(rank, _num_ranks):
     ours, _ = both_groups()
     resident = ours.allocate_tensor(1_000_000, dtype=torch.float32, device=torch.device("cpu"))
@@ -240,8 +311,8 @@ def copied(rank, _num_ranks):
 
 
 def test_a_resident_tensor_is_not_copied():
-    """The counter of bytes in and out of staging: none for a tensor in the arena, twice its size for another."""
+    """Bytes in and out of staging: none for a tensor in the arena; of another, what the other rank folds."""
     for zero, staged, values in pool(2).run(copied):
         assert zero == 0
-        assert staged == 2 * 4_000_000
+        assert staged == 4_000_000
         assert values == [1.0] * 17 + [2.0]

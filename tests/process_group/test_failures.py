@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import paceline  # noqa: F401  registers the backend
+from paceline.process_group.staging import Staging
 from ranks import Ranks, pool
 
 TIMEOUT_S = 3.0
@@ -30,7 +32,9 @@ def lose(rank, _num_ranks, how, victim, num_elements, asynchronous):
     if rank == victim:
         if how == "exit":
             os._exit(3)
-        os.kill(os.getpid(), how)
+        if how != "killed between pieces":
+            os.kill(os.getpid(), how)
+        Staging.wait = die_at_third(Staging.wait)
     start_s = time.monotonic()
     try:
         for _ in range(5):
@@ -42,16 +46,28 @@ def lose(rank, _num_ranks, how, victim, num_elements, asynchronous):
     return None
 
 
+def die_at_third(wait):
+    count = itertools.count(1)
+
+    def wait_or_die(self, what):
+        if next(count) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait(self, what)
+
+    return wait_or_die
+
+
 @pytest.mark.parametrize(
     ("how", "word", "num_elements", "asynchronous"),
     [
+        ("killed between pieces", "died", 3_000_000, False),
         (signal.SIGKILL, "died", 3_000_000, True),
         ("exit", "died", 10, False),
         (signal.SIGSTOP, "is stopped", 3_000_000, False),
     ],
 )
 def test_a_lost_rank_is_named(how, word, num_elements, asynchronous):
-    """Killed, ended or stopped between two collectives: all others name it, what they were in, its number and size."""
+    """Killed, ended or stopped, between collectives or in one: the others name it, their collective and its size."""
     with Ranks(3) as ranks:
         outcomes = ranks.outcomes(lose, how, 1, num_elements, asynchronous, deadline_s=30)
     for outcome in (outcomes[0], outcomes[2]):
@@ -108,6 +124,43 @@ def test_disagreement_is_named(case, words):
         assert all(word in message for word in words)
         assert "can no longer be used" in again
         assert values == [2.0] * 5
+
+
+def unequal_rows(rank, _num_ranks):
+    """Rank 0 has 3 numbers for rank 1, which expects 2."""
+    ours = group()
+    sizes = ([1, 5], [1, 3]) if rank == 0 else ([2, 1], [5, 1])
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_to_all_single(torch.zeros(sum(sizes[0])), torch.zeros(sum(sizes[1])), *sizes, group=ours)
+        dist.barrier(group=ours)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_unequal_rows_are_named():
+    """The rank that finds them says which; the other is told with the next collective."""
+    told, found = pool(2).run(unequal_rows)
+    assert found[0] == "CollectiveMismatchError"
+    assert "expects 8 bytes of rank 0, which has 12 for it" in found[1]
+    assert told[0] == "PeerLostError"
+    assert "rank 1" in told[1]
+
+
+def split_badly(rank, _num_ranks):
+    ours = group()
+    for sizes, tensors in (
+        ([1, 1, 1], (torch.zeros(3), torch.zeros(3))),
+        ([], (torch.zeros(3), torch.zeros(4))),
+    ):
+        with pytest.raises(ValueError, match="cannot be split"):
+            dist.all_to_all_single(*tensors, sizes or None, sizes or None, group=ours)
+    with pytest.raises(ValueError, match="of one dtype"):
+        ours.all_to_all_single(torch.zeros(2), torch.zeros(2, dtype=torch.int32), [], [])
+    dist.barrier(group=ours)
+
+
+def test_what_cannot_be_split_is_refused_before_anything_starts():
+    """And the group goes on working."""
+    pool(2).run(split_badly)
 
 
 def raise_inside(rank, _num_ranks):

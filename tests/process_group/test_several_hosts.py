@@ -13,7 +13,7 @@ import torch.distributed as dist
 import paceline  # noqa: F401  registers the backend
 from linear_oracle import train_linear
 from models import digest, generator
-from paceline.process_group.host_collectives import STAGING_BYTES
+from paceline.process_group.staging import STAGING_BYTES
 from paceline.transports.shared_memory.neighbours import SWITCH
 from ranks import Ranks, pool
 
@@ -76,8 +76,11 @@ def reduced(ours, rank, num_ranks, seed):
     return shape, results, others
 
 
-@pytest.mark.parametrize("only", [None, "ring", "halving_doubling"])
-@pytest.mark.parametrize("hosts", ["01", "0011", "0101", "0012"])
+CHOSEN = [("01", None), ("0011", None), ("0101", None), ("0012", None)]
+NAMED = [("01", "ring"), ("0012", "ring"), ("0101", "halving_doubling"), ("0012", "halving_doubling")]
+
+
+@pytest.mark.parametrize(("hosts", "only"), [*CHOSEN, *NAMED])
 def test_reductions_over_hosts(hosts, only):
     """One and two ranks a host, hosts of unequal size, ranks in any order: exact sums, one value on all ranks."""
     num_ranks = len(hosts)

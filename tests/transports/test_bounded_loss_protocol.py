@@ -2,60 +2,17 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from datagram_networks import ROWS, TICK_US, Mailer, Network, endpoints
 from paceline.transports import Bound
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.endpoint import Endpoint
 from paceline.transports.bounded_loss.key_agreement import KeyAgreement
 from paceline.transports.bounded_loss.siphash import siphash
 
-PAYLOAD, TICK_US, ROWS = 64, 500, 64
 LONGEST_US = 400_000_000
-
-
-def endpoints(ranks, silence_us=10**12):
-    return [
-        Endpoint(
-            rank,
-            ranks,
-            {peer: bytes([min(rank, peer), max(rank, peer)]) * 16 for peer in range(ranks) if peer != rank},
-            PAYLOAD,
-            silence_us,
-        )
-        for rank in range(ranks)
-    ]
-
-
-class Network:
-    """Loses, repeats, delays (so reorders) and corrupts datagrams, by a seed."""
-
-    def __init__(self, seed, lose=0.0, repeat=0.0, delay=0.0, corrupt=0.0):
-        self.random = random.Random(seed)
-        self.lose, self.repeat, self.delay, self.corrupt = lose, repeat, delay, corrupt
-        self.under_way = []
-        self.corrupted = 0
-
-    def carry(self, now_us, peer, datagram):
-        dice = self.random
-        for _ in range(2 if dice.random() < self.repeat else 1):
-            if dice.random() < self.lose:
-                continue
-            arrives = datagram.copy()
-            if dice.random() < self.corrupt:
-                arrives[dice.randrange(len(arrives))] ^= 1 << dice.randrange(8)
-                self.corrupted += 1
-            late = dice.randrange(20) * TICK_US if dice.random() < self.delay else 0
-            self.under_way.append((now_us + TICK_US + late, peer, arrives))
-
-    def arrived(self, now_us):
-        here = [entry for entry in self.under_way if entry[0] <= now_us]
-        self.under_way = [entry for entry in self.under_way if entry[0] > now_us]
-        return here
 
 
 def run(network, ranks, vectors, bound, late_rank=None, late_us=0):
@@ -161,6 +118,23 @@ def test_a_silent_peer_is_named():
         now_us += 10_000
     assert ends[0].lost_peer == 2
     assert now_us >= 1_000_000
+
+
+def test_a_path_that_drops_long_datagrams_is_told_from_a_silent_peer():
+    """What is longer than 80 bytes never arrives at rank 1: rank 0 says so, and nobody is taken for lost."""
+    ends = endpoints(2, silence_us=2_000_000)
+    mailer, now_us = Mailer(ends[0]), 1000
+    for end in ends:
+        end.begin(np.ones(400, np.float32), Bound(0.5), now_us)
+    while ends[0].stuck_peer is None:
+        assert now_us < LONGEST_US
+        for end in ends:
+            for peer, datagram in mailer.take(end, now_us):
+                if len(datagram) <= 80:
+                    mailer.hand(ends[peer], [datagram], now_us)
+        now_us += 5_000
+    assert ends[0].stuck_peer == 1
+    assert [end.lost_peer for end in ends] == [None, None]
 
 
 def test_siphash_is_the_published_one_and_keys_agree():

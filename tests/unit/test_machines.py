@@ -15,16 +15,16 @@ import torch.distributed as dist
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
 from paceline.launch import machines, parse
-from paceline.launch.machines import Card, MachinesDifferError, Meeting
-from paceline.launch.rendezvous import be_first, patience_s, without
+from paceline.launch.machines import Card, MachineRendezvous, MachinesDifferError
+from paceline.launch.rendezvous_endpoint import be_first, patience_s, without
 
 AGREED = {"--nnodes": "3", "torch": "2.13.0", "Paceline": "0.1.0 (sources ab)", "the script": "train.py"}
 
 
-def meeting(name, num_ranks=1, *, num_machines=3, waits=True, latecomers=False, timeout_s=20.0, **facts):
+def machine(name, num_ranks=1, *, num_machines=3, waits=True, latecomers=False, timeout_s=20.0, **facts):
     rank, arguments = facts.pop("node_rank", None), facts.pop("arguments", ())
     card = Card(name, num_ranks, AGREED | facts, rank, arguments)
-    return Meeting(card, num_machines, waits, latecomers, "10.0.0.1:29400", "job", timeout_s)
+    return MachineRendezvous(card, num_machines, waits, latecomers, "10.0.0.1:29400", "job", timeout_s)
 
 
 def _inside(store):
@@ -32,17 +32,17 @@ def _inside(store):
     return dist.PrefixStore("paceline launch job", store)
 
 
-def hold(*meetings, store=None, quiet_s=0.0):
+def hold(*coming, store=None, quiet_s=0.0):
     """Every machine's cards, or the words of its error, and what was said meanwhile."""
     store, notes = store or dist.HashStore(), []
-    come = threading.Barrier(len(meetings))
+    come = threading.Barrier(len(coming))
 
-    def one(number, meeting):
+    def one(number, rendezvous):
         come.wait()
         while _inside(store).add("machines", 0) < number:  # in this order
             pass
         try:
-            return [card.name for card in meeting.hold(store, is_server=number == 0, note=notes.append)]
+            return [card.name for card in rendezvous.hold(store, is_server=number == 0, note=notes.append)]
         except MachinesDifferError as error:
             return str(error)
 
@@ -50,16 +50,16 @@ def hold(*meetings, store=None, quiet_s=0.0):
         mock.patch.object(machines, "_QUIET_S", quiet_s),
         mock.patch.object(machines, "_PAUSE_S", 0.005),
         mock.patch.object(machines, "_LINGER_S", 0.2),
-        ThreadPoolExecutor(len(meetings)) as threads,
+        ThreadPoolExecutor(len(coming)) as threads,
     ):
-        return list(threads.map(one, range(len(meetings)), meetings)), notes
+        return list(threads.map(one, range(len(coming)), coming)), notes
 
 
 def test_machines_that_fit_learn_of_each_other():
     """Those of another launch in the same store do not count."""
     store = dist.HashStore()
-    hold(replace(meeting("x", num_machines=1), job="another"), store=store)
-    found, notes = hold(meeting("a", 4), meeting("b", 2), meeting("c"), store=store)
+    hold(replace(machine("x", num_machines=1), job="another"), store=store)
+    found, notes = hold(machine("a", 4), machine("b", 2), machine("c"), store=store)
     assert found == [["a", "b", "c"]] * 3
     assert "all 3 machines are there, 7 ranks: a (4 rank(s)), b (2 rank(s)), c (1 rank(s))" in notes
 
@@ -74,7 +74,7 @@ def test_machines_that_fit_learn_of_each_other():
     ],
 )
 def test_every_machine_names_the_one_that_does_not_fit(facts, says):
-    found, _ = hold(meeting("a"), meeting("b"), meeting("c", **facts))
+    found, _ = hold(machine("a"), machine("b"), machine("c", **facts))
     for words in found:
         assert words.startswith("c does not fit a, where the launch began: "), words
         assert says in words
@@ -84,39 +84,48 @@ def test_another_number_of_machines_is_noticed_whoever_waits_for_more():
     """The first waits for two machines, the second for three: both hear of it, instead of one starting alone."""
     two, three = {"num_machines": 2, "--nnodes": "2"}, {"num_machines": 3}
     for first, second in ((two, three), (three, two)):
-        found, _ = hold(meeting("a", **first), meeting("b", **second))
+        found, _ = hold(machine("a", **first), machine("b", **second))
         assert all(words.startswith("b does not fit a") for words in found), found
 
 
+def test_machines_of_one_name_are_told_apart():
+    """Containers, or two shells of one machine: by the order in which they came."""
+    found, _ = hold(machine("vm"), machine("vm"), machine("vm", torch="2.11.0"))
+    for words in found:
+        assert words.startswith("vm (number 3 to come) does not fit vm, where the launch began: "), words
+    found, _ = hold(machine("vm"), machine("vm"), machine("c"))
+    assert found[0] == ["vm", "vm (number 2 to come)", "c"]
+
+
 def test_one_number_given_twice():
-    found, _ = hold(meeting("a", node_rank=0), meeting("b", node_rank=1), meeting("c", node_rank=1))
+    found, _ = hold(machine("a", node_rank=0), machine("b", node_rank=1), machine("c", node_rank=1))
     assert all("b and c were both given --node-rank 1" in words for words in found), found
 
 
 def test_a_machine_too_many_and_one_that_comes_back():
     store = dist.HashStore()
-    hold(meeting("a"), meeting("b"), meeting("c"), store=store)
-    (late,), _ = hold(meeting("d"), store=store)
+    hold(machine("a"), machine("b"), machine("c"), store=store)
+    (late,), _ = hold(machine("d"), store=store)
     assert late.startswith(
         "d came too late: the 3 machine(s) of --nnodes have met at 10.0.0.1:29400 already (a (1"
     )
-    (back,), _ = hold(meeting("b", latecomers=True), store=store)
-    assert back == ["a", "b", "c", "d", "b"]
-    (other,), _ = hold(meeting("b", latecomers=True, torch="2.8.0"), store=store)
-    assert other.startswith("b does not fit a")
+    (back,), _ = hold(machine("b", latecomers=True), store=store)
+    assert back == ["a", "b", "c", "d", "b (number 5 to come)"]
+    (other,), _ = hold(machine("b", latecomers=True, torch="2.8.0"), store=store)
+    assert other.startswith("b (number 6 to come) does not fit a")
 
 
 def test_machines_that_do_not_come():
-    found, notes = hold(meeting("a", timeout_s=0.2), meeting("b", timeout_s=0.2))
+    found, notes = hold(machine("a", timeout_s=0.2), machine("b", timeout_s=0.2))
     assert all(
         words.startswith("only 2 of 3 machines came to 10.0.0.1:29400 within 0 s: a (1") for words in found
     )
     assert "a (1 rank(s)), b (1 rank(s)) at 10.0.0.1:29400; 1 more of 3 machine(s) to come" in notes
-    assert hold(meeting("a", waits=False))[0] == [["a"]]  # an elastic job begins with whoever is there
+    assert hold(machine("a", waits=False))[0] == [["a"]]  # an elastic job begins with whoever is there
 
 
 def test_other_arguments_of_the_script_are_said_once():
-    found, notes = hold(meeting("a"), meeting("b"), meeting("c", arguments=("--epochs", "3")), quiet_s=60)
+    found, notes = hold(machine("a"), machine("b"), machine("c", arguments=("--epochs", "3")), quiet_s=60)
     assert found == [["a", "b", "c"]] * 3
     assert notes == ["c gives the script other arguments than a: '--epochs 3'"]
 
@@ -126,10 +135,10 @@ def test_a_stranger_is_not_counted_and_another_token_is_an_error():
     with mock.patch.dict(os.environ, {TOKEN: "ours"}):
         inside = _inside(store)
         inside.add("machines", 1)
-        machines.SealedStore(inside, "machines").set("machine 0", meeting("a").card.encode())
+        machines.SealedStore(inside, "machines").set("machine 0", machine("a").card.encode())
         inside.add("machines", 1)
         inside.set("machine 1", "0123 {}")
-        found, notes = hold(meeting("b", num_machines=2), store=store)
+        found, notes = hold(machine("b", num_machines=2), store=store)
         assert found == [["a", "b"]]
         assert (
             "somebody came to 10.0.0.1:29400 without this job's PACELINE_TOKEN; that does not count" in notes
@@ -138,12 +147,12 @@ def test_a_stranger_is_not_counted_and_another_token_is_an_error():
         "[1]",
         "{}",
         '{"name": 1}',
-        meeting("a\x1b[2J").card.encode(),
-        meeting("a", num_ranks="x").card.encode(),
+        machine("a\x1b[2J").card.encode(),
+        machine("a", num_ranks="x").card.encode(),
     ):
         assert Card.decode(nonsense.encode()) is None, nonsense
     with mock.patch.dict(os.environ, {TOKEN: "theirs"}):
-        (words,), _ = hold(meeting("c"), store=store)
+        (words,), _ = hold(machine("c"), store=store)
     assert words.startswith("c has another PACELINE_TOKEN than the machine where the launch began")
 
 

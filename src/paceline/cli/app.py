@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from paceline import __version__
-from paceline.cli import bench, demo, emulate, plan, run, studies, svm
+from paceline.cli import bench, demo, emulate, plan, run, serve, studies, svm
 from paceline.errors import ConfigurationError, PacelineError
 
 app = typer.Typer(
@@ -50,6 +50,7 @@ def _front_door(
 
 
 app.command("run", **run.SETTINGS)(run.run)
+app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 bench.bench.command("study")(studies.paper_figure)
 bench.bench.command("scaling")(studies.scaling)

@@ -81,7 +81,8 @@ def predict(
         show_scores(report, [], as_json=as_json)
         return
     from paceline.errors import ConfigurationError
-    from paceline.lab.planner.forecast import Asked, forecast
+    from paceline.lab.planner.asked import Asked
+    from paceline.lab.planner.forecast import forecast
 
     if source is None:
         raise ConfigurationError(

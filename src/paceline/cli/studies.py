@@ -94,6 +94,27 @@ def large_batch(
         print(json.dumps(json.loads(found.to_json())))
 
 
+@app.command("loss-bound")
+def loss_bound(
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the data set.", show_default="the usual places")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="mlp, cnn (Fashion-MNIST), letter, bytes (Shakespeare) or digits.")
+    ] = "mlp",
+    seeds: Annotated[int, typer.Option(help="Runs behind each mean.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Digits, one bound: seconds.")] = False,
+    report: ReportFolder = Path("paceline-report"),
+    as_json: AsJson = False,
+) -> None:
+    """Train while a bounded part of the gradients is lost, by every pattern and compensation."""
+    from paceline.lab.studies.description import run_study
+    from paceline.lab.studies.loss_bound import QUICK, LossOptions, LossStudy
+
+    options = QUICK if quick else LossOptions(model=model, num_seeds=seeds)
+    run_study(LossStudy(data), options, report, as_json)
+
+
 def _factors(option: str, words: str) -> tuple[int, ...]:
     from paceline.errors import ConfigurationError
 

@@ -1,7 +1,7 @@
 """A lane: one thread that performs the collectives of a group one after another, in the order of their launch.
 
-A collective whose caller waits for it at once need not go to another thread: when the lane is idle, the caller
-performs it.
+A collective whose caller waits for it need not go to another thread: who launches and waits at once performs it when
+the lane is idle, and who waits later performs what its thread has not begun yet.
 
 What a callback of a collective launches is performed before anything else that is queued. So it does not matter on
 which rank the callback was registered before the collective ended, and on which after: the order is the same.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -52,14 +53,13 @@ class LaneWork(dist.Work):
         self._future: Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
         self._recorded = _record(what, outputs) if _is_profiled() else None
+        self.lane: Lane | None = None  # on which it was launched
 
     def perform(self) -> None:
         """Do it, on this thread; an error is kept for whoever waits."""
         try:
-            with torch.no_grad(), ExitStack() as stack:
-                for stream in self._streams:
-                    stack.enter_context(torch.cuda.stream(stream))
-                self._perform()
+            with torch.no_grad():
+                self._perform_on_streams() if self._streams else self._perform()
         except BaseException as error:  # noqa: BLE001  whatever it is, it is raised to the waiters
             self._error = error
         del self._perform  # and with it the references to inputs
@@ -73,6 +73,12 @@ class LaneWork(dist.Work):
         if ended is not None:
             ended.set_result(None)
 
+    def _perform_on_streams(self) -> None:
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            self._perform()
+
     def _value(self, _: object) -> list[Tensor]:
         if self._error is not None:
             raise self._error
@@ -80,7 +86,9 @@ class LaneWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end, at most `timeout` (0: as long as the group allows). Raises what went wrong."""
-        limit_s = timeout.total_seconds()
+        limit_s = timeout.total_seconds() if timeout else 0.0
+        if not self._is_done and limit_s <= 0 and self.lane is not None:
+            self.lane.help_with(self)
         if self._ending.acquire(timeout=limit_s if limit_s > 0 else -1):
             self._ending.release()
         else:
@@ -160,10 +168,12 @@ class Lane:
     """
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[LaneWork | None] = queue.SimpleQueue()
+        self._waiting: deque[LaneWork] = deque()
+        self._calls: queue.SimpleQueue[bool] = (
+            queue.SimpleQueue()
+        )  # to the thread: True to look, False to end
         self._name = name
         self._thread: threading.Thread | None = None
-        self._num_queued = 0
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # held by whoever performs
         self._performer = 0  # the id of its thread
@@ -179,18 +189,38 @@ class Lane:
         if self._performer == threading.get_ident():
             work.perform()  # launched by a callback of the collective that has just ended
             return work
+        work.lane = self
         with self._lock:
-            inline = at_once and self._num_queued == 0 and self._turn.acquire(blocking=False)
+            inline = at_once and not self._waiting and self._turn.acquire(blocking=False)
             if not inline:
-                self._num_queued += 1
                 self._start()
-                self._queue.put(work)
+                self._waiting.append(work)
+                self._calls.put(True)
         if inline:
             try:
                 self._perform(work)
             finally:
                 self._turn.release()
         return work
+
+    def help_with(self, work: LaneWork) -> None:
+        """Perform, on this thread, which waits for `work`, what is before it and itself, as far as nobody does."""
+        while not work.is_completed() and self._turn.acquire(blocking=False):
+            try:
+                self._perform_next()
+            finally:
+                self._turn.release()
+
+    def _perform_next(self) -> None:
+        """Perform what has waited longest, if anything does. In one's turn."""
+        with self._lock:
+            work = self._waiting[0] if self._waiting else None
+        if work is not None:
+            try:
+                self._perform(work)
+            finally:
+                with self._lock:
+                    self._waiting.popleft()  # only now: what is launched meanwhile must not overtake it
 
     def _perform(self, work: LaneWork) -> None:
         self._performer = threading.get_ident()
@@ -208,12 +238,9 @@ class Lane:
             end_before_exit(self, Lane.close)
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
+        while self._calls.get():
             with self._turn:
-                self._perform(work)
-            with self._lock:
-                self._num_queued -= 1
-            del work
+                self._perform_next()
 
     def close(self, timeout_s: float) -> bool:
         """End the thread after what is queued; returns whether it has ended."""
@@ -222,6 +249,6 @@ class Lane:
             thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
-        self._queue.put(None)
+        self._calls.put(False)
         thread.join(timeout_s)
         return not thread.is_alive()

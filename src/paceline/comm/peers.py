@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from paceline.comm.pending import Pending
 from paceline.comm.rendezvous import announce
 from paceline.comm.sealed_store import SealedStore
-from paceline.errors import PeerLostError
+from paceline.errors import PeerLostError, ServerLostError
 from paceline.host.exit import end_before_exit
 from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
 
@@ -115,6 +115,10 @@ class Peers:
             doing: What this rank was doing.
             consequence: What its failure means.
         """
+        if isinstance(error, ServerLostError):  # every rank is connected to it, and sees the same
+            return ServerLostError(
+                f"rank {self._rank} was {doing} when communication failed: {error}. {consequence or self._consequence}"
+            )
         who = self._roll_call.who_is_gone(doing, error.peer if isinstance(error, PeerLostError) else None)
         return PeerLostError(
             f"rank {self._rank} was {doing} when communication failed: {who}. {consequence or self._consequence} "

@@ -1,8 +1,20 @@
-"""The global batch, the sampler that divides a shuffled data set among ranks, and who gets how much of it."""
+"""Global batches, how they are divided among ranks, whether a shuffled data set or a stream, and who gets how much."""
 
 from paceline.data.balance import Balance, Work
 from paceline.data.epoch_plan import StepCut
 from paceline.data.global_batch import GlobalBatch
+from paceline.data.global_batches import GlobalBatches
 from paceline.data.global_shuffle import GlobalShuffle
+from paceline.data.global_stream import GlobalStream
+from paceline.data.token_shuffle import TokenShuffle
 
-__all__ = ["Balance", "GlobalBatch", "GlobalShuffle", "StepCut", "Work"]
+__all__ = [
+    "Balance",
+    "GlobalBatch",
+    "GlobalBatches",
+    "GlobalShuffle",
+    "GlobalStream",
+    "StepCut",
+    "TokenShuffle",
+    "Work",
+]

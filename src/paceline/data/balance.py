@@ -34,7 +34,7 @@ class Work:
     """What a rank did in a step.
 
     Attributes:
-        num_samples: It trained; 0: nothing, or it is not known how long it took.
+        num_samples: It trained, or tokens where shares are of these; 0: nothing, or it is not known how long it took.
         seconds: Until its gradients were ready, without waiting for other ranks.
     """
 
@@ -143,7 +143,14 @@ class Balance:
         if self._num_measured < _LEAST_MEASURED or min(map(len, self._estimates)) < _LEAST_MEASURED:
             return None
         unit = self._unit(batch)
-        proposal = propose(self._estimates, batch.samples, self._most_samples(batch), least=unit, unit=unit)
+        proposal = propose(
+            self._estimates,
+            batch.samples,
+            self._most_samples(batch),
+            least=unit,
+            unit=unit,
+            gain_ratio=self.gain_ratio,
+        )
         if proposal.samples == batch.samples or not proposal.pays(self.gain_ratio):
             return None
         self._num_measured = 0
@@ -163,7 +170,7 @@ class Balance:
         """
         if not self._estimates:
             self.begin(batch)
-        tried = {rank: max(sizes[rank] for sizes in step.micro_steps) for rank in ranks}
+        tried = {rank: max(step.weights(rank), default=0) for rank in ranks}
         who = " and ".join(f"rank {rank} with {size} samples" for rank, size in tried.items())
         if self.move == "micro-steps":
             raise ConfigurationError(

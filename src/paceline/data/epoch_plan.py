@@ -23,10 +23,14 @@ class StepCut:
     Attributes:
         position: Samples of the epoch before it.
         micro_steps: The ranks' numbers of samples, micro-step by micro-step.
+        tokens: Where shares are of tokens: those of these samples, micro-step by micro-step.
+        planned: Likewise: how many tokens each rank would have, if samples could be divided.
     """
 
     position: int
     micro_steps: tuple[tuple[int, ...], ...]
+    tokens: tuple[tuple[int, ...], ...] | None = None
+    planned: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -43,6 +47,12 @@ class StepCut:
         """Samples of each rank."""
         return tuple(map(sum, zip(*self.micro_steps, strict=True)))
 
+    def weights(self, rank: int) -> list[int]:
+        """What each of the rank's micro-batches counts: its samples, or its tokens."""
+        counts = self.micro_steps if self.tokens is None else self.tokens
+        pairs = zip(self.micro_steps, counts, strict=True)
+        return [each[rank] for sizes, each in pairs if sizes[rank]]
+
     def parts(self, rank: int) -> list[tuple[int, int]]:
         """Where the rank's micro-batches lie in the order, those that are not empty: (first sample, number)."""
         parts, position = [], self.position
@@ -57,14 +67,14 @@ class EpochPlan:
     """Which batch is trained from which sample of an epoch on.
 
     Args:
-        num_samples: Of an epoch.
+        num_samples: Of an epoch; infinite while that is not known.
         drops_last: Leave out samples that do not make a whole micro-step.
         start: The first sample to be trained.
         batch: From there on.
     """
 
-    def __init__(self, num_samples: int, drops_last: bool, start: int, batch: GlobalBatch) -> None:
-        self._num_samples = num_samples
+    def __init__(self, num_samples: float, drops_last: bool, start: int, batch: GlobalBatch) -> None:
+        self.num_samples = num_samples
         self._drops_last = drops_last
         self._starts, self._batches = [start], [batch]
 
@@ -76,6 +86,10 @@ class EpochPlan:
         self._starts.append(position)
         self._batches.append(batch)
 
+    def batch_at(self, position: int) -> GlobalBatch:
+        """What the step that begins there trains."""
+        return self._batches[max(bisect.bisect_right(self._starts, position) - 1, 0)]
+
     def step_at(self, position: int) -> StepCut | None:
         """The step that begins there; None if the epoch is over.
 
@@ -83,21 +97,21 @@ class EpochPlan:
         none, they join the micro-step before. If there is none before, because training was resumed or shares have
         changed here, they are a step in which such ranks have nothing.
         """
-        batch = self._batches[max(bisect.bisect_right(self._starts, position) - 1, 0)]
-        left = self._num_samples - position
-        num_first = _num_takers(batch.local)
+        batch = self.batch_at(position)
+        left = self.num_samples - position
+        num_first = num_takers(batch.local)
         cuts: list[tuple[int, ...]] = []
         for place in range(batch.num_micro_steps):
             sizes = batch.micro_step(place)
             if left < sum(sizes):
-                if not self._drops_last and left >= (_num_takers(sizes) if cuts else 1):
-                    cuts.append(cut_by(sizes, left))
+                if not self._drops_last and left >= (num_takers(sizes) if cuts else 1):
+                    cuts.append(cut_by(sizes, int(left)))
                 break
             left -= sum(sizes)
             is_last = place + 1 == batch.num_micro_steps
-            needed = num_first if is_last else _num_takers(batch.micro_step(place + 1))
+            needed = num_first if is_last else num_takers(batch.micro_step(place + 1))
             if 0 < left < needed and not self._drops_last:
-                sizes = tuple(map(sum, zip(sizes, cut_by(sizes, left), strict=True)))
+                sizes = tuple(map(sum, zip(sizes, cut_by(sizes, int(left)), strict=True)))
                 left = 0
             cuts.append(sizes)
         return StepCut(position, tuple(cuts)) if cuts else None
@@ -109,5 +123,6 @@ class EpochPlan:
             start = step.end
 
 
-def _num_takers(sizes: tuple[int, ...]) -> int:
+def num_takers(sizes: tuple[int, ...]) -> int:
+    """How many ranks have a share."""
     return sum(size > 0 for size in sizes)

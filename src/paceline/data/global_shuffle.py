@@ -19,19 +19,17 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from paceline.data.epoch_plan import EpochPlan, StepCut
 from paceline.data.global_batch import GlobalBatch
-from paceline.errors import ConfigurationError, ProtocolError
-
-LAST = ("uneven", "drop")
+from paceline.data.global_batches import GlobalBatches
+from paceline.errors import ConfigurationError
 
 Batch = TypeVar("Batch")
 
 
-class GlobalShuffle(Sampler[list[int]]):
+class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
     """This rank's part of every micro-step, as indices: the `batch_sampler` of a `DataLoader`.
 
     Every new iteration is the next epoch, with another order, also if the last one was left early; `set_epoch` is
@@ -71,35 +69,25 @@ class GlobalShuffle(Sampler[list[int]]):
         last: str = "uneven",
     ) -> None:
         self.num_samples = dataset if isinstance(dataset, int) else len(dataset)
-        self.batch = batch
-        self.rank = _own_rank() if rank is None else rank
         self.seed = seed
-        self.last = last
-        self.step: StepCut | None = None
-        self._epoch = 0
-        self._start = 0  # samples of this epoch that were trained before the iteration that begins here
+        super().__init__(batch, rank, last)
         self._num_given = 0  # batches of the iteration under way
         self._has_begun = False  # an iteration of this epoch
         self._steps_start: int | None = (
             None  # while in `steps`: from where the loader's next iteration fetches
         )
-        self._repeats = False  # the step that `steps` has handed out is to be handed out again
-        self._check(batch)
         self._plan_from(0)
 
     def _plan_from(self, start: int) -> None:
         self._start = self._fetched = start  # what is behind `_fetched` may still change
-        self._plan = EpochPlan(self.num_samples, self.last == "drop", start, self.batch)
+        self._plan = self._make_plan(start, self._epoch)
+
+    def _make_plan(self, start: int, epoch: int) -> EpochPlan:
+        """Of an epoch, from sample `start` on."""
+        return EpochPlan(self.num_samples, self.last == "drop", start, self.batch)
 
     def _check(self, batch: GlobalBatch) -> None:
-        if not 0 <= self.rank < batch.num_ranks:
-            raise ConfigurationError(
-                f"rank={self.rank} has no part of a batch of {batch}: ranks are 0 to {batch.num_ranks - 1}."
-            )
-        if self.last not in LAST:
-            raise ConfigurationError(
-                f"last={self.last!r} is no way to end an epoch. Give one of {', '.join(map(repr, LAST))}."
-            )
+        super()._check(batch)
         least = batch.micro_size if self.last == "drop" else sum(size > 0 for size in batch.local)
         if self.num_samples < least:
             raise ConfigurationError(
@@ -108,11 +96,6 @@ class GlobalShuffle(Sampler[list[int]]):
             )
 
     # ---- epochs and positions
-
-    @property
-    def epoch(self) -> int:
-        """The epoch under way, or the next one."""
-        return self._epoch
 
     @property
     def fetched(self) -> int:
@@ -167,54 +150,6 @@ class GlobalShuffle(Sampler[list[int]]):
             self._epoch += 1
             self._plan_from(0)
 
-    # ---- shares that change
-
-    def change(self, batch: GlobalBatch, position: int | None = None) -> None:
-        """Train `batch` in the steps from `position` of this epoch's order on, and in the epochs after it.
-
-        Args:
-            batch: Other shares, or another size.
-            position: Where a step ends; the same on every rank, and at least every rank's `fetched`. None: this rank's
-                own `fetched`, which is right if all ranks fetch equally far ahead.
-
-        Contract:
-            Local; on every rank with equal arguments, before the same step. A `DistributedDataParallel` that was given
-            this sampler compares the ranks' shares in every step.
-
-        Raises:
-            ConfigurationError: It has another number of ranks, or is larger than the data set.
-            ProtocolError: This rank has fetched samples beyond `position`; nothing was changed.
-        """
-        if batch.num_ranks != self.batch.num_ranks:
-            raise ConfigurationError(
-                f"a batch of {batch} cannot follow one of {self.batch} within a run. Start again with another number "
-                "of ranks from state_dict()."
-            )
-        self._check(batch)
-        at = self.fetched if position is None else position
-        if at < self.fetched:
-            raise ProtocolError(
-                f"rank {self.rank} was to train other shares from sample {at} of epoch {self._epoch} on, but has "
-                f"fetched up to {self.fetched}. Change shares between two steps of one loop over steps(loader)."
-            )
-        self.batch = batch
-        self._plan.change(at, batch)
-
-    def repeat(self, batch: GlobalBatch) -> None:
-        """Hand out the samples of the step under way once more, now and from now on in the shares of `batch`.
-
-        Contract:
-            Local; in a loop over `steps`, on every rank, for the same step. What the loader has fetched is dropped.
-        """
-        if self.step is None:
-            raise ProtocolError(
-                "there is no step to repeat: iterate over steps(loader), which hands them out."
-            )
-        self._check(batch)
-        self._repeats = True
-        self.batch = batch
-        self._plan.change(self.step.position, batch)
-
     # ---- batches
 
     def order(self, epoch: int) -> torch.Tensor:
@@ -232,14 +167,12 @@ class GlobalShuffle(Sampler[list[int]]):
         """Batches of the iteration under way; after it, or before the first one, of the next. As shares are now."""
         cuts = self._cuts()
         is_over = self._has_begun and self._num_given == len(cuts)
-        return len(self._cuts(start=0)) if is_over else len(cuts)
+        return len(self._cuts(of_next_epoch=True)) if is_over else len(cuts)
 
-    def _cuts(self, start: int | None = None) -> list[tuple[int, ...]]:
-        """The ranks' numbers of samples, micro-step by micro-step, from `start` on; None: from this iteration's."""
-        plan = (
-            self._plan if start is None else EpochPlan(self.num_samples, self.last == "drop", 0, self.batch)
-        )
-        steps = plan.steps(self._start if start is None else start)
+    def _cuts(self, of_next_epoch: bool = False) -> list[tuple[int, ...]]:
+        """The ranks' numbers of samples, micro-step by micro-step, of this iteration or the next one."""
+        plan = self._make_plan(0, self._epoch + 1) if of_next_epoch else self._plan
+        steps = plan.steps(0 if of_next_epoch else self._start)
         return [sizes for step in steps if not self._is_rest(step) for sizes in step.micro_steps]
 
     def _is_rest(self, step: StepCut) -> bool:
@@ -323,7 +256,3 @@ class GlobalShuffle(Sampler[list[int]]):
                 position = self.step.position if self._repeats else self.step.end
             self._start, self._num_given, self._repeats = position, 0, False
             self.step = self._steps_start = None
-
-
-def _own_rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

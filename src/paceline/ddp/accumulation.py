@@ -23,10 +23,9 @@ import torch
 from typing_extensions import Self
 
 from paceline.ddp.verdict import Status
-from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange
+from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange, raise_if_refused
 from paceline.errors import (
     ConfigurationError,
-    PeerAbortedError,
     PeerLostError,
     PeerOutOfMemoryError,
     ProtocolError,
@@ -104,7 +103,7 @@ class Window(Generic[Batch]):
             raise ProtocolError(
                 "this window has not begun: write `with model.accumulate(batches) as micro_batches:`."
             )
-        return self._steps.finish_exchange(self._exchange)
+        return self._steps.weighing.finish(self._exchange)
 
     @property
     def has_weights(self) -> bool:
@@ -159,12 +158,12 @@ class Window(Generic[Batch]):
         shares, num_batches = self._steps.setting.shares, len(self._batches)
         if self._weight_of is not None:
             if shares is not None:
-                shares.own_sizes()  # there is a step
+                shares.own_weights()  # there is a step
             weigh = self._weight_of
             return [_weight(weigh(batch), place, num_batches) for place, batch in enumerate(self._batches)]
         if shares is None:
             return [1.0] * num_batches
-        sizes = shares.own_sizes()
+        sizes = shares.own_weights()
         if len(sizes) != num_batches:
             raise ConfigurationError(
                 f"this window has {num_batches} micro-batches, but the step that steps(loader) handed out has "
@@ -331,22 +330,8 @@ class Window(Generic[Batch]):
         raise_if_refused(self._steps, weights)
         self._has_synchronized = True
         own = math.fsum(weight for _, weight in self._counted)
-        self._steps.set_weight(weights, self._counted[self._place][1], own)
+        self._steps.weighing.apply(weights, self._counted[self._place][1], own)
         return True
-
-
-def raise_if_refused(steps: StepCoordinator, weights: StepWeights) -> None:
-    """Raise if a rank could not begin its window: it will not reduce.
-
-    Raises:
-        PeerAbortedError: Naming the rank.
-    """
-    if weights.refusing_ranks:
-        raise PeerAbortedError(
-            f"rank {steps.process_group.rank()}: rank {weights.refusing_ranks[0]} could not begin its window of "
-            "micro-batches. This step's gradients were dropped on every rank; parameters are untouched. Look at that "
-            "rank's output for the cause."
-        )
 
 
 def match_window(steps: StepCoordinator, weights: StepWeights) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from paceline import reductions
 from paceline.compression import Compressor
-from paceline.data import Balance, GlobalShuffle
+from paceline.data import Balance, GlobalBatches
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.step_shares import StepShares
@@ -249,7 +249,7 @@ def choose_reduction(
 
 
 def choose_shares(
-    batch_sampler: GlobalShuffle | None,
+    batch_sampler: GlobalBatches | None,
     balance: Balance | str | None,
     process_group: ProcessGroup,
     device: torch.device,
@@ -260,18 +260,27 @@ def choose_shares(
     if batch_sampler is None:
         if balance is not None:
             raise ConfigurationError(
-                f"balance={balance!r} moves samples between ranks, so it needs the loader's GlobalShuffle as "
-                "batch_sampler=."
+                f"balance={balance!r} moves samples between ranks, so it needs the loader's GlobalShuffle, "
+                "TokenShuffle or GlobalStream as batch_sampler=."
             )
         return None
-    if not isinstance(batch_sampler, GlobalShuffle):
+    if not isinstance(batch_sampler, GlobalBatches):
         raise ConfigurationError(
-            f"batch_sampler={type(batch_sampler).__name__}: a paceline.data.GlobalShuffle knows every rank's samples. "
-            "With another sampler leave it out, and give weight=."
+            f"batch_sampler={type(batch_sampler).__name__}: a GlobalShuffle, TokenShuffle or GlobalStream of "
+            "paceline.data knows every rank's samples. With another sampler leave it out, and give weight=."
         )
     chosen = Balance() if balance == "auto" else balance
     assert not isinstance(chosen, str)
     return StepShares(batch_sampler, chosen, process_group.rank(), process_group.size(), device)
+
+
+def check_weight(weight: object) -> None:
+    """Refuse a `weight` that cannot be called."""
+    if weight is not None and not callable(weight):
+        raise ConfigurationError(
+            f"weight={weight!r} is no function. Give one that is called with the forward's arguments and returns what "
+            "this rank's batch counts, such as weight=len."
+        )
 
 
 def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
@@ -282,6 +291,28 @@ def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
             f"{reduction!r} combines dense gradients only, and {', '.join(sparse)} would have sparse ones, which are "
             "averaged. Build the embedding with sparse=False, or leave out reduction."
         )
+
+
+def check_cap_search(
+    bucket_cap_mb: Any, bucket_cap_mb_list: Any, reduction: Reduction, overlap_forward: Any
+) -> bool:
+    """Whether bucket caps are to be searched.
+
+    Raises:
+        ConfigurationError: With something else that keeps to buckets, or looks at the time of steps itself.
+    """
+    if not isinstance(bucket_cap_mb, str):
+        return False
+    not_here = {
+        f"bucket_cap_mb_list={bucket_cap_mb_list!r}": bucket_cap_mb_list is not None,
+        f"gradients combined by {reduction!r} (only the mean)": type(reduction) is not reductions.Mean,
+        "overlap_forward (its pieces do not depend on buckets)": bool(overlap_forward),
+    }
+    if found := [what for what, is_there in not_here.items() if is_there]:
+        raise ConfigurationError(
+            f'bucket_cap_mb="auto" is not possible with {"; nor with ".join(found)}. Leave out either.'
+        )
+    return True
 
 
 def check_forward_overlap(

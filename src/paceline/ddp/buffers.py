@@ -1,7 +1,10 @@
 """The module's buffers (batch-norm statistics): rank 0's are everybody's.
 
-They are broadcast before every forward that will be synchronized, and again with the end of its backward, so that
-evaluation finds the same buffers on all ranks and needs no collective: it may run on one rank only.
+Rules
+1. They are broadcast before the first forward of a step that will be synchronized, and again with the end of its
+   backward, so that evaluation finds the same buffers on all ranks and needs no collective: one rank may run it alone.
+2. Once a step, not before each of its forwards: a rank whose forward or loss raised begins another forward while the
+   others are in backward. It then meets them there, where control words tell all of them that it is ahead.
 """
 
 from __future__ import annotations
@@ -94,6 +97,8 @@ class Buffers:
 
     Attributes:
         hook: Synchronizes them instead, if the user registered one.
+        are_in_line: Whether they were broadcast since the last synchronized backward (rule 2).
+        come_at_end: Whether the end of the next synchronized backward brings rank 0's.
     """
 
     def __init__(self, module: Module, ignored: set[str], process_group: ProcessGroup, peers: Peers) -> None:
@@ -103,6 +108,8 @@ class Buffers:
         self._peers = peers
         self._under_way: Broadcast | None = None
         self.hook: BufferHook | None = None
+        self.are_in_line = self.come_at_end = False
+        self._futures: list[torch.futures.Future[Any]] = []  # of the hook; awaited when backward ends
 
     def move_to(self, process_group: ProcessGroup, peers: Peers) -> None:
         """Use another process group from now on."""
@@ -130,6 +137,24 @@ class Buffers:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.finish(self._peers, "waiting for rank 0's buffers")
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether the end of a synchronized backward waits for them."""
+        return self.come_at_end or bool(self._futures)
+
+    def end_step(self) -> None:
+        """A synchronized backward has ended: bring rank 0's, launched already or not. Collective; blocks."""
+        if self.come_at_end and self._under_way is None:
+            self.launch()
+        self.finish()
+        torch.futures.wait_all(self._futures)
+        self._futures = []
+
+    def run_hook(self) -> None:
+        """Let the user's hook synchronize the buffers; the end of backward waits for what it returns."""
+        if self.hook is not None:
+            self._futures += self.hook.run(self.named())
 
     def synchronize(self, source: int = 0) -> None:
         """Take over rank `source`'s buffers now. Collective; blocks."""

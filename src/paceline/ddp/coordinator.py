@@ -7,8 +7,6 @@ a module again would find both.
 
 from __future__ import annotations
 
-import math
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,6 @@ from paceline.comm.collectives import device_for_metadata
 from paceline.comm.gradient_group import group_for_pieces, on_one_host
 from paceline.comm.peers import Peers
 from paceline.ddp import arguments, inputs_outputs
-from paceline.ddp.accumulation import raise_if_refused
 from paceline.ddp.buffers import Broadcast, Buffers
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import JoinState, NextStep, agree_on_source, notify
@@ -31,9 +28,8 @@ from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer, ReducerOptions
 from paceline.ddp.replicas import Description, verify
-from paceline.ddp.step_shares import NO_REPORT, StepShares
-from paceline.ddp.weights import StepWeights, WeightExchange
-from paceline.errors import ConfigurationError, PeerLostError
+from paceline.ddp.step_shares import StepShares
+from paceline.ddp.weights import Weighing, WeightExchange
 from paceline.reductions import Reduction
 
 if TYPE_CHECKING:
@@ -61,6 +57,7 @@ class Setting:
         process_groups: Over whom; several take turns, bucket by bucket.
         reduction: What combining means.
         caps: When a bucket is full.
+        searches_caps: Whether other caps are tried.
         chosen_caps: What was asked for, equal on all ranks also where defaults depend on the rank.
         delayed: Parameters that are reduced after all others.
         weight: What this rank's batch counts, by the forward's inputs, in steps outside of windows.
@@ -73,6 +70,7 @@ class Setting:
     process_groups: list[ProcessGroup]
     reduction: Reduction
     caps: BucketCaps
+    searches_caps: bool
     chosen_caps: object
     delayed: list[Parameter]
     weight: Callable[..., float] | None
@@ -114,7 +112,7 @@ class StepCoordinator:
         self.join = JoinState()
         self._number = int(name.rpartition("/")[-1])  # among the modules over this group
         self._frozen: list[Parameter] = []
-        self._plain_weight: float | None = None  # of the last weighed forward outside of windows
+        self.weighing = Weighing(self)
         self.forward_overlap: ForwardOverlap | None = None
         self.reducer: Reducer
 
@@ -183,11 +181,13 @@ class StepCoordinator:
     def build_reducer(self, managed: ManagedParameters) -> None:
         """Reduce the gradients of these parameters from now on. Local."""
         wrapped, setting = self.wrapped, self.setting
-        options = ReducerOptions(setting.caps, wrapped.find_unused_parameters, wrapped.static_graph)
+        options = ReducerOptions(
+            setting.caps, wrapped.find_unused_parameters, wrapped.static_graph, setting.searches_caps
+        )
         self.reducer = setting.make_reducer(managed, options, self.reduce_groups, self.peers, self.buffers)
         self.reducer.synchronizes = self._synchronizes
         self.reducer.reduction = setting.reduction
-        self.reducer.module_number = self._number
+        self.reducer.verdict.control.module_number = self._number
         self.reducer.forward_overlap = self.forward_overlap
         self._frozen = [p for p in self._parameters if not p.requires_grad]
 
@@ -218,13 +218,13 @@ class StepCoordinator:
         if self.forward_overlap is not None:
             self.forward_overlap.follow(self._module, managed.parameters)
         setting.reduction.prepare(managed.named(), self.process_group)
-        self.reducer.remove_hooks()
+        self.reducer.arrivals.stop()
         self.build_reducer(managed)
         self.reducer.timings, self.reducer.num_steps = timings, num_steps
 
     def let_go(self) -> None:
         """The wrapper is gone: leave the parameters alone, and keep nothing of the module alive."""
-        self.reducer.remove_hooks()
+        self.reducer.arrivals.stop()
         self.reducer.synchronizes = _always
 
     def reduce_by(self, reduction: Reduction) -> None:
@@ -258,66 +258,28 @@ class StepCoordinator:
         self._follow_changes()
         self.reducer.open_forwards.begin(counts=self.wrapped.training)
         if not self.reducer.has_rebuilt_buckets:
-            self.reducer.unweighed_size = 0 if self._weighs() else inputs_outputs.batch_size(inputs, kwargs)
+            is_weighed = self.weighing.is_on()
+            self.reducer.unweighed_size = 0 if is_weighed else inputs_outputs.batch_size(inputs, kwargs)
         if self.window is not None:
             self.window.note_forward()
             return
         will_synchronize = self.wrapped.require_backward_grad_sync
-        if self._weighs() and self.wrapped.training:
-            self._plain_weight = self._weigh_plain(inputs, kwargs)
-        since_s = time.perf_counter()
-        notify(self, NextStep(will_synchronize, opens_window=self._plain_weight is not None))
-        self._synchronize_buffers(will_synchronize)
-        self._note_wait(since_s)
-
-    def _weighs(self) -> bool:
-        """Whether the step under way counts its batches by weights."""
-        if self.window is not None:
-            return self.window.has_weights
-        return self.setting.weight is not None or self.setting.shares is not None
-
-    def _weigh_plain(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        """What the batch of a forward outside of windows counts.
-
-        The ranks exchange it when backward begins, not here: some may have run a forward that no backward follows.
-        """
-        setting = self.setting
-        if not self.wrapped.require_backward_grad_sync:
-            raise ConfigurationError(
-                "no_sync() in a model that weighs its batches (weight=, batch_sampler=): several micro-batches of a "
-                "step are weighed by `with model.accumulate(batches) as micro_batches:`, which needs no no_sync()."
-            )
-        if setting.shares is not None:
-            sizes = setting.shares.own_sizes()
-            setting.shares.report(self.reducer.timings.last)  # the step begins
-        if setting.weight is None:
-            if len(sizes) != 1:
-                raise ConfigurationError(
-                    f"this rank has {len(sizes)} micro-batches in this step. Train them within "
-                    "`with model.accumulate(batches) as micro_batches:`, which takes any number."
-                )
-            return float(sizes[0])
-        weight = float(setting.weight(*inputs, **kwargs))
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ConfigurationError(
-                f"weight= says that this batch counts {weight}. A weight is a number of samples or tokens: finite and "
-                "not negative."
-            )
-        return weight
-
-    def _note_wait(self, since_s: float) -> None:
-        if self.setting.shares is not None:
-            self.setting.shares.waited(time.perf_counter() - since_s)
+        weighing = self.weighing
+        if weighing.is_on() and self.wrapped.training:
+            weighing.weigh_plain(inputs, kwargs)
+        with weighing.wait():
+            notify(self, NextStep(will_synchronize, opens_window=weighing.plain is not None))
+            self._synchronize_buffers(will_synchronize)
 
     def open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
         """What a window of micro-batches communicates before its first forward. Collective."""
         self.reducer.prepare()
         self._follow_changes()
-        since_s = time.perf_counter()
-        notify(self, NextStep(synchronizes=False, opens_window=True))
-        exchange = self.exchange_weights(weight, num_micro_steps, begins_step=True)
-        self._synchronize_buffers(will_synchronize=True)
-        self._note_wait(since_s)
+        with self.weighing.wait():
+            notify(self, NextStep(synchronizes=False, opens_window=True))
+            exchange = self.weighing.exchange(weight, num_micro_steps, begins_step=True)
+            self.buffers.are_in_line = False  # all ranks begin it together
+            self._synchronize_buffers(will_synchronize=True)
         return exchange
 
     def close_window(self) -> None:
@@ -325,48 +287,6 @@ class StepCoordinator:
         self.window = None
         self.wrapped.require_backward_grad_sync = True
         self.reducer.weight, self.reducer.share = 1.0, None
-
-    def exchange_weights(
-        self, weight: float = 0.0, num_micro_steps: int = 0, begins_step: bool = False
-    ) -> WeightExchange:
-        """Tell the other ranks what this rank's micro-batches of a step count; by default nothing. Collective."""
-        shares = self.setting.shares
-        report: Sequence[float] = ()
-        if shares is not None:
-            report = shares.report(self.reducer.timings.last) if begins_step else NO_REPORT
-        take = None if shares is None else shares.take
-        return WeightExchange(
-            weight, num_micro_steps, self.process_group, self.peers, self.device, report, take
-        )
-
-    def finish_exchange(self, exchange: WeightExchange) -> StepWeights:
-        """Wait for what the ranks' micro-batches count.
-
-        Raises:
-            PeerLostError: A rank died or hangs.
-            ProtocolError: The ranks do not train the same step.
-        """
-        since_s = time.perf_counter()
-        try:
-            return exchange.finish()
-        except PeerLostError as error:
-            self.reducer.recovery.fail(error)
-            raise
-        finally:
-            self._note_wait(since_s)
-
-    def set_weight(self, weights: StepWeights, weight: float, total: float) -> None:
-        """The backward that synchronizes begins. Local.
-
-        Args:
-            weights: Of the step.
-            weight: What the micro-batch counts in whose units gradients are.
-            total: What all of this rank's micro-batches count.
-        """
-        self.reducer.weight = weights.factor(weight, self.reducer.reduction.divides_by_all)
-        self.reducer.share = total / weights.total if weights.total > 0 else None
-        if self.setting.shares is not None:
-            self.setting.shares.backward_begins()
 
     def _follow_changes(self) -> None:
         """Take in what was done to the parameters since the last forward. Collective if some were unfrozen."""
@@ -385,17 +305,13 @@ class StepCoordinator:
         is_training, joins = self.wrapped.training, self.join.is_enabled(self.wrapped)
         synchronizes = will_synchronize and is_training and self.has_synchronized_buffers()
         hook = self.buffers.hook
-        if synchronizes and hook is None:
+        if synchronizes and hook is None and not (self.buffers.are_in_line and not joins):
             self.buffers.synchronize(agree_on_source(self, is_candidate=True) if joins else 0)
+            self.buffers.are_in_line = True
         elif synchronizes and hook is not None and hook.runs_before_forward:
-            self.run_buffer_hook()
+            self.buffers.run_hook()
         if is_training:  # an evaluation on one rank must not change what this rank's backward does
-            self.reducer.synchronizes_buffers = synchronizes and hook is None and not joins
-
-    def run_buffer_hook(self) -> None:
-        """Let the user's hook synchronize the buffers; the end of backward waits for what it returns."""
-        if self.buffers.hook is not None:
-            self.reducer.wait_at_end(self.buffers.hook.run(self.buffers.named()))
+            self.buffers.come_at_end = synchronizes and hook is None and not joins
 
     # ---- a step
 
@@ -404,22 +320,14 @@ class StepCoordinator:
         self.reducer.watch(output_nodes)
         hook = self.buffers.hook
         if hook is not None and not hook.runs_before_forward and self.has_synchronized_buffers():
-            self.run_buffer_hook()
+            self.buffers.run_hook()
 
     def _synchronizes(self) -> bool:
         """Whether the backward that begins now does."""
         return self._begins_plain_step() if self.window is None else self.window.note_backward()
 
     def _begins_plain_step(self) -> bool:
-        return self._says_the_wrapper() and (self._plain_weight is None or self._exchange_plain_weight())
-
-    def _exchange_plain_weight(self) -> bool:
-        assert self._plain_weight is not None
-        weight, self._plain_weight = self._plain_weight, None
-        weights = self.finish_exchange(self.exchange_weights(weight, 1, begins_step=True))
-        raise_if_refused(self, weights)
-        self.set_weight(weights, weight, weight)
-        return True
+        return self._says_the_wrapper() and (self.weighing.plain is None or self.weighing.exchange_plain())
 
     def _says_the_wrapper(self) -> bool:
         return (wrapped := self._wrapped()) is None or wrapped.require_backward_grad_sync
@@ -427,7 +335,7 @@ class StepCoordinator:
     def synchronize_gradients(self) -> None:
         """Reduce what earlier backwards have left in `.grad`. Collective; blocks."""
         self.reducer.prepare()
-        self.reducer.synchronizes_buffers = False
+        self.buffers.come_at_end = False
         self.reducer.run_without_autograd()
 
     def take_final_model(self, is_last_joiner: bool) -> None:

@@ -5,11 +5,12 @@ Rules
    autograd adds into the buffer directly where it can, are scaled together when the bucket leaves.
 2. From `collect` until `attach` no parameter of the bucket has a `.grad`: autograd cannot write into a buffer that
    is on the wire. What it produces meanwhile (reentrant checkpointing) is fresh, hence *late*, and is added afterwards.
-3. A view aliases the buffer without being an autograd view of it: `.grad.detach_()` works, and each gradient has its
-   own version counter.
+3. A view aliases the buffer without being an autograd view of it, so `.grad.detach_()` works. The small views share one
+   version counter, which counts what autograd has written there.
 4. A parameter that nobody used gets back exactly what `.grad` it had. One for which autograd finds no gradient (a
-   function that returns None) was not used, although autograd calls its hooks; where `.grad` aliases the zeroed buffer,
-   nobody wrote there, which the view's version tells.
+   function that returns None) was not used, although autograd calls its hooks. So a buffer into which autograd adds is
+   filled with -0.0, to which adding anything gives just that. Where less was written than touched, what still is -0.0
+   has no gradient; from then on the bucket leaves `.grad` to autograd, which says None.
 """
 
 from __future__ import annotations
@@ -28,49 +29,22 @@ from torch.nn import Parameter
 from paceline.comm.collectives import launch_sum
 from paceline.comm.pending import Done, Pending
 from paceline.ddp.bucket import Scales
-from paceline.ddp.non_finite import Sample
+from paceline.ddp.non_finite import Sample, has_negative_zero
+from paceline.ddp.views import gradient_views, is_large
 from paceline.reductions import Message, Reduction
 from paceline.reductions.reduction import real_numel
-
-LARGE_GRADIENT_BYTES = 32 * 1024
-
-
-def dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's strides where they leave no gaps (channels_last is kept), else similar ones that leave none."""
-    return torch.empty_like(parameter, device="meta").stride()
-
-
-def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a buffer for gradients of this dtype is made of."""
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
-def is_large(parameter: Tensor) -> bool:
-    """Whether the gradient is worth a copy of its own; small ones are handled together."""
-    return parameter.numel() * parameter.element_size() > LARGE_GRADIENT_BYTES
-
-
-def gradient_views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Alias consecutive pieces of `flat`, one a parameter, with its shape, dtype and dense strides.
-
-    Args:
-        flat: Real, contiguous, at least as long as all parameters together.
-        parameters: In the order in which their gradients lie in `flat`.
-    """
-    storage, offset = flat.untyped_storage(), flat.storage_offset()
-    views = []
-    for parameter in parameters:
-        place = offset // 2 if parameter.is_complex() else offset
-        alias = torch.empty(0, dtype=parameter.dtype, device=flat.device)
-        views.append(alias.set_(storage, place, parameter.shape, dense_strides(parameter)))
-        offset += real_numel(parameter)
-    return views
-
 
 # For `map`, without the interpreter; the descriptor's own `__get__` takes three times as long as an attrgetter.
 _set_gradient = vars(torch._C.TensorBase)["grad"].__set__
 _gradient_of = operator.attrgetter("grad")
-_version_of = operator.attrgetter("_version")
+
+_FILLING = -0.0
+
+
+def _is_filling(view: Tensor) -> bool:
+    """Whether autograd has not written there, or gradients that are all -0.0."""
+    numbers = torch.view_as_real(view) if view.is_complex() else view
+    return bool((numbers == 0).all()) and bool(numbers.signbit().all())
 
 
 def _set_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
@@ -126,12 +100,14 @@ class DenseBucket:
         self.expected = 1
         self.launched = False
         self.ready_s = 0.0
-        self._touched_once = False  # known to have been touched at most once each
+        self._is_whole = False  # known to have been touched once each, with a gradient
+        self._seen: Tensor | None = None  # of each gradient an element, not scaled yet
         self._num_touched_at_collect = 0
         self._entered: set[int] = set()  # large slots already in the buffer, scaled
         self._is_detached = False  # small parameters have no `.grad` until `attach`
-        self._installed = False  # small gradients were None and now alias the zeroed buffer
-        self._versions: list[int] = []  # of the small views when they were installed
+        self._installed = False  # small gradients were None and now alias the filled buffer
+        self._may_install = True  # autograd has found a gradient for all that it has touched so far
+        self._num_writes_before = 0  # when they were installed
         self._untouched: list[int] = []
         self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
         self._with_graph: dict[int, Tensor] = {}  # made under create_graph: the graph outlives the step
@@ -148,20 +124,28 @@ class DenseBucket:
         self.expected = expected
         self.launched = False
         self.ready_s = 0.0
-        self._touched_once = False
+        self._is_whole, self._seen = False, None
         self._entered.clear()
         self._untouched, self._kept, self._with_graph = [], {}, {}
         self._installed = self._install()
 
     def _install(self) -> bool:
-        """Let the small gradients alias the zeroed buffer, so that autograd adds into it; only if all are None."""
-        gradients = map(_gradient_of, self._small_parameters)
-        if any(map(operator.is_not, gradients, itertools.repeat(None))):
+        """Let the small gradients alias the filled buffer, so that autograd adds into it; only if all are None."""
+        if not (
+            self._may_install and all(map(operator.is_, self._small_gradients(), itertools.repeat(None)))
+        ):
             return False
-        self._small.zero_()
+        self._small.fill_(_FILLING)
         _set_gradients(self._small_parameters, self._small_views)
-        self._versions = list(map(_version_of, self._small_views))
+        self._num_writes_before = self._small_views[0]._version if self._small_views else 0
         return True
+
+    def _small_gradients(self) -> Iterable[Tensor | None]:
+        return map(_gradient_of, self._small_parameters)
+
+    def _num_writes(self) -> int:
+        """How often autograd has added to a small gradient in this backward, if nobody else wrote there."""
+        return self._small_views[0]._version - self._num_writes_before if self._small_views else 0
 
     def disarm(self) -> None:
         self.expected = 1
@@ -172,28 +156,50 @@ class DenseBucket:
         return [self._slots[id(parameter)] for parameter in self.touched]
 
     def slots_with_gradients(self) -> set[int]:
-        return {slot for slot in set(self.touched_slots()) if self._has_gradient(slot)}
+        if self._has_all_gradients():
+            return set(range(len(self.members)))
+        slots = self.touched_slots()
+        num_small = sum(slot >= self.num_large for slot in slots)
+        may_be_filling = self._installed and self._num_writes() != num_small
+        touched = set(slots)
+        found = {slot for slot in touched if self._has_gradient(slot, may_be_filling)}
+        self._may_install = self._may_install and found == touched
+        return found
 
-    def _has_gradient(self, slot: int) -> bool:
-        gradient, small = self.parameters[slot].grad, slot - self.num_large
-        if small >= 0 and self._installed and gradient is self.views[slot]:
-            return gradient._version != self._versions[small]
+    def _has_gradient(self, slot: int, may_be_filling: bool) -> bool:
+        gradient = self.parameters[slot].grad
+        if may_be_filling and slot >= self.num_large and gradient is self.views[slot]:
+            return not _is_filling(gradient)
         return gradient is not None or slot in self._entered
 
-    def _all_have_gradients(self) -> bool:
-        """As `_has_gradient` for all slots, without the interpreter for the small ones."""
-        gradients: Iterable[object]
+    def _has_all_gradients(self) -> bool:
+        """Whether each member was touched once and has a gradient; without the interpreter for each of them."""
+        if len(self.touched) != len(self.members):
+            return False
+        self._is_whole = self._is_whole or self._is_written() or self._is_counted()
+        return self._is_whole
+
+    def _is_written(self) -> bool:
+        """Whether there is a gradient for each, so that each touch was for another; as far as a look costs little."""
+        if not (self._installed and self._small.is_cpu and len(self._entered) == self.num_large):
+            return False
+        self._seen = self._sample.take()
+        return not has_negative_zero(self._seen[self.num_large :])
+
+    def _is_counted(self) -> bool:
+        if not self._is_touched_once():
+            return False
         if self._installed:
-            gradients = map(operator.ne, map(_version_of, self._small_views), self._versions)
+            has_small = self._num_writes() == len(self._small_parameters)
         else:
-            gradients = map(
-                operator.is_not, map(_gradient_of, self._small_parameters), itertools.repeat(None)
-            )
-        return all(gradients) and all(map(self._has_gradient, range(self.num_large)))
+            has_small = all(map(operator.is_not, self._small_gradients(), itertools.repeat(None)))
+        return has_small and all(self._has_gradient(slot, False) for slot in range(self.num_large))
 
     def is_complete(self) -> bool:
-        self._touched_once = len(set(map(id, self.touched))) == len(self.touched)
-        return self._touched_once
+        return self._has_all_gradients() or self._is_touched_once()
+
+    def _is_touched_once(self) -> bool:
+        return len(set(map(id, self.touched))) == len(self.touched)
 
     def enter(self, slot: int, scale: float) -> None:
         """Move a large gradient that autograd has just finished into the buffer, scaled (rule 1)."""
@@ -226,8 +232,7 @@ class DenseBucket:
         """As `Bucket.collect` (rule 2); once backward has ended, small parameters may keep their `.grad`."""
         scale = scales.input
         self._num_touched_at_collect = len(self.touched)
-        is_complete = self._touched_once and len(self.touched) == len(self.members)
-        if not (is_complete and self._all_have_gradients()):
+        if not self._has_all_gradients():
             touched = self.slots_with_gradients()
             self._untouched = [
                 slot
@@ -241,9 +246,10 @@ class DenseBucket:
                 self._gather(slot)
                 _multiply(self.views[slot], scale)
                 self.parameters[slot].grad = None
-        gradients = map(_gradient_of, self._small_parameters)
-        is_stray = list(map(operator.is_not, gradients, self._small_views))
-        strays = [slot for slot, stray in enumerate(is_stray, start=self.num_large) if stray]
+        strays = []
+        if not all(map(operator.is_, self._small_gradients(), self._small_views)):
+            is_stray = map(operator.is_not, self._small_gradients(), self._small_views)
+            strays = [slot for slot, stray in enumerate(is_stray, start=self.num_large) if stray]
         self._is_detached = not has_ended or bool(strays)
         if strays:
             self._gather_strays(strays)
@@ -251,7 +257,8 @@ class DenseBucket:
             _set_gradients(self._small_parameters, itertools.repeat(None))
         if self._small_parameters:
             _multiply(self._small, scale)
-        self.not_finite = self._sample.times_zero()
+        seen = self._seen if self._is_whole and scale != 0.0 else None
+        self.not_finite = self._sample.times_zero(self._sample.take() if seen is None else seen)
         self.launched = True
 
     def _keep(self, slot: int) -> None:

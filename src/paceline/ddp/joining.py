@@ -9,7 +9,8 @@ import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from paceline.comm.collectives import launch_maximum, launch_sum
-from paceline.ddp.accumulation import match_window, raise_if_refused
+from paceline.ddp.accumulation import match_window
+from paceline.ddp.weights import raise_if_refused
 
 if TYPE_CHECKING:
     from paceline.ddp.coordinator import StepCoordinator
@@ -51,19 +52,19 @@ class Shadow(JoinHook):
         if not (others.synchronizes or others.opens_window):
             return
         is_window = others.opens_window and not others.synchronizes
-        exchange = steps.exchange_weights() if is_window else None  # before the first forward
+        exchange = steps.weighing.exchange() if is_window else None  # before the first forward
         if steps.wrapped.training and steps.has_synchronized_buffers():
             steps.buffers.synchronize(agree_on_source(steps, is_candidate=False))
         reducer = steps.reducer
         reducer.prepare()
-        reducer.synchronizes_buffers = False
+        steps.buffers.come_at_end = False
         reducer.recovery.drop_gradients()
         reducer.share = 0.0 if others.opens_window else None
         if exchange is not None:
             match_window(steps, exchange.finish())
         else:
             if others.opens_window:
-                raise_if_refused(steps, steps.exchange_weights().finish())  # as backward begins
+                raise_if_refused(steps, steps.weighing.exchange().finish())  # as backward begins
             reducer.run_without_autograd()
         reducer.recovery.drop_gradients()
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.ddp.bucket import Bucket
-from paceline.ddp.dense_bucket import DenseBucket, is_large, real_dtype
+from paceline.ddp.dense_bucket import DenseBucket
 from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
 from paceline.ddp.sparse_bucket import SparseBucket
 from paceline.ddp.verdict import ControlWords
+from paceline.ddp.views import is_large, real_dtype
 from paceline.reductions.reduction import real_numel
 
 Key = tuple[torch.dtype, torch.device]
@@ -65,14 +66,18 @@ class GradientMemory:
         caps: How large a bucket may become.
         control: The words that travel behind the last bucket.
         allocate: Makes a buffer; a process group may have memory from which it sends without a copy.
+
+    Attributes:
+        caps: Other ones count from the next cut on.
     """
 
     def __init__(
         self, managed: ManagedParameters, caps: BucketCaps, control: ControlWords, allocate: Allocate
     ) -> None:
         self._managed = managed
-        self._caps = caps
+        self.caps = caps
         self._control = control
+        self._has_been_cut = False
         self._flat: dict[Key, Tensor] = {}
         for key, num_elements in self._elements_by_key().items():
             dtype, device = key
@@ -89,13 +94,16 @@ class GradientMemory:
     def cut(self, order: Sequence[int]) -> list[Bucket]:
         """Lay the gradients out for this ready order; the control words lie behind the last bucket where that is dense.
 
+        Gradients that are alive move along.
+
         Contract:
             Local; the same order gives the same layout on every rank. Old buckets' views are worthless afterwards.
         """
         managed = self._managed
+        alive = self._take_alive()
         first = [index for index in order if index not in managed.delayed]
         last = [index for index in order if index in managed.delayed]
-        plan = assign_buckets(managed.specs(), first + last, self._caps)
+        plan = assign_buckets(managed.specs(), first + last, self.caps)
         used = dict.fromkeys(self._flat, 0)
         buckets: list[Bucket] = []
         for place, members in enumerate(plan):
@@ -110,7 +118,21 @@ class GradientMemory:
         if words is None:
             words = torch.zeros(self._control.num_words, device=buckets[-1].parameters[0].device)
         self._control.place(words)
+        for bucket in buckets:
+            bucket.take_over(alive)
         return buckets
+
+    def _take_alive(self) -> dict[int, Tensor]:
+        """Copies of the gradients that lie in a buffer, by their parameters' `id`."""
+        alive: dict[int, Tensor] = {}
+        for parameter in self._managed.parameters if self._has_been_cut else ():
+            gradient = parameter.grad
+            # One with a graph (create_graph) is a tensor of its own, and stays one.
+            if gradient is not None and not (gradient.is_sparse or gradient.requires_grad):
+                alive[id(parameter)] = gradient.clone()
+                parameter.grad = None
+        self._has_been_cut = True
+        return alive
 
     def _dense_bucket(
         self, place: int, members: list[int], used: dict[Key, int], num_words: int

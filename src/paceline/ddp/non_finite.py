@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # -0.0 has the bits of the least one
+
 
 class Sample:
     """The first elements of the gradients that lie in a buffer.
@@ -32,9 +34,19 @@ class Sample:
         self._places = torch.tensor(places, dtype=torch.long, device=flat.device)
         self._zeros = flat.new_zeros(len(places))
 
-    def times_zero(self) -> Tensor:
+    def take(self) -> Tensor:
+        """The elements as they are now, shape (gradients,). Does not wait for the device."""
+        return self._flat.index_select(0, self._places)
+
+    def times_zero(self, elements: Tensor) -> Tensor:
         """Zero if all are finite, else NaN; shape (). Does not wait for the device."""
-        return self._flat.index_select(0, self._places).dot(self._zeros)
+        return elements.dot(self._zeros)
+
+
+def has_negative_zero(elements: Tensor) -> bool:
+    """Whether one of them is -0.0. On an accelerator this waits for the device."""
+    numbers = elements.view(_INTEGERS[elements.itemsize])
+    return len(numbers) > 0 and numbers.min().item() == torch.iinfo(numbers.dtype).min
 
 
 @dataclass(frozen=True)

@@ -30,16 +30,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import allocate_zeros, launch_sum
+from paceline.comm.collectives import allocate_zeros
 from paceline.comm.peers import Peers
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.bucket import Bucket, Scales
 from paceline.ddp.buffers import Buffers
+from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.flight import Flight
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.forward_overlap.flight import PieceFlight
 from paceline.ddp.layout import GradientMemory, ManagedParameters
-from paceline.ddp.non_finite import Suspicion
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.recovery import Backward, Recovery
@@ -58,11 +58,13 @@ class ReducerOptions:
         caps: When a bucket is full.
         find_unused_parameters: Look for unused parameters when backward begins, from the first one on.
         static_graph: Every backward touches the same parameters equally often; learn how often from the first one.
+        searches_caps: `caps` are where to begin; those with the shortest steps are found in the first steps.
     """
 
     caps: BucketCaps
     find_unused_parameters: bool
     static_graph: bool
+    searches_caps: bool = False
 
 
 _under_way: list[Reducer] = []
@@ -74,6 +76,7 @@ class Reducer:
 
     Attributes:
         recovery: Which backward is under way, and what happens if it raises.
+        verdict: Whether every rank's ended well.
         open_forwards: Which forwards wait for a backward, and to which one a backward belongs.
         arrivals: Which bucket is full.
         timings: The last steps.
@@ -85,8 +88,8 @@ class Reducer:
             their number is accounted for by weights.
         out_of_memory: In the last backward that this rank gave up: who ran out of memory, if nothing else went wrong.
         synchronizes: Asked when a backward begins: whether it reduces gradients.
-        synchronizes_buffers: Whether the end of the next synchronized backward brings rank 0's buffers.
         on_reduced: Called for every parameter once its gradient is reduced (optimizers that step in backward).
+        cap_search: Tries bucket caps; None: they stay as they are.
         forward_overlap: Puts the end of steps off into the next forward; None: backward waits for its gradients.
     """
 
@@ -111,7 +114,6 @@ class Reducer:
         self.unweighed_size = 0
         self.out_of_memory: tuple[int, ...] = ()
         self.synchronizes: Callable[[], bool] = lambda: True
-        self.synchronizes_buffers = False
         self.on_reduced: Callable[[Parameter], None] | None = None
         self.forward_overlap: ForwardOverlap | None = None
         self.has_rebuilt_buckets = False
@@ -121,27 +123,18 @@ class Reducer:
         group = self.process_groups[0]
         self._num_ranks = group.size()
         self._used_before: set[int] = set()  # touched without synchronization since the last one
-        self._suspicion: Suspicion | None = None
-        self._futures: list[torch.futures.Future[Any]] = []  # of buffer hooks; awaited when backward ends
-        self._verdict = Verdict(group.rank(), self._num_ranks, managed.names)
-        self.open_forwards = self._verdict.open_forwards
+        self.verdict = Verdict(group.rank(), self._num_ranks, list(managed.named().items()))
+        self.open_forwards = self.verdict.open_forwards
         self.recovery = Recovery(self, managed.parameters, self._used_before, self.open_forwards)
         self.arrivals = Arrivals(
             managed, options.find_unused_parameters, options.static_graph, self._take, self._on_full
         )
         allocate = functools.partial(allocate_zeros, group)
-        self._memory = GradientMemory(managed, options.caps, self._verdict.control, allocate)
+        self._memory = GradientMemory(managed, options.caps, self.verdict.control, allocate)
+        searches = options.searches_caps and self._num_ranks > 1
+        self.cap_search = CapSearch(options.caps, self._memory.size_bytes) if searches else None
         self._cut(range(len(managed) - 1, -1, -1))
         self.arrivals.record_order()
-
-    @property
-    def module_number(self) -> int:
-        """Among the modules over this group, the same on every rank; 0 if not known."""
-        return self._verdict.control.module_number
-
-    @module_number.setter
-    def module_number(self, number: int) -> None:
-        self._verdict.control.module_number = number
 
     def _cut(self, order: Sequence[int]) -> None:
         self._order = list(order)
@@ -153,8 +146,7 @@ class Reducer:
     def prepare(self) -> None:
         """Before a forward that will be differentiated; raises and communicates as `Recovery.check`."""
         self.recovery.check()
-        if self._suspicion is not None:
-            self._confirm()
+        self.verdict.confirm_suspicion()
 
     def watch(self, output_nodes: Sequence[Any]) -> None:
         """Begin as soon as a backward reaches one of these, the `grad_fn`s of the outputs of the last forward."""
@@ -185,7 +177,7 @@ class Reducer:
             self.open_forwards.note_backward()
         elif synchronizes:
             synchronizes = False
-            self._verdict.warn_of_local_backward()
+            self.verdict.warn_of_local_backward()
         ends_with_inner = owner is not None and owner.is_recomputed
         backward = Backward(synchronizes, self._end, ends_with_inner=ends_with_inner)
         torch.autograd.Variable._execution_engine.queue_callback(backward.end)
@@ -197,8 +189,7 @@ class Reducer:
         with station("started"):
             self.recovery.watch(backward)
             self._by_autograd = backward.by_autograd
-            overlap = self.forward_overlap
-            pieces = overlap and self._new_pieces(overlap, backward.synchronizes)
+            pieces = self.forward_overlap and self._new_pieces(self.forward_overlap, backward.synchronizes)
             self._flight = pieces or Flight(self.reduction, self.process_groups, self._peers)
             self._launches_early = not any(map(self._shares_group_with, _under_way))
             num_averaged = self.num_averaged or self._num_ranks
@@ -213,10 +204,7 @@ class Reducer:
             self.arrivals.arm(backward.synchronizes, backward.started_s)
 
     def _new_pieces(self, overlap: ForwardOverlap, synchronizes: bool) -> PieceFlight | None:
-        overlap.settle()  # the buffers are needed
-        if not synchronizes:
-            return None
-        return overlap.new_flight(self.buckets, self.num_steps, self.timings, self.forward_s)
+        return overlap.new_flight(synchronizes, self.buckets, self.num_steps, self.timings, self.forward_s)
 
     def _shares_group_with(self, other: Reducer) -> bool:
         is_active = other is not self and other.recovery.current() is not None
@@ -278,6 +266,8 @@ class Reducer:
                 self._finish(backward)
                 if not self.has_rebuilt_buckets:
                     self._rebuild()
+                elif self.cap_search is not None:
+                    self._try_caps(self.cap_search)
             else:
                 self._end_unsynchronized()
         except Exception as error:
@@ -308,19 +298,19 @@ class Reducer:
         unused = self._complete(self._tell_of_late() if is_late else Status.GOOD)
         waited_s = time.perf_counter() - ended_s
         try:
-            has_late = self._verdict.reach(self.num_steps + 1, self.reduction)
+            has_late = self.verdict.reach(self.num_steps + 1, self.reduction)
         except ProtocolError:
             self._land()
             self.recovery.drop_gradients()
             raise
-        is_put_off = self.forward_overlap is not None and self._may_put_off(backward, has_late)
-        if not is_put_off:
+        overlap = self.forward_overlap if self._may_put_off(backward, has_late) else None
+        if overlap is None:
             self._land()
             if has_late:
                 self._reduce_late()
             self._attach(unused)
-            if ranks := self._verdict.control.ranks_not_finite():
-                self._suspect(ranks)
+            if ranks := self.verdict.control.ranks_not_finite():
+                self.verdict.suspect(self.num_steps + 1, ranks, self._order)
         if backward.by_autograd and (unused or self.options.find_unused_parameters):
             self._note_unused(unused)
         self.arrivals.expected.learn(self.buckets)
@@ -328,10 +318,10 @@ class Reducer:
         self._peers.note_step(self.num_steps)
         self._used_before.clear()
         record = functools.partial(self._record, self._flight, self.num_steps, backward.started_s, ended_s)
-        if is_put_off:
-            self._put_off(unused, lambda later_s: record(waited_s + later_s))
-        else:
+        if overlap is None:
             record(waited_s)
+        else:
+            self._put_off(overlap, unused, lambda later_s: record(waited_s + later_s))
 
     def _record(
         self, flight: Flight | PieceFlight, step: int, started_s: float, ended_s: float, waited_s: float
@@ -348,28 +338,19 @@ class Reducer:
         if not self._flight.is_awaited_at_end:
             self._flight.wait()
 
-    def _may_put_off(self, backward: Backward, has_late: bool) -> bool:
-        is_plain = backward.by_autograd and self.on_reduced is None and not has_late
-        overlap = self.forward_overlap
-        return (
-            isinstance(self._flight, PieceFlight)
-            and is_plain
-            and overlap is not None
-            and overlap.may_take_over()
-        )
+    def _put_off(self, overlap: ForwardOverlap, unused: list[int], record: Callable[[float], None]) -> None:
+        is_used = self.verdict.control.is_used() if unused else []
+        overlap.take_over(lambda bucket: bucket.attach(is_used.__getitem__), record)
 
-    def _put_off(self, unused: list[int], record: Callable[[float], None]) -> None:
-        """Let each bucket be attached when the next forward needs it."""
-        assert self.forward_overlap is not None, "nobody to put it off"
-        assert isinstance(self._flight, PieceFlight), "what is awaited here cannot be put off"
-        is_used = self._verdict.control.is_used().__getitem__ if unused else _is_used
-        self.forward_overlap.take_over(
-            self._flight, self.buckets, lambda bucket: bucket.attach(is_used), record
-        )
+    def _may_put_off(self, backward: Backward, has_late: bool) -> bool:
+        """Whether each bucket may be attached when the next forward needs it."""
+        overlap = self.forward_overlap
+        is_plain = backward.by_autograd and self.on_reduced is None and not has_late
+        return overlap is not None and is_plain and overlap.may_take_over(self._flight)
 
     def _tell_of_late(self) -> Status:
         self.arrivals.expected.defer()
-        self._verdict.warn_of_late_gradients()
+        self.verdict.warn_of_late_gradients()
         return Status.LATE_GRADIENTS
 
     def _complete(self, status: Status) -> list[int]:
@@ -382,31 +363,21 @@ class Reducer:
             bucket.collect(self._scales, self._used_before, has_ended=True)
         unused = [index for bucket in self.buckets for index in bucket.untouched_members()]
         num_open = self.open_forwards.word(self._by_autograd)
-        self._verdict.control.write(unused, status, num_open, self._not_finite())
+        not_finite = [bucket.not_finite for bucket in self.buckets if bucket.not_finite is not None]
+        self.verdict.control.write(unused, status, num_open, not_finite)
         for bucket in remaining:
             self._launch(bucket)
-        if self.synchronizes_buffers and self.reduction.carries_words:
-            self._buffers.launch()
+        if self._buffers.come_at_end and self.reduction.carries_words:
+            self._buffers.launch()  # else later: a hook's callbacks may be starting collectives
         is_awaited = self._flight.is_awaited_at_end
         if is_awaited or status is Status.ABORTED:
             self._flight.wait()
         if not (is_awaited and self.reduction.carries_words) or self.buckets[-1].words is None:
-            self._exchange_words()
-        if self.synchronizes_buffers:
-            if not self.reduction.carries_words:
-                self._buffers.launch()  # not earlier: a hook's callbacks may have been starting collectives
-            self._buffers.finish()
-        torch.futures.wait_all(self._futures)
-        self._futures = []
+            self.verdict.exchange(self.process_groups[0], self._peers)
+        if self._buffers.are_awaited:
+            self._buffers.end_step()
+        self._buffers.are_in_line = False
         return unused
-
-    def _not_finite(self) -> list[Tensor]:
-        return [bucket.not_finite for bucket in self.buckets if bucket.not_finite is not None]
-
-    def _exchange_words(self) -> None:
-        if self._num_ranks > 1:
-            words = launch_sum(self._verdict.control.words, self.process_groups[0])
-            self._peers.wait(words, "waiting for the ranks' statuses")
 
     def _reduce_late(self) -> None:
         """Sum what arrived after its bucket had left, on all ranks (rule 5)."""
@@ -418,7 +389,7 @@ class Reducer:
     def _attach(self, unused: list[int]) -> None:
         """Give every parameter its reduced gradient; those that no rank used get what they had."""
         with station("attached"):
-            used_somewhere = self._verdict.control.is_used() if unused else []
+            used_somewhere = self.verdict.control.is_used() if unused else []
             for bucket in self.buckets:
                 bucket.attach(used_somewhere.__getitem__)
             if unused_everywhere := [index for index in unused if not used_somewhere[index]]:
@@ -427,51 +398,35 @@ class Reducer:
                 for parameter in self.managed.parameters:
                     self.on_reduced(parameter)
 
-    def _suspect(self, ranks: list[int]) -> None:
-        """These ranks have seen gradients that are not finite: find the first one, for the next forward to say so."""
-        named = [(self.managed.names[index], self.managed.parameters[index]) for index in self._order]
-        self._suspicion = self._suspicion or Suspicion.of(self.num_steps + 1, ranks, named)
-
-    def _confirm(self) -> None:
-        suspicion, self._suspicion = self._suspicion, None
-        if suspicion is not None and suspicion.has_come_true():
-            self._verdict.warn_of_not_finite(suspicion)
-
     def _note_unused(self, unused: list[int]) -> None:
         looks = self.options.find_unused_parameters
         if unused:
             self.arrivals.expected.predicts = True
             if not (looks or self.options.static_graph):
-                self._verdict.warn_of_unused(unused)
-        elif looks and self.num_steps == 0 and self._verdict.control.all_used_everywhere():
-            self._verdict.warn_of_none_unused()
+                self.verdict.warn_of_unused(unused)
+        elif looks and self.num_steps == 0 and self.verdict.control.all_used_everywhere():
+            self.verdict.warn_of_none_unused()
 
     def _rebuild(self) -> None:
         """After the first synchronized backward: lay the buckets out in the order that rank 0 observed."""
-        device = self._verdict.control.words.device
+        device = self.verdict.control.words.device
         size = self.unweighed_size
         order, first_size = self.arrivals.agree_on_order(
             self._order, size, device, self.process_groups[0], self._peers
         )
         if size and first_size and size != first_size:
-            self._verdict.warn_of_unequal_batches(size, first_size)
+            self.verdict.warn_of_unequal_batches(size, first_size)
         self.has_rebuilt_buckets = True
         if order != self._order:
-            self._recut(order)
+            self._cut(order)
 
-    def _recut(self, order: list[int]) -> None:
-        """Cut the buckets in this order; gradients that are alive move along."""
-        alive: dict[int, Tensor] = {}
-        for parameter in self.managed.parameters:
-            gradient = parameter.grad
-            # One with a graph (create_graph) is a tensor of its own, and stays one.
-            if gradient is not None and not (gradient.is_sparse or gradient.requires_grad):
-                alive[id(parameter)] = gradient.clone()
-                parameter.grad = None
-        self._cut(order)
-        for bucket in self.buckets:
-            bucket.disarm()
-            bucket.take_over(alive)
+    def _try_caps(self, search: CapSearch) -> None:
+        """Cut the buckets anew if other caps are to be tried, or have been found to be better."""
+        device = self.verdict.control.words.device
+        caps = search.after_step(self.timings, device, self.process_groups[0], self._peers)
+        if caps is not None:
+            self._memory.caps = caps
+            self._cut(self._order)
 
     def rest(self) -> None:
         """No backward is under way any more."""
@@ -496,11 +451,7 @@ class Reducer:
         """Perform what is left of the last backward's collectives, and tell the other ranks that it raised."""
         self.arrivals.expect_nothing()
         self._complete(status)
-        self.out_of_memory = self._verdict.only_out_of_memory()
-
-    def wait_at_end(self, futures: list[torch.futures.Future[Any]]) -> None:
-        """Wait for these, too, when the next synchronized backward ends."""
-        self._futures += futures
+        self.out_of_memory = self.verdict.only_out_of_memory()
 
     def set_static_graph(self) -> None:
         """As the option `static_graph`, before the first step."""
@@ -511,11 +462,3 @@ class Reducer:
             )
         self.options = replace(self.options, static_graph=True)
         self.arrivals.expected.expect_static_graph()
-
-    def remove_hooks(self) -> None:
-        """Leave the parameters alone from now on."""
-        self.arrivals.stop()
-
-
-def _is_used(_: int) -> bool:
-    return True

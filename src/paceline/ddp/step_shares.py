@@ -16,9 +16,11 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from paceline.data import Balance, GlobalShuffle, StepCut, Work
+from paceline.data import Balance, GlobalBatches, StepCut, Work
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.observe import StepTiming
+
+_LEAST_PLANNED_RATIO = 0.75  # of a share in tokens, that a step must have to be measured
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class _Report:
         position: Where in the epoch's order it begins.
         digest: Of how it is cut.
         fetched: How far into the order the loader has gone.
-        num_samples: What this rank trained in the step that `work_s` is of; 0: not known.
+        num_samples: What this rank trained in the step that `work_s` is of, samples or tokens; 0: not known.
         work_s: How long that took.
     """
 
@@ -62,7 +64,7 @@ class StepShares:
     """
 
     def __init__(
-        self, sampler: GlobalShuffle, balance: Balance | None, rank: int, num_ranks: int, device: torch.device
+        self, sampler: GlobalBatches, balance: Balance | None, rank: int, num_ranks: int, device: torch.device
     ) -> None:
         if (sampler.rank, sampler.batch.num_ranks) != (rank, num_ranks):
             raise ConfigurationError(
@@ -81,8 +83,8 @@ class StepShares:
 
     # ---- weights
 
-    def own_sizes(self) -> list[int]:
-        """Samples of this rank's micro-batches in the step under way.
+    def own_weights(self) -> list[int]:
+        """What this rank's micro-batches count in the step under way: their samples, or tokens.
 
         Raises:
             ConfigurationError: There is no step under way.
@@ -92,7 +94,7 @@ class StepShares:
                 "the model was given a batch_sampler, but this step is none of its: iterate over "
                 "batch_sampler.steps(loader), which says which step is trained."
             )
-        return [size for _, size in self.sampler.step.parts(self._rank)]
+        return self.sampler.step.weights(self._rank)
 
     # ---- reports
 
@@ -109,13 +111,13 @@ class StepShares:
             return self._words
         self._reported = step
         work = self._clock.work(last)
-        self._clock.begin(step.samples[self._rank])
+        self._clock.begin(*_work_of(step, self._rank))
         self._words = astuple(
             _Report(
                 1.0,
                 float(self.sampler.epoch),
                 float(step.position),
-                float(zlib.crc32(repr(step.micro_steps).encode())),
+                float(zlib.crc32(repr((step.micro_steps, step.tokens)).encode())),
                 float(self.sampler.fetched),
                 float(work.num_samples),
                 work.seconds,
@@ -176,18 +178,31 @@ class StepShares:
         return self.balance is not None and self.sampler.step is not None
 
 
+def _work_of(step: StepCut, rank: int) -> tuple[int, float]:
+    """What a rank's time in this step is said to be for, and by how much that is more than it trains.
+
+    Of tokens, as many as it should have had, so that steps of whole sequences can be compared; nothing is said of a
+    step that is far from that, as the last one of an epoch.
+    """
+    if step.planned is None or step.tokens is None:
+        return step.samples[rank], 1.0
+    planned, own = step.planned[rank], sum(tokens[rank] for tokens in step.tokens)
+    is_typical = _LEAST_PLANNED_RATIO * planned < own
+    return (planned, planned / own) if is_typical else (0, 1.0)
+
+
 class _HostClock:
     """Measures work from the end of a step to the end of the next backward: loading, forward, loss, backward."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        self._num_samples = 0
+        self._num_samples, self._factor = 0, 1.0
         self._began_s: float | None = None
         self._last_step = -1
 
-    def begin(self, num_samples: int) -> None:
-        """A step with `num_samples` begins."""
-        self._num_samples, self.waited_s = num_samples, 0.0
+    def begin(self, num_samples: int, factor: float) -> None:
+        """A step begins whose time times `factor` will be reported for `num_samples`."""
+        self._num_samples, self._factor, self.waited_s = num_samples, factor, 0.0
 
     def expect_end(self) -> None:
         """The reducer's own record says when backward ended."""
@@ -202,7 +217,7 @@ class _HostClock:
         self._last_step = last.step
         if began_s is None:
             return Work(0, 0.0)
-        return Work(self._num_samples, max(ended_s - began_s - self.waited_s, 1e-9))
+        return Work(self._num_samples, max(ended_s - began_s - self.waited_s, 1e-9) * self._factor)
 
     def forget(self) -> None:
         """The step under way was given up."""
@@ -217,11 +232,11 @@ class _DeviceClock:
 
     def __init__(self) -> None:
         self.waited_s = 0.0  # the device does not see it
-        self._under_way: tuple[int, torch.cuda.Event] | None = None
-        self._ended: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._under_way: tuple[int, float, torch.cuda.Event] | None = None
+        self._ended: deque[tuple[int, float, torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def begin(self, num_samples: int) -> None:
-        self._under_way = num_samples, self._now()
+    def begin(self, num_samples: int, factor: float) -> None:
+        self._under_way = num_samples, factor, self._now()
 
     @staticmethod
     def _now() -> torch.cuda.Event:
@@ -239,10 +254,10 @@ class _DeviceClock:
         self._under_way = None
 
     def work(self, _: StepTiming | None) -> Work:
-        if not (self._ended and self._ended[0][2].query()):
+        if not (self._ended and self._ended[0][-1].query()):
             return Work(0, 0.0)
-        num_samples, began, ended = self._ended.popleft()
-        return Work(num_samples, max(began.elapsed_time(ended) / 1e3, 1e-9))
+        num_samples, factor, began, ended = self._ended.popleft()
+        return Work(num_samples, max(began.elapsed_time(ended) / 1e3, 1e-9) * factor)
 
     def forget(self) -> None:
         self._under_way = None

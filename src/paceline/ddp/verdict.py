@@ -14,8 +14,10 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from paceline.comm.peers import describe
+from paceline.comm.collectives import launch_sum
+from paceline.comm.peers import Peers, describe
 from paceline.ddp.non_finite import Suspicion
 from paceline.ddp.open_forwards import NOT_COUNTED, OpenForwards, differences
 from paceline.errors import PeerAbortedError, PeerOutOfMemoryError, ProtocolError
@@ -124,15 +126,21 @@ class Verdict:
     Args:
         rank: This rank.
         num_ranks: All of them.
-        names: Of the parameters, by index.
+        named: The parameters, by index, with their names.
     """
 
-    def __init__(self, rank: int, num_ranks: int, names: Sequence[str]) -> None:
-        self.control = ControlWords(len(names), num_ranks, rank)
+    def __init__(self, rank: int, num_ranks: int, named: Sequence[tuple[str, Tensor]]) -> None:
+        self.control = ControlWords(len(named), num_ranks, rank)
         self.open_forwards = OpenForwards()
         self._rank = rank
-        self._names = names
+        self._named = named
+        self._suspicion: Suspicion | None = None
         self._warned: set[str] = set()
+
+    def exchange(self, process_group: ProcessGroup, peers: Peers) -> None:
+        """Sum the words, where they do not travel with a bucket. Collective; blocks."""
+        if process_group.size() > 1:
+            peers.wait(launch_sum(self.control.words, process_group), "waiting for the ranks' statuses")
 
     def reach(self, step: int, reduction: Reduction) -> bool:
         """Read the words.
@@ -217,6 +225,25 @@ class Verdict:
                 "next batch: from now on that rank's buckets wait for the end of backward."
             )
 
+    # ---- gradients that are not finite
+
+    def suspect(self, step: int, ranks: list[int], order: Sequence[int]) -> None:
+        """These ranks have seen gradients that are not finite: find the first, for the next forward to say so.
+
+        Args:
+            step: The number of the step that ends.
+            ranks: As `ControlWords.ranks_not_finite`.
+            order: In which backward makes the gradients.
+        """
+        if self._suspicion is None:
+            self._suspicion = Suspicion.of(step, ranks, [self._named[index] for index in order])
+
+    def confirm_suspicion(self) -> None:
+        """At the next forward: say so, if the parameter is not finite either."""
+        suspicion, self._suspicion = self._suspicion, None
+        if suspicion is not None and suspicion.has_come_true():
+            self._warn_of_not_finite(suspicion)
+
     # ---- warnings, each once
 
     def warn_of_late_gradients(self) -> None:
@@ -228,13 +255,14 @@ class Verdict:
         )
 
     def warn_of_unused(self, indices: Sequence[int]) -> None:
+        names = [name for name, _ in self._named]
         self._warn(
             "unused",
-            f"this backward did not use {describe(indices, self._names)}. They count as zero on this "
+            f"this backward did not use {describe(indices, names)}. They count as zero on this "
             "rank, so the mean is right; pass find_unused_parameters=True if that is intended.",
         )
 
-    def warn_of_not_finite(self, suspicion: Suspicion) -> None:
+    def _warn_of_not_finite(self, suspicion: Suspicion) -> None:
         ranks = " and ".join(map(str, suspicion.ranks))
         found = (
             f"In step {suspicion.step} gradients of rank {ranks} were not, before they were averaged with the others'; "

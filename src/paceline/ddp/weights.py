@@ -10,8 +10,12 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -19,7 +23,11 @@ from torch.distributed import ProcessGroup
 from paceline.comm.collectives import device_for_metadata, launch_sum
 from paceline.comm.peers import Peers
 from paceline.comm.pending import Done, Pending
-from paceline.errors import PeerLostError
+from paceline.ddp.step_shares import NO_REPORT
+from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError
+
+if TYPE_CHECKING:
+    from paceline.ddp.coordinator import StepCoordinator
 
 REFUSED = -1
 
@@ -115,3 +123,125 @@ class WeightExchange:
             if self._on_reports is not None and not self._found.refusing_ranks:
                 self._on_reports(reports)
         return self._found
+
+
+class Weighing:
+    """What the batches of one module count, on one rank: asks, tells the other ranks, and scales this rank's gradients.
+
+    Attributes:
+        plain: What the batch of the last weighed forward outside of windows counts, until its backward begins.
+    """
+
+    def __init__(self, steps: StepCoordinator) -> None:
+        self._steps = steps
+        self.plain: float | None = None
+
+    def is_on(self) -> bool:
+        """Whether the step under way counts its batches by weights."""
+        if self._steps.window is not None:
+            return self._steps.window.has_weights
+        return self._steps.setting.weight is not None or self._steps.setting.shares is not None
+
+    def weigh_plain(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Ask what the batch of a forward outside of windows counts.
+
+        The ranks exchange it when backward begins, not here: some may have run a forward that no backward follows.
+        """
+        setting = self._steps.setting
+        if not self._steps.wrapped.require_backward_grad_sync:
+            raise ConfigurationError(
+                "no_sync() in a model that weighs its batches (weight=, batch_sampler=): several micro-batches of a "
+                "step are weighed by `with model.accumulate(batches) as micro_batches:`, which needs no no_sync()."
+            )
+        if setting.shares is not None:
+            sizes = setting.shares.own_weights()
+            setting.shares.report(self._steps.reducer.timings.last)  # the step begins
+        if setting.weight is None:
+            if len(sizes) != 1:
+                raise ConfigurationError(
+                    f"this rank has {len(sizes)} micro-batches in this step. Train them within "
+                    "`with model.accumulate(batches) as micro_batches:`, which takes any number."
+                )
+            self.plain = float(sizes[0])
+            return
+        weight = float(setting.weight(*inputs, **kwargs))
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigurationError(
+                f"weight= says that this batch counts {weight}. A weight is a number of samples or tokens: finite and "
+                "not negative."
+            )
+        self.plain = weight
+
+    def exchange_plain(self) -> bool:
+        """The backward of a weighed forward outside of windows begins: scale it by what its batch counts. True."""
+        assert self.plain is not None, "not weighed"
+        weight, self.plain = self.plain, None
+        weights = self.finish(self.exchange(weight, 1, begins_step=True))
+        raise_if_refused(self._steps, weights)
+        self.apply(weights, weight, weight)
+        return True
+
+    def exchange(
+        self, weight: float = 0.0, num_micro_steps: int = 0, begins_step: bool = False
+    ) -> WeightExchange:
+        """Tell the other ranks what this rank's micro-batches of a step count; by default nothing. Collective."""
+        steps, shares = self._steps, self._steps.setting.shares
+        report: Sequence[float] = ()
+        if shares is not None:
+            report = shares.report(steps.reducer.timings.last) if begins_step else NO_REPORT
+        take = None if shares is None else shares.take
+        # Where gradients go a small message costs less, too; none of theirs is under way when a step begins.
+        group = steps.reduce_groups[0]
+        return WeightExchange(weight, num_micro_steps, group, steps.peers, steps.device, report, take)
+
+    def finish(self, exchange: WeightExchange) -> StepWeights:
+        """Wait for what the ranks' micro-batches count.
+
+        Raises:
+            PeerLostError: A rank died or hangs.
+            ProtocolError: The ranks do not train the same step.
+        """
+        try:
+            with self.wait():
+                return exchange.finish()
+        except PeerLostError as error:
+            self._steps.reducer.recovery.fail(error)
+            raise
+
+    def apply(self, weights: StepWeights, weight: float, total: float) -> None:
+        """The backward that synchronizes begins. Local.
+
+        Args:
+            weights: Of the step.
+            weight: What the micro-batch counts in whose units gradients are.
+            total: What all of this rank's micro-batches count.
+        """
+        reducer, shares = self._steps.reducer, self._steps.setting.shares
+        reducer.weight = weights.factor(weight, reducer.reduction.divides_by_all)
+        reducer.share = total / weights.total if weights.total > 0 else None
+        if shares is not None:
+            shares.backward_begins()
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[None]:
+        """What is done meanwhile is waiting for other ranks, no work of this one."""
+        since_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._steps.setting.shares is not None:
+                self._steps.setting.shares.waited(time.perf_counter() - since_s)
+
+
+def raise_if_refused(steps: StepCoordinator, weights: StepWeights) -> None:
+    """Raise if a rank could not begin its window: it will not reduce.
+
+    Raises:
+        PeerAbortedError: Naming the rank.
+    """
+    if weights.refusing_ranks:
+        raise PeerAbortedError(
+            f"rank {steps.process_group.rank()}: rank {weights.refusing_ranks[0]} could not begin its window of "
+            "micro-batches. This step's gradients were dropped on every rank; parameters are untouched. Look at that "
+            "rank's output for the cause."
+        )

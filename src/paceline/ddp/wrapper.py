@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.comm.gradient_group import gradient_groups, on_one_host
 from paceline.comm.peers import next_name
 from paceline.compression import Compressor
-from paceline.data import Balance, GlobalShuffle
+from paceline.data import Balance, GlobalBatches
 from paceline.ddp import arguments, inputs_outputs, sync_batch_norm
 from paceline.ddp.accumulation import Batch, Window
+from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.coordinator import Setting, StepCoordinator
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Shadow
@@ -54,7 +55,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         * Every backward outside `no_sync` synchronizes, also the second one of a forward.
         * A parameter that is not used counts as zero, with a warning; `find_unused_parameters` lets its bucket leave
           earlier.
-        * Buffers are not synchronized in evaluation forwards, so one rank may evaluate alone.
+        * Buffers are not synchronized in evaluation forwards, so one rank may evaluate alone; nor before the second
+          forward of a step, so that a rank whose forward raised meets the others in their backward.
         * `load_state_dict()` takes names with and without torch's prefix `module.`, which `state_dict()` has.
 
     Args:
@@ -66,6 +68,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         init_sync: Compare the ranks' modules and copy rank 0's values. False: no collective in the constructor.
         process_group: Over whom; a list of groups with the same ranks takes turns, bucket by bucket.
         bucket_cap_mb: MiB that make a bucket full; default 25 (for CPUs of several hosts 1 to 5), and 1 for the first.
+            "auto" (not torch's): the first 60 to 100 steps try smaller and larger ones, and the fastest stays.
         find_unused_parameters: Look for unused parameters from the first step on.
         check_reduction: Deprecated and ignored.
         gradient_as_bucket_view: Always so; the argument is accepted.
@@ -77,7 +80,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         skip_all_reduce_unused_params: Warned about and ignored: unused parameters cost bytes, never correctness.
         bucket_cap_mb_list: Caps of the first, second, ... bucket; the last one repeats.
         batched_grad_copy: Always so; the argument is accepted.
-        forward_sync_buffers: Give all ranks rank 0's buffers before each forward that will be synchronized.
+        forward_sync_buffers: Give all ranks rank 0's buffers before a step's first forward that will be synchronized.
         lazy_bucket_allocation: Of torch 2.15; warned about and ignored: gradients are the buckets, never a second copy.
         reduction: What combining the ranks' gradients means, by name or as an object; None is the mean. Not torch's.
         overlap_forward: Let the next forward run while gradients are still under way: backward returns when autograd is
@@ -91,8 +94,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             samples, tokens, unmasked targets. For steps of one forward in training mode, outside of `accumulate`; of
             several forwards before a backward the last one's. When backward begins, the ranks exchange 8 bytes each.
             None: every rank counts the same. Not torch's.
-        batch_sampler: The `paceline.data.GlobalShuffle` of the loader, whose `steps(loader)` are trained. Samples count
-            alike then without `weight`, and shares may change between steps. Not torch's.
+        batch_sampler: The loader's `GlobalShuffle` or `TokenShuffle`, or a `GlobalStream`, whose `steps` are trained.
+            Samples, or tokens, count alike then without `weight`, and shares may change between steps. Not torch's.
         balance: "auto": move samples of `batch_sampler` from slow ranks to fast ones; or a `paceline.data.Balance`.
             Not torch's.
 
@@ -117,7 +120,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: Any = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -135,7 +138,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         reduction: Reduction | str | None = None,
         compression: Compressor | Reduction | str | None = None,
         weight: Callable[..., float] | None = None,
-        batch_sampler: GlobalShuffle | None = None,
+        batch_sampler: GlobalBatches | None = None,
         balance: Balance | str | None = None,
         overlap_forward: bool | str = False,
     ) -> None:
@@ -172,6 +175,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             managed = arguments.manage(module, self.parameters_to_ignore, self._delay_all_reduce_params)
             self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
             arguments.check_linear(managed, self._reduction)
+            self._searches_caps = arguments.check_cap_search(
+                bucket_cap_mb, bucket_cap_mb_list, self._reduction, overlap_forward
+            )
             if overlap_forward:
                 arguments.check_forward_overlap(
                     overlap_forward,
@@ -187,6 +193,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._reduction.prepare(managed.named(), self._process_groups[0])
             device = self._module_parameters[0].device
             self._shares = arguments.choose_shares(batch_sampler, balance, self._process_groups[0], device)
+            arguments.check_weight(weight)
             self._weight = weight
         except (RuntimeError, ValueError) as error:
             if init_sync and hasattr(self, "_process_groups"):
@@ -201,7 +208,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.device = self._module_parameters[0].device
         self.device_type = self.device.type
         self._caps = given_caps or self._default_caps(any_on_cpu=self.device_type == "cpu")
-        self._chosen_caps = given_caps or f"default on {'one host' if _is_on_one_host() else 'several hosts'}"
+        how = "searched" if self._searches_caps else "default"
+        self._chosen_caps = given_caps or f"{how} on {'one host' if _is_on_one_host() else 'several hosts'}"
         self.bucket_bytes_cap_default = given_caps is None
         self.bucket_bytes_cap_list = [] if bucket_cap_mb_list is None else list(self._caps.caps_bytes)
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
@@ -240,6 +248,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._process_groups,
             self._reduction,
             self._caps,
+            self._searches_caps,
             self._chosen_caps,
             self._delay_all_reduce_params,
             self._weight,
@@ -276,6 +285,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def _default_caps(self, any_on_cpu: bool) -> BucketCaps:
         size_bytes = sum(p.numel() * p.element_size() for p in self._module_parameters if p.requires_grad)
         return BucketCaps.default(size_bytes, any_on_cpu, _is_on_one_host())
+
+    @property
+    def cap_search(self) -> CapSearch | None:
+        """What `bucket_cap_mb="auto"` has tried and found: `tried`, `best_mb`. None without it, and for one rank."""
+        return self.reducer.cap_search
 
     @property
     def forward_overlap(self) -> ForwardOverlap | None:
@@ -454,6 +468,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             enable: False: do nothing.
             throw_on_early_termination: Raise on all ranks as soon as one has no more batches.
         """
+        if self.cap_search is not None:
+            raise ConfigurationError(
+                'join() and bucket_cap_mb="auto": a rank without batches has no steps to be timed. Give a number.'
+            )
         if self.forward_overlap is not None:
             raise ConfigurationError(
                 "join() and overlap_forward: a rank without batches has no forward to overlap with, and would keep the "

@@ -27,11 +27,13 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.comm import TOKEN
 from paceline.errors import PacelineError
-from paceline.launch import rendezvous
+from paceline.launch import rendezvous_endpoint
 from paceline.launch.command_line import LOCAL_HOSTS, LaunchArguments, num_cores, port_is_taken
 from paceline.launch.keeper import MARK, Keeper
-from paceline.launch.machines import Card, MachinesDifferError, Meeting
+from paceline.launch.local_servers import LocalServers
+from paceline.launch.machines import Card, MachineRendezvous, MachinesDifferError
 from paceline.launch.stores import LOOPBACK, bound
+from paceline.launch.tcp_tuning import advice_towards
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -81,9 +83,14 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
     os.environ.update(arguments.environment)
     launch_id = os.environ[MARK] = uuid.uuid4().hex
     _stay_on_this_machine(arguments)
-    meeting = _find_the_others(arguments, note) if arguments.num_machines > 1 else None
+    rendezvous = _find_the_others(arguments, note) if arguments.num_machines > 1 else None
     started_s = time.monotonic()
-    with Keeper(launch_id) as keeper, bound(arguments.num_machines, note, meeting):
+    own_address = arguments.torchrun.local_addr
+    with (
+        Keeper(launch_id) as keeper,
+        LocalServers(arguments.num_servers, arguments.servers, own_address, note) as servers,
+        bound(arguments.num_machines, note, rendezvous),
+    ):
         if arguments.torchrun.log_dir is None:
             # torch would leave a folder in /tmp behind for every run that does not name one.
             arguments.torchrun.log_dir = _kept_logs(arguments, note) or str(keeper.folder)
@@ -92,7 +99,10 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
         except MachinesDifferError as error:
             raise LaunchError(str(error)) from error
         except ChildFailedError as error:
-            raise LaunchError(_ranks_failed(arguments, error, time.monotonic() - started_s)) from error
+            first = f"{died}; then " if (died := servers.who_died()) else ""
+            raise LaunchError(
+                first + _ranks_failed(arguments, error, time.monotonic() - started_s)
+            ) from error
         except SignalException as error:
             raise _interrupted(arguments, error.sigval) from error
         except KeyboardInterrupt as error:  # before the agent took over the signals
@@ -125,22 +135,26 @@ def _stay_on_this_machine(arguments: LaunchArguments) -> None:
         os.environ.setdefault(TOKEN, secrets.token_hex(16))
 
 
-def _find_the_others(arguments: LaunchArguments, note: Callable[[str], None]) -> Meeting:
+def _find_the_others(arguments: LaunchArguments, note: Callable[[str], None]) -> MachineRendezvous:
     """Settle where the machines of this launch meet, and what they compare there."""
     args = arguments.torchrun
     if arguments.is_first:
-        rendezvous.be_first(args, arguments.words, note)
-    rendezvous.find_own_address(args)
-    rendezvous.wait_for_store(args, note)
+        rendezvous_endpoint.be_first(args, arguments.words, note)
+    rendezvous_endpoint.find_own_address(args)
+    rendezvous_endpoint.wait_for_store(args, note)
     least, most = torchrun.parse_min_max_nnodes(args.nnodes)
-    return Meeting(
+    where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
+    is_spokesman = not arguments.is_first and args.node_rank <= 1  # with numbered machines one line is enough
+    if is_spokesman and (advice := advice_towards(where.rpartition(":")[0].strip("[]"))):
+        note(advice)
+    return MachineRendezvous(
         card=Card.of_this_machine(args, arguments.num_local_ranks),
         num_machines=most,
         waits=least == most,
         takes_latecomers=args.max_restarts > 0 or least != most,
-        where=args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}",
+        where=where,
         job=args.rdzv_id,
-        timeout_s=rendezvous.patience_s(args),
+        timeout_s=rendezvous_endpoint.patience_s(args),
     )
 
 

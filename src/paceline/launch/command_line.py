@@ -1,8 +1,8 @@
 """Parses torchrun's command line for `paceline run`, and refuses what cannot work before anything starts.
 
 The parser is torch's own, so every flag, both spellings and the PET_* environment variables work; what is ours
-is the wording of what is wrong, and the flags `--share-devices` and `--replace-ddp` with `--reduction` and
-`--compression`.
+is the wording of what is wrong, and the flags `--share-devices`, `--servers` and `--replace-ddp` with `--reduction`
+and `--compression`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from torch.distributed import run as torchrun
 
 from paceline.errors import ConfigurationError
 from paceline.integrations import at_start
-from paceline.launch import rendezvous
+from paceline.launch import rendezvous_endpoint
+from paceline.launch.local_servers import parse_servers
 
 _FILLED_IN = ("rdzv_backend", "node_rank", "master_addr")
 LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1", "[::1]")
@@ -45,6 +46,8 @@ class LaunchArguments:
         environment: Variables that the ranks get besides the launcher's own.
         words: The command line itself.
         is_first: Whether this machine has to say where the others come to.
+        num_servers: Parameter servers to start on this machine.
+        servers: Addresses of parameter servers that run already.
     """
 
     torchrun: argparse.Namespace
@@ -55,6 +58,8 @@ class LaunchArguments:
     environment: Mapping[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()
     is_first: bool = False
+    num_servers: int = 0
+    servers: tuple[str, ...] = ()
 
 
 def num_cores() -> int:
@@ -71,11 +76,12 @@ def parse(arguments: list[str]) -> LaunchArguments:
     args = _parser().parse_args(arguments)
     _check_script(args)
     num_nodes = _num_nodes(args.nnodes)
-    is_first = rendezvous.choose_backend(args, num_nodes)
+    is_first = rendezvous_endpoint.choose_backend(args, num_nodes)
     num_local_ranks = _num_local_ranks(args.nproc_per_node)
     _check_devices(num_local_ranks, _num_devices(), share=args.share_devices)
     if args.max_restarts < 0:
         raise ConfigurationError(f"--max-restarts {args.max_restarts} is negative. Pass 0 for no restarts.")
+    num_servers, servers = parse_servers(args.servers)
     return LaunchArguments(
         torchrun=args,
         script=args.training_script,
@@ -85,6 +91,8 @@ def parse(arguments: list[str]) -> LaunchArguments:
         environment=_rank_environment(args),
         words=tuple(arguments),
         is_first=is_first,
+        num_servers=num_servers,
+        servers=servers,
     )
 
 
@@ -95,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.description = "Start a script once a rank, as torchrun does, with torchrun's flags."
     own = parser.add_argument_group("options of paceline", "the others, below, are torchrun's")
     parser._action_groups.insert(0, parser._action_groups.pop())  # ours first
-    for action in parser._actions:  # to tell what was given from torch's defaults; see `rendezvous`
+    for action in parser._actions:  # to tell what was given from torch's defaults; see `rendezvous_endpoint`
         if action.dest in _FILLED_IN and f"PET_{action.dest.upper()}" not in os.environ:
             action.default = None
     own.add_argument(
@@ -103,6 +111,11 @@ def _parser() -> argparse.ArgumentParser:
         "--share_devices",
         action="store_true",
         help="Allow more ranks than this machine has accelerators.",
+    )
+    own.add_argument(
+        "--servers",
+        metavar="N or HOST:PORT,...",
+        help="Parameter servers (reduction=ParameterServers()): how many to start here, or where they run.",
     )
     own.add_argument(
         "--replace-ddp",

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,7 +95,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MachineRendezvous:
     """Where, and how many machines come together.
 
     Attributes:
@@ -159,6 +159,10 @@ class Meeting:
                     continue
                 card = Card.decode(sealed.get(_key(other)))
                 if card is not None:
+                    if any(
+                        each.name == card.name for each in cards.values()
+                    ):  # two containers, or two shells
+                        card = replace(card, name=f"{card.name} (number {other + 1} to come)")
                     cards[other] = card
                     self._compare(cards, other, note)
                 elif other == 0:

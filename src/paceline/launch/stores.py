@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from paceline.comm import TOKEN
-from paceline.launch.machines import Meeting
+from paceline.launch.machines import MachineRendezvous
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048
@@ -37,15 +37,17 @@ _TOKEN_KEY, _IN_FILE = "paceline token", "paceline launchers"
 
 
 @contextlib.contextmanager
-def bound(num_machines: int, note: Callable[[str], None], meeting: Meeting | None = None) -> Iterator[None]:
+def bound(
+    num_machines: int, note: Callable[[str], None], rendezvous: MachineRendezvous | None = None
+) -> Iterator[None]:
     """Within this context torch's launcher opens its stores on one address each.
 
     Args:
         num_machines: That may take part; with one nobody reaches the stores from elsewhere.
         note: Called with one line for what the user should know.
-        meeting: What the machines compare in the first store; None: nothing.
+        rendezvous: What the machines compare in the first store; None: nothing.
     """
-    listening = _Listening(num_machines, note, meeting)
+    listening = _Listening(num_machines, note, rendezvous)
     with contextlib.ExitStack() as stack:
         stack.callback(listening.leave)
         may_serve = functools.partial(listening.store, serves_if_mine=True)
@@ -76,11 +78,11 @@ class _Listening:
     """Makes stores in place of `TCPStore` and `FileStore`, with their arguments."""
 
     def __init__(
-        self, num_machines: int, note: Callable[[str], None], meeting: Meeting | None = None
+        self, num_machines: int, note: Callable[[str], None], rendezvous: MachineRendezvous | None = None
     ) -> None:
         self._num_machines = num_machines
         self._note = note
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._has_told = False
         self._file: tuple[Path, dist.Store] | None = None
 
@@ -131,9 +133,9 @@ class _Listening:
 
     def _meet(self, store: dist.Store, is_server: bool) -> None:
         """Compare the machines, in the first store of the launch."""
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.hold(store, is_server, self._note)
+        rendezvous, self._rendezvous = self._rendezvous, None
+        if rendezvous is not None:
+            rendezvous.hold(store, is_server, self._note)
 
     def _place(self, host_name: str) -> str | None:
         """The address to listen on; None for every one."""

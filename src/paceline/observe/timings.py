@@ -18,7 +18,7 @@ class BucketTiming:
     """The life of one bucket in one step.
 
     Attributes:
-        index: Its place in the launch order.
+        index: Its place in the order in which backward fills buckets.
         size_bytes: Bytes of this rank's gradients in it.
         ready_s: When its last gradient was in.
         launched_s: When its reduction was started; later than `ready_s` when an earlier bucket was late.
@@ -48,7 +48,7 @@ class StepTiming:
         started_s: When backward reached the module.
         backward_s: Duration of the backward proper: until autograd had nothing left to do.
         exposed_s: How long the step then waited for communication.
-        buckets: One record a bucket, in launch order.
+        buckets: One record a bucket, by index; with forward overlap they are launched in another order.
     """
 
     step: int
@@ -62,7 +62,7 @@ class StepTiming:
     def communication_s(self) -> float:
         """Time during which at least one reduction was under way."""
         busy_s, busy_until_s = 0.0, 0.0
-        for bucket in self.buckets:
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.launched_s):
             start_s = max(bucket.launched_s, busy_until_s)
             busy_s += max(0.0, bucket.done_s - start_s)
             busy_until_s = max(busy_until_s, bucket.done_s)

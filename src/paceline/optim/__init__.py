@@ -9,6 +9,7 @@ from paceline.optim.learning_rate import Curve, CurveLR, MomentumCorrection, rat
 from paceline.optim.local_steps import LocalSGD
 from paceline.optim.overlap import overlap
 from paceline.optim.parameter_groups import parameter_groups
+from paceline.optim.server_optimizer import ServerOptimizer
 
 __all__ = [
     "LAMB",
@@ -24,6 +25,7 @@ __all__ = [
     "LocalSGD",
     "MomentumCorrection",
     "Polynomial",
+    "ServerOptimizer",
     "Step",
     "overlap",
     "parameter_groups",

@@ -86,19 +86,19 @@ class Decision:
     def words(self) -> str:
         """The decision as a sentence, and another on the link."""
         exposed = (
-            f"{_ms(self.plain_exposed_s)} of it exposed communication, over a link of "
-            f"{_rate_words(self.link_bytes_per_s)} and {_ms(self.latency_s)}"
+            f"{ms(self.plain_exposed_s)} of it exposed communication, over a link of "
+            f"{_rate_words(self.link_bytes_per_s)} and {ms(self.latency_s)}"
         )
         if not self.options:
-            return f"no codec to choose from. A step takes {_ms(self.plain_s)}, {exposed}."
+            return f"no codec to choose from. A step takes {ms(self.plain_s)}, {exposed}."
         chosen = next((option for option in self.options if option.name == self.chosen), None)
         option = chosen or self.options[0]
         change = f"{abs(option.saved_ratio):.1%} {'less' if option.saved_ratio >= 0 else 'more'}"
         if chosen is not None:
-            first = f"{option.name}, predicted {_ms(option.step_s)} a step instead of {_ms(self.plain_s)} ({change})"
+            first = f"{option.name}, predicted {ms(option.step_s)} a step instead of {ms(self.plain_s)} ({change})"
         else:
             first = (
-                f"none, predicted {_ms(self.plain_s)} a step; {option.name} would make it {_ms(option.step_s)} "
+                f"none, predicted {ms(self.plain_s)} a step; {option.name} would make it {ms(option.step_s)} "
                 f"({change})"
             )
         return f"{first}. Without, {exposed}; {_crossover_words(option)}."
@@ -193,5 +193,6 @@ def _crossover_words(option: Option) -> str:
     return f"below {_rate_words(option.crossover_bytes_per_s)} {option.name} pays here"
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
+    """Three digits of a time, in milliseconds below a second: `12.3 ms`, `1.23 s`."""
     return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"

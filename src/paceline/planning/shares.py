@@ -13,7 +13,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigurationError
 
@@ -61,6 +61,7 @@ class SpeedEstimate:
             maxlen=_MEMORY_STEPS
         )  # relative, of steps that were not far off
         self._shape: Speed | None = None  # the last one that steps of different size gave
+        self._speed: Speed | None = None  # what follows from all this; None: not known yet
         self._num_off = 0  # steps in a row that are far off, negative if they were faster
 
     def __len__(self) -> int:
@@ -77,20 +78,23 @@ class SpeedEstimate:
             if not side:
                 self._residuals.append(residual)
         self._seen.append((num_samples, seconds))
+        self._speed = None
         if abs(self._num_off) >= _DRIFT_STEPS:
             self._shape = self.speed
             recent = list(self._seen)[-_DRIFT_STEPS:]
             self._seen.clear()
             self._seen.extend(recent)
-            self._num_off = 0
+            self._num_off, self._speed = 0, None
 
     @property
     def speed(self) -> Speed:
         """The best guess now; there must have been a step."""
-        now = self._seen[-1][0]
-        shape = self._fit() or self._shape or Speed(0.0, 1.0)
-        factors = [seconds / shape.step_s(n) for n, seconds in self._seen if n == now]
-        return shape.times(statistics.median(factors))
+        if self._speed is None:
+            now = self._seen[-1][0]
+            shape = self._fit() or self._shape or Speed(0.0, 1.0)
+            factors = [seconds / shape.step_s(n) for n, seconds in self._seen if n == now]
+            self._speed = shape.times(statistics.median(factors))
+        return self._speed
 
     def _fit(self) -> Speed | None:
         """The line through the medians of steps of equal size; None while they are too much alike."""
@@ -164,7 +168,7 @@ def best_shares(
         Local. The same arguments give the same shares on every rank.
 
     Cost:
-        O(P log P) for P ranks, after some fifty passes over them.
+        O(P log P) for P ranks, after some ten passes over them.
 
     Raises:
         ConfigurationError: The ranks together cannot hold `total`, or there are fewer than `least` for each.
@@ -187,13 +191,16 @@ def best_shares(
         ]
 
     early_s, late_s = 0.0, max(speed.step_s(total) for speed in speeds)
+    given = within(early_s)
     for _ in range(60):
+        if units - sum(given) <= len(speeds):  # the rest one by one
+            break
         middle_s = (early_s + late_s) / 2
-        if sum(within(middle_s)) <= units:
-            early_s = middle_s
+        earlier = within(middle_s)
+        if sum(earlier) <= units:
+            early_s, given = middle_s, earlier
         else:
             late_s = middle_s
-    given = within(early_s)
     # Who would finish first with one more; of equals the lower rank.
     waiting = [
         (speed.step_s((n + 1) * unit), rank)
@@ -242,15 +249,24 @@ def propose(
     most: Sequence[int] | None = None,
     least: int = 1,
     unit: int = 1,
+    gain_ratio: float = 0.0,
 ) -> Proposal:
-    """The best shares by what is known of each rank; arguments as of `best_shares`, and the present `samples`."""
+    """The best shares by what is known of each rank; the present ones where not even the ideal would pay.
+
+    Args:
+        estimates: Of each rank.
+        samples: What each has now.
+        most: As of `best_shares`, and what follows.
+        least: Likewise.
+        unit: Likewise.
+        gain_ratio: The fraction of a step that other shares have to save.
+    """
     speeds = [estimate.speed for estimate in estimates]
-    shares = best_shares(speeds, sum(samples), most, least, unit)
     last = max(range(len(speeds)), key=lambda rank: speeds[rank].step_s(samples[rank]))
-    return Proposal(
-        shares,
-        finish_s(speeds, samples),
-        finish_s(speeds, shares),
-        ideal_s(speeds, sum(samples)),
-        estimates[last].error_ratio,
-    )
+    now_s = speeds[last].step_s(samples[last])
+    best_s = ideal_s(speeds, sum(samples))
+    present = Proposal(tuple(samples), now_s, now_s, best_s, estimates[last].error_ratio)
+    if not replace(present, then_s=best_s).pays(gain_ratio):
+        return present
+    shares = best_shares(speeds, sum(samples), most, least, unit)
+    return replace(present, samples=shares, then_s=finish_s(speeds, shares))

@@ -27,6 +27,7 @@ from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.blocking_collectives import BlockingCollectives, check_reducible
 from paceline.process_group.connections import INTERFACE, address_towards, make_gloo
 from paceline.process_group.host_collectives import HostCollectives
+from paceline.process_group.shared_vectors import SharedVectors
 from paceline.transports.shared_memory import Host, HostBarrier, join_host
 
 
@@ -228,6 +229,23 @@ class ProcessGroup(dist.ProcessGroup):
         by_input = [[rows[index] for rows in outputs] for index in range(len(inputs))]
         return self.allgather(by_input, inputs, opts)
 
+    # What other backends have not
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks do: then there is `on_all_vectors`. The same on every rank."""
+        return len(self.host.hosts) == 1
+
+    def on_all_vectors(self, kind: str, flat: Tensor, perform: Callable[[SharedVectors], None]) -> dist.Work:
+        """Let every rank work on its share of all ranks' tensors. Collective; does not block.
+
+        Args:
+            kind: What it is, one of `descriptor.KINDS`; the same on every rank.
+            flat: This rank's tensor, 1-D, contiguous; undefined until the work is done.
+            perform: Called on the group's lane, on every rank, unless there are no elements.
+        """
+        return self._launch(lambda: self._collectives.on_all_vectors(kind, flat, perform), [flat], None, kind)
+
     # What goes over Gloo whoever shares memory
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
@@ -244,30 +262,21 @@ class ProcessGroup(dist.ProcessGroup):
         input_sizes: list[int],
         opts: Any = None,
     ) -> dist.Work:
-        opts = opts or dist.AllToAllOptions()
-        return self._over_gloo(
-            "all-to-all",
-            lambda: self._inner.alltoall_base(output, tensor, output_sizes, input_sizes, opts),
-            [output],
-            opts,
-        )
+        sizes = zip((output, tensor), (output_sizes, input_sizes), strict=True)
+        outputs, inputs = (self._split("all-to-all", whole, parts) for whole, parts in sizes)
+        return self.alltoall(outputs, inputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """Exchange lists of tensors, which Gloo itself cannot do: through one flat buffer."""
-        opts = opts or dist.AllToAllOptions()
-
-        def perform() -> None:
-            flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
-            output_sizes = [tensor.numel() for tensor in outputs]
-            received = flat.new_empty(sum(output_sizes))
-            sizes = (output_sizes, [tensor.numel() for tensor in inputs])
-            self._collectives.inner(
-                "all-to-all", lambda: self._inner.alltoall_base(received, flat, *sizes, opts)
+        """Exchange lists of tensors, which Gloo itself cannot do."""
+        dtypes = {tensor.dtype for tensor in (*outputs, *inputs)}
+        if len(outputs) != self._size or len(inputs) != self._size or len(dtypes) > 1:
+            raise ConfigurationError(
+                f"all-to-all on rank {self._rank} needs {self._size} inputs and outputs of one dtype; it got "
+                f"{len(inputs)} and {len(outputs)} of {', '.join(sorted(map(str, dtypes)))}."
             )
-            for output, part in zip(outputs, received.split(output_sizes), strict=True):
-                output.copy_(part.view(output.shape))
-
-        return self._launch(perform, outputs, opts, "all-to-all")
+        return self._launch(
+            lambda: self._collectives.all_to_all(outputs, inputs), outputs, opts, "all-to-all"
+        )
 
     if not TYPE_CHECKING:  # what torch 2.8 calls them
         _allgather_base = all_gather_single
@@ -350,6 +359,18 @@ class ProcessGroup(dist.ProcessGroup):
             raise ConfigurationError(f"{kind} on rank {self._rank}: the large tensor must be contiguous.")
         flat = tensor.detach().view(-1)
         return list(flat.split(num_elements)) if num_elements else [flat] * self._size
+
+    def _split(self, kind: str, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
+        """Cut along the first dimension: into rows of these sizes, or into equal ones if there are none."""
+        num_rows = tensor.shape[0]
+        if (sum(sizes) if sizes else num_rows // self._size * self._size) != num_rows or (
+            sizes and len(sizes) != self._size
+        ):
+            raise ConfigurationError(
+                f"{kind} on rank {self._rank}: a tensor with {num_rows} rows cannot be split into "
+                f"{sizes or 'equal parts'} for {self._size} ranks."
+            )
+        return list(tensor.detach().split(sizes or [num_rows // self._size] * self._size))
 
     def _check_rows(self, kind: str, rows: Sequence[Tensor], num_elements: int) -> None:
         if len(rows) != self._size or any(row.numel() != num_elements for row in rows):

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.connections import Gloo
-from paceline.process_group.descriptor import Descriptor
+from paceline.process_group.descriptor import Descriptor, dtype_name
 from paceline.process_group.executor import flat_view, flat_views
-from paceline.process_group.folds import Fold, factor_of, fold_of, op_name
+from paceline.process_group.folds import PREMULTIPLIED, Fold, factor_of, fold_of, op_name
 from paceline.process_group.host_collectives import HostCollectives
+from paceline.process_group.shared_vectors import SharedVectors
 from paceline.transports.shared_memory import Host
 
 
@@ -48,7 +50,7 @@ class BlockingCollectives:
         what = Descriptor.of(self._next(), "all-reduce", tensor, fold.name)
         with flat_view(tensor, is_output=True) as flat:
             _premultiply([flat], options.reduceOp)
-            values = flat.view(fold.view_as)
+            values = flat if flat.dtype == fold.view_as else flat.view(fold.view_as)
             if self._alone:
                 self._here.all_reduce(what, values, fold)
             else:
@@ -105,6 +107,32 @@ class BlockingCollectives:
             self._inner.reduce_scatter([wide], [wide_rows], options).wait()
             self._finalize(flat.view(fold.view_as), wide, fold)
 
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Exchange rows, one for each rank; lengths may differ, dtypes may not."""
+        if not self._alone:
+            self._all_to_all_over_gloo(outputs, inputs)
+            return
+        what = Descriptor(self._next(), "all-to-all", dtype_name(inputs[0].dtype))
+        with flat_views(outputs, are_outputs=True) as places, flat_views(inputs, are_outputs=False) as rows:
+            self._here.all_to_all(
+                what, [place.view(torch.uint8) for place in places], [row.view(torch.uint8) for row in rows]
+            )
+
+    def _all_to_all_over_gloo(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Through flat buffers: Gloo has it for one tensor only."""
+        flat = torch.cat([row.reshape(-1) for row in inputs])
+        sizes = [[row.numel() for row in rows] for rows in (outputs, inputs)]
+        received = flat.new_empty(sum(sizes[0]))
+        self._inner.alltoall_base(received, flat, *sizes, AllToAllOptions()).wait()
+        for output, part in zip(outputs, received.split(sizes[0]), strict=True):
+            output.copy_(part.view(output.shape))
+
+    def on_all_vectors(self, kind: str, tensor: Tensor, perform: Callable[[SharedVectors], None]) -> None:
+        """Let every rank work on its share of all ranks' vectors; where all are on one host."""
+        what = Descriptor.of(self._next(), kind, tensor)
+        with flat_view(tensor, is_output=True) as flat:
+            self._here.on_all_vectors(what, flat, perform)
+
     def _finalize(self, target: Tensor, completed: Tensor, fold: Fold) -> None:
         """Average what Gloo has summed, and round it into `target`."""
         if fold.averages:
@@ -126,7 +154,8 @@ class BlockingCollectives:
 
 
 def _fold(op: Any, tensor: Tensor) -> Fold:
-    return fold_of("SUM" if factor_of(op) is not None else op_name(op), tensor.dtype)
+    name = op_name(op)
+    return fold_of("SUM" if name == PREMULTIPLIED else name, tensor.dtype)
 
 
 def check_reducible(op: Any, tensor: Tensor) -> None:

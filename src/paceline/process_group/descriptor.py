@@ -27,6 +27,7 @@ KINDS = (
     "gather",
     "scatter",
     "all-to-all",
+    "adasum",
 )
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _DTYPE_NAMES = {
@@ -43,6 +44,11 @@ _REDUCTION_NUMBERS = {"": -1, **{name: number for number, name in enumerate(REDU
 _HEADER = struct.Struct("<8sQQ16s16s24s48s")
 _MAGIC = b"paceln 1"
 assert _HEADER.size == HEADER_BYTES
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without "torch."."""
+    return _DTYPE_NAMES[dtype]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -257,15 +257,18 @@ def _check(schedule: Schedule, flat: Tensor, transport: Transport) -> None:
         )
 
 
-@contextmanager
-def flat_view(tensor: Tensor, is_output: bool) -> Iterator[Tensor]:
+def flat_view(tensor: Tensor, is_output: bool) -> AbstractContextManager[Tensor]:
     """Yield the values as a contiguous 1-D CPU tensor; afterwards they are in `tensor`, if it is an output.
 
     It is the tensor's own memory where that is contiguous and on the host; else a copy, pinned for a GPU.
     """
     if tensor.device.type == "cpu" and tensor.is_contiguous():
-        yield tensor.detach().view(-1)
-        return
+        return nullcontext(tensor.detach().view(-1))
+    return _flat_copy(tensor, is_output)
+
+
+@contextmanager
+def _flat_copy(tensor: Tensor, is_output: bool) -> Iterator[Tensor]:
     flat = _to_host(tensor).view(-1)
     yield flat
     if is_output:

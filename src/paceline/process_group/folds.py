@@ -70,6 +70,21 @@ class Fold:
         if self.widens:
             target.copy_(accumulated)
 
+    def all_of(self, inputs: Sequence[Tensor], target: Tensor, num_averaged: int) -> None:
+        """Replace `target` by the fold of `inputs`, of which it may be the first; rounded once."""
+        first, *more = [values.to(self.accumulate_in) for values in inputs]
+        wide = torch.empty_like(target, dtype=self.accumulate_in) if self.widens else target
+        if more:
+            self.function(first, more[0], out=wide)
+        else:
+            wide.copy_(first)
+        for values in more[1:]:
+            self.function(wide, values, out=wide)
+        if self.averages:
+            self.average(wide, num_averaged)
+        if self.widens:
+            target.copy_(wide)
+
     def average(self, completed: Tensor, num_ranks: int) -> None:
         """Divide a completed sum in place; integers are cut off towards zero."""
         rounding = None if completed.is_floating_point() or completed.is_complex() else "trunc"
@@ -110,7 +125,12 @@ def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType | None) -> str:
     """The name of a `torch.distributed` operation; "" for none."""
     if op is None:
         return ""
-    kind = getattr(op, "op", op)  # a ReduceOp holds its kind; a kind passes for a ReduceOp
+    return _name(getattr(op, "op", op))  # a ReduceOp holds its kind; a kind passes for a ReduceOp
+
+
+@lru_cache(maxsize=32)
+def _name(kind: Any) -> str:
+    """To write an enumeration's member takes longer than to fold a small message."""
     return str(kind).rpartition(".")[2]
 
 

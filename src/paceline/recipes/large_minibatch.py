@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.data import GlobalBatch
 from paceline.errors import ConfigurationError
 from paceline.optim import Curve, rate_factor
-from paceline.recipes.agreement import OwnPart, agree_on_batch, world
+from paceline.recipes.batch_agreement import OwnPart, agree_on_batch, world
 from paceline.recipes.recipe_report import facts_of, report_text
 from paceline.reductions.noise_scale import GradientNoiseScale
 

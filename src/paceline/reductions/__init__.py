@@ -1,4 +1,4 @@
-"""How the ranks' gradients are combined: a mean (plain, compressed, with bounded loss), Adasum, or a hook.
+"""How the ranks' gradients are combined: a mean (plain, compressed, with bounded loss, by servers), Adasum, or a hook.
 
 Most classes are imported on first access (PEP 562), so that wrapping a model costs little on top of importing torch.
 """
@@ -16,10 +16,12 @@ from paceline.reductions.reduction import Message, Reduction
 if TYPE_CHECKING:
     from paceline.reductions.adasum import Adasum
     from paceline.reductions.auto import Auto
-    from paceline.reductions.bounded_loss_mean import BoundedLoss, LossReport
+    from paceline.reductions.bounded_loss_mean import BoundedLoss
     from paceline.reductions.compressed import Compressed
+    from paceline.reductions.loss_report import LossReport
     from paceline.reductions.lossy import Lossy
     from paceline.reductions.noise_scale import GradientNoiseScale
+    from paceline.reductions.parameter_servers import ParameterServers
     from paceline.reductions.powersgd import PowerSGD
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Mean",
     "Message",
     "NarrowMean",
+    "ParameterServers",
     "PowerSGD",
     "Reduction",
     "choose_reduction",
@@ -46,8 +49,9 @@ _HOME_OF = {
     "BoundedLoss": "bounded_loss_mean",
     "Compressed": "compressed",
     "GradientNoiseScale": "noise_scale",
-    "LossReport": "bounded_loss_mean",
+    "LossReport": "loss_report",
     "Lossy": "lossy",
+    "ParameterServers": "parameter_servers",
     "PowerSGD": "powersgd",
 }
 

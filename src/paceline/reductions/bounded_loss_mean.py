@@ -4,8 +4,10 @@ Rules
 1. It has connections of its own, made from c10d's store at the first launch, as Adasum does. Control words, buffers and
    everything else go over the caller's group, where nothing is lost.
 2. Each rank sums one shard of a bucket directly from the others, so that a lost datagram concerns one pair of ranks.
-   The sum of what arrived is scaled up element by element for what did not; then it is sent to all, without any loss.
-3. So all ranks hold the same bits, and the expectation over losses is the mean.
+   Then it is sent to all, without any loss: all ranks hold the same bits.
+3. Every rank learns of every contribution whether it was lost. What is done about that is `compensation`.
+4. Residuals take effect in `end_step` only, so not if the step failed; and not if its gradients were not finite, on
+   which ranks agree without asking, because the reduced gradients are the same.
 """
 
 from __future__ import annotations
@@ -14,8 +16,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,34 +29,19 @@ from torch.nn import Parameter
 from paceline.comm.collectives import device_for_metadata, launch_broadcast
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.pending import Done, Pending, PendingWork
+from paceline.compression import Layout
+from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.process_group.connections import open_lossy_transport, store_of_job, timeout_of
-from paceline.reductions.reduction import Message, Reduction
+from paceline.reductions.error_feedback import RESIDUAL, Memory, Slot
+from paceline.reductions.loss_report import LossReport
+from paceline.reductions.reduction import Message, Reduction, real_numel
 from paceline.transports import Bound, LossyTransport, Sum
 
 _NATIVE = (torch.float32, torch.float64)
 
-
-@dataclass(frozen=True)
-class LossReport:
-    """What was lost in one step. A contribution is a datagram's worth of one rank's gradient, for another's shard.
-
-    Attributes:
-        lost: Contributions that did not arrive, over all ranks and buckets.
-        sent: Contributions that were sent for the first time, likewise.
-        by_rank: Of the lost ones, those for the shard of each rank.
-        by_bucket: Of the lost ones, those of each bucket, in launch order.
-    """
-
-    lost: int = 0
-    sent: int = 0
-    by_rank: tuple[int, ...] = ()
-    by_bucket: tuple[int, ...] = ()
-
-    @property
-    def ratio(self) -> float:
-        """Lost over sent."""
-        return self.lost / self.sent if self.sent else 0.0
+SURVIVORS, NONE, FEEDBACK = "survivors", "none", "feedback"
+COMPENSATIONS = (SURVIVORS, NONE, FEEDBACK)
 
 
 class BoundedLoss(Reduction):
@@ -70,26 +56,52 @@ class BoundedLoss(Reduction):
         bound: The largest part of what a rank sends another that may be lost of a bucket; 0 repeats every loss.
         protected_ratio: The part of a shard's datagrams, those of the largest mean magnitude, of which nothing may be
             lost.
+        compensation: "survivors" puts the mean of those ranks whose contribution arrived in place of a lost one, so
+            that the expectation over losses is the mean. "none" takes it for zero: gradients shrink by what is lost.
+            "feedback" does, too, and its sender adds it to the same gradient of the next step.
+        connect: Makes this rank's transport for a process group; by default one over UDP. Collective.
 
     Attributes:
         losses: What was lost in the last step; the same on every rank.
+        loss_scale: With "feedback": returns the factor of the loss, such as your `GradScaler.get_scale`. Residuals are
+            rescaled when it changes.
 
     Cost:
-        Each rank sends 2(P-1)/P of the gradients' bytes and 7 % more for headers, in 2 rounds. It holds the others'
-        contributions to its shard, as much memory as the bucket, for each of up to 8 buckets under way.
+        Each rank sends 2(P-1)/P of the gradients' bytes and 6 % more for headers, in 2 rounds. It holds the others'
+        contributions to its shard, as much memory as the bucket, for each of up to 8 buckets under way; with
+        "feedback" two residuals for each gradient.
 
     Source:
         The bound: Wang et al. 2020, "Domain-specific communication optimization for distributed DNN training" (DLCP),
         section 3. The division by what arrived: as in Weintraub et al. 2025, but unbiased also in this rank's share:
-        own + n/k * (sum of the k of n others that arrived).
+        own + n/k * (sum of the k of n others that arrived). Feedback: Seide et al. 2014, for what a network lost
+        instead of what was rounded off.
     """
 
-    def __init__(self, bound: float = 0.01, protected_ratio: float = 0.0) -> None:
-        self._bound = Bound(bound, protected_ratio)
+    def __init__(
+        self,
+        bound: float = 0.01,
+        protected_ratio: float = 0.0,
+        compensation: str = SURVIVORS,
+        connect: Callable[[ProcessGroup], LossyTransport] | None = None,
+    ) -> None:
+        if compensation not in COMPENSATIONS:
+            raise ConfigurationError(
+                f"compensation={compensation!r} is none of {', '.join(map(repr, COMPENSATIONS))}. Leave it out for "
+                "gradients whose expectation is the mean."
+            )
+        self._bound = Bound(bound, protected_ratio, is_scaled=compensation == SURVIVORS)
+        self._compensation = compensation
+        self._connect = connect
         self.losses = LossReport()
+        self.loss_scale: Callable[[], float] = _one
         self._connection: _Connection | None = None
         self._prepared_for: ProcessGroup | None = None
         self._sums: list[_Reduced] = []
+        self._residuals = Memory()
+        self._scale_of_residuals = 1.0
+        self._sizes: dict[str, int] = {}
+        self._names: dict[int, str] = {}
 
     @property
     def bound(self) -> float:
@@ -97,11 +109,19 @@ class BoundedLoss(Reduction):
         return self._bound.ratio
 
     def __repr__(self) -> str:
-        return f"BoundedLoss(bound={self._bound.ratio}, protected_ratio={self._bound.protected_ratio})"
+        return (
+            f"BoundedLoss(bound={self._bound.ratio}, protected_ratio={self._bound.protected_ratio}, "
+            f"compensation={self._compensation!r})"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings only: a copy makes connections of its own."""
-        return {"bound": self._bound.ratio, "protected_ratio": self._bound.protected_ratio}
+        """The settings only: a copy makes connections of its own, and begins without residuals."""
+        return {
+            "bound": self._bound.ratio,
+            "protected_ratio": self._bound.protected_ratio,
+            "compensation": self._compensation,
+            "connect": self._connect,
+        }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         BoundedLoss.__init__(self, **state)
@@ -110,29 +130,70 @@ class BoundedLoss(Reduction):
         if process_group is not self._prepared_for:
             self._connection = None  # the other group may have been destroyed
         self._prepared_for = process_group
+        self._sizes = {name: real_numel(parameter) for name, parameter in named_parameters.items()}
+        self._names = {id(parameter): name for name, parameter in named_parameters.items()}
 
     def begin_step(self) -> None:
         self._sums = []
+        self._residuals.begin()
+        scale = float(self.loss_scale())
+        if scale != self._scale_of_residuals:
+            self._residuals.multiply(scale / self._scale_of_residuals)
+            self._scale_of_residuals = scale
 
     def launch(self, message: Message) -> Pending:
         if message.process_group.size() == 1:
             return Done()
         if self._connection is None:
-            self._connection = _Connection(message.process_group, message.flat.device)
-        launched = self._connection.launch(message.body, self._bound)
+            self._connection = _Connection(message.process_group, message.flat.device, self._connect)
+        names = tuple(self._names[id(parameter)] for parameter in message.parameters)
+        sizes = {name: self._sizes[name] for name in names}
+        residual = None
+        if self._compensation == FEEDBACK:
+            flat = message.body
+            layout = Layout(tuple(sizes.values()), (0,) * len(sizes), flat.dtype, flat.device)
+            residual = self._residuals.slot(names, layout)
+        launched = _Reduced(message.body, sizes, residual, message.process_group.rank())
+        self._connection.launch(launched, self._bound)
         self._sums.append(launched)
         return launched
 
+    def withdraw(self, parameters: Sequence[Parameter]) -> None:
+        self._residuals.restore(self._names[id(parameter)] for parameter in parameters)
+
     def end_step(self, timing: StepTiming) -> None:
-        found = [losses for losses in (each.losses for each in self._sums) if losses is not None]
-        self._sums = []
-        by_rank = [sum(missing) for missing in zip(*(losses.missing for losses in found), strict=True)]
-        self.losses = LossReport(
-            lost=sum(by_rank),
-            sent=sum(sum(losses.expected) for losses in found),
-            by_rank=tuple(by_rank),
-            by_bucket=tuple(sum(losses.missing) for losses in found),
-        )
+        sums, self._sums = self._sums, []
+        found = [(each.sum.losses, each.sizes) for each in sums if each.sum and each.sum.losses]
+        self.losses = LossReport.of(found, self._prepared_for.size() if self._prepared_for else 1)
+        if all(each.is_finite for each in sums):
+            self._residuals.commit()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._compensation != FEEDBACK:
+            return {}
+        return {
+            "kind": repr(self),
+            "loss_scale": self._scale_of_residuals,
+            RESIDUAL: self._residuals.by_name(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        own = repr(self) if self._compensation == FEEDBACK else None
+        if state.get("kind") != own:
+            raise ConfigurationError(
+                f"this is the state of {state.get('kind', 'a reduction without state')}, not of {self!r}. Nothing was "
+                "loaded. Training may go on without: what was lost of the last gradients is then lost for good."
+            )
+        if own is None:
+            return
+        other = [name for name, kept in state[RESIDUAL].items() if self._sizes.get(name) != kept.numel()]
+        if other:
+            raise ConfigurationError(
+                f"this is the state of another model: {', '.join(sorted(other)[:5])} differ in size or are missing. "
+                "Nothing was loaded."
+            )
+        self._residuals.load(state[RESIDUAL])
+        self._scale_of_residuals = state["loss_scale"]
 
     @property
     def counters(self) -> dict[str, int]:
@@ -141,12 +202,22 @@ class BoundedLoss(Reduction):
 
 
 class _Reduced:
-    """The handle of a bucket: first it is handed to the link, on a lane; then summed."""
+    """The handle of a bucket: first it is handed to the link, on a lane; then summed.
 
-    def __init__(self, body: Tensor) -> None:
+    Attributes:
+        sizes: Numbers of elements of its parameters, by name.
+        sum: Of the link, once it was launched there.
+        is_finite: Whether the result is, where residuals depend on it; once it is done.
+    """
+
+    def __init__(self, body: Tensor, sizes: Mapping[str, int], residual: Slot | None, rank: int) -> None:
+        self.sizes = sizes
+        self.sum: Sum | None = None
+        self.is_finite = True
         self._body = body
         self._staged = body
-        self._sum: Sum | None = None
+        self._residual = residual
+        self._rank = rank
         self._work: PendingWork | None = None
         self._lock = threading.Lock()
         self._is_finished = False
@@ -156,38 +227,58 @@ class _Reduced:
             if self._body.device.type != "cpu" or self._body.dtype not in _NATIVE:
                 dtype = self._body.dtype if self._body.dtype in _NATIVE else torch.float32
                 self._staged = self._body.detach().to("cpu", dtype)
-            self._sum = connect().launch(self._staged.detach().numpy(), bound)
+            if self._residual is not None:
+                self._staged.add_(self._residual.kept.to(self._staged.device, self._staged.dtype))
+                self._residual.proposed.copy_(self._staged)
+            self.sum = connect().launch(self._staged.detach().numpy(), bound)
 
         work = LaneWork(perform, [self._body], "bounded_loss")
         lane.launch(work, at_once=False)
         self._work = PendingWork(work)
-
-    @property
-    def losses(self) -> Any:
-        return None if self._sum is None else self._sum.losses
 
     def wait(self, timeout_s: float | None = None) -> bool:
         assert self._work is not None
         until_s = None if timeout_s is None else time.perf_counter() + timeout_s
         if not self._work.wait(timeout_s):
             return False
-        assert self._sum is not None
+        assert self.sum is not None
         left_s = None if until_s is None else max(1e-3, until_s - time.perf_counter())
-        if not self._sum.wait(left_s):
+        if not self.sum.wait(left_s):
             return False
         with self._lock:
-            if not self._is_finished and self._staged is not self._body:
-                self._body.copy_(self._staged)
+            if not self._is_finished:
+                self._finish(self.sum)
             self._is_finished = True
         return True
 
+    def _finish(self, done: Sum) -> None:
+        if self._residual is not None and done.losses is not None:
+            low, high = torch.aminmax(self._staged)
+            self.is_finite = bool(torch.isfinite(low) & torch.isfinite(high))
+            _keep_lost(self._residual.proposed, done.losses.ranges, self._rank)
+        if self._staged is not self._body:
+            self._body.copy_(self._staged)
+
     def on_done(self, callback: Callable[[], None]) -> None:
         def when_launched() -> None:
-            if self._sum is not None:
-                self._sum.on_done(callback)
+            if self.sum is not None:
+                self.sum.on_done(callback)
 
         assert self._work is not None
         self._work.on_done(when_launched)
+
+
+def _keep_lost(given: Tensor, ranges: Any, rank: int) -> None:
+    """Leave of what `rank` has given only what was lost of it; the rest becomes zero."""
+    own = [(int(first), int(end)) for source, first, end in ranges if source == rank]
+    lost = [given[first:end].clone() for first, end in own]
+    given.zero_()
+    for (first, end), values in zip(own, lost, strict=True):
+        given[first:end] = values
+
+
+def _one() -> float:
+    return 1.0
 
 
 class _Connection:
@@ -197,30 +288,42 @@ class _Connection:
         Collective: making one, and `launch`; neither blocks.
     """
 
-    def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        device: torch.device,
+        connect: Callable[[ProcessGroup], LossyTransport] | None,
+    ) -> None:
+        self._open = connect or _over_udp(process_group, device)
         self._group = process_group
-        self._timeout: timedelta = timeout_of(process_group)
-        self._store = store_of_job("BoundedLoss")
-        self._token = torch.tensor(
-            [secrets.randbits(62)], device=device_for_metadata(process_group, device)
-        )  # rank 0's, so it is the same whatever failed before on one of the ranks
-        self._token_sent = launch_broadcast(self._token, process_group, source=0)
         self._link: LossyTransport | None = None
         self._lane = Lane(f"paceline bounded-loss lane of rank {process_group.rank()}")
         self._let_go = weakref.finalize(self, self._lane.close, 0.0)
 
-    def launch(self, body: Tensor, bound: Bound) -> _Reduced:
-        reduced = _Reduced(body)
+    def launch(self, reduced: _Reduced, bound: Bound) -> None:
         reduced.start(self._lane, self._connect, bound)
-        return reduced
 
     def counters(self) -> dict[str, int]:
         return {} if self._link is None else self._link.counters
 
     def _connect(self) -> LossyTransport:
         if self._link is None:
-            self._token_sent.wait()
-            store = dist.PrefixStore(f"paceline/bounded_loss/{int(self._token.item())}", self._store)
-            group = self._group
-            self._link = open_lossy_transport(store, group.rank(), group.size(), self._timeout)
+            self._link = self._open(self._group)
         return self._link
+
+
+def _over_udp(process_group: ProcessGroup, device: torch.device) -> Callable[[ProcessGroup], LossyTransport]:
+    """Launch what the ranks must know of each other to connect; the returned function connects them."""
+    timeout: timedelta = timeout_of(process_group)
+    store = store_of_job("BoundedLoss")
+    token = torch.tensor(
+        [secrets.randbits(62)], device=device_for_metadata(process_group, device)
+    )  # rank 0's, so it is the same whatever failed before on one of the ranks
+    sent = launch_broadcast(token, process_group, source=0)
+
+    def connect(group: ProcessGroup) -> LossyTransport:
+        sent.wait()
+        prefixed = dist.PrefixStore(f"paceline/bounded_loss/{int(token.item())}", store)
+        return open_lossy_transport(prefixed, group.rank(), group.size(), timeout)
+
+    return connect

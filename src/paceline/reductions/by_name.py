@@ -29,6 +29,7 @@ BY_NAME: dict[str, Callable[[], Reduction]] = {
     "mean": Mean,
     "adasum": functools.partial(_make, "adasum", "Adasum"),
     "bounded_loss": functools.partial(_make, "bounded_loss_mean", "BoundedLoss"),
+    "parameter_servers": functools.partial(_make, "parameter_servers", "ParameterServers"),
 }
 """What `reduction=` takes."""
 

@@ -25,10 +25,13 @@ class Bound:
     Attributes:
         ratio: Of the droppable bytes of each transfer, at least 0 and less than 1.
         protected_ratio: Of the chunks, those of the largest mean magnitude, of which nothing may be lost.
+        is_scaled: Whether the sum of what arrived is scaled up to estimate the sum of all; else what is lost counts
+            as zero.
     """
 
     ratio: float
     protected_ratio: float = 0.0
+    is_scaled: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio < 1:
@@ -50,11 +53,14 @@ class Losses:
         collective: Its number.
         missing: For each rank, how many contributions (a chunk from a peer) did not arrive for its shard.
         expected: For each rank, how many were sent to it.
+        ranges: What they were, shape (L, 3): the source's rank, the first element of the vector and the end. The same
+            on every rank.
     """
 
     collective: int
     missing: tuple[int, ...]
     expected: tuple[int, ...]
+    ranges: NDArray[np.int64]
 
 
 class Sum:
@@ -66,8 +72,6 @@ class Sum:
         self.launched_s = time.monotonic()
         self.losses: Losses | None = None
         """What was lost; set when it is done."""
-        self.missing: NDArray[np.uint8] | None = None
-        """Whose chunks of this rank's shard arrived, shape (P, chunks); only where some did not."""
         self._done = threading.Event()
         self._error: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []

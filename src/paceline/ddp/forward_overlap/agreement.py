@@ -1,7 +1,15 @@
-"""The order of pieces that all ranks keep to: measured by all, planned by rank 0, and whether it is worth it."""
+"""Whether a module's steps are put off, and in which order their pieces then travel: measured, predicted, then seen.
+
+Rules
+1. The ranks decide at the same steps by the same numbers, so they are never apart.
+2. After three steps rank 0 predicts from what all have measured; a prediction of no gain is asked for three times.
+3. A predicted gain is not yet one: 20 steps later 6 steps run without the overlap, and it stays only if steps were
+   shorter with it.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
@@ -13,8 +21,132 @@ from torch.distributed import ProcessGroup
 from paceline.comm.collectives import launch_broadcast, launch_gather
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
-from paceline.observe import StepTiming
-from paceline.planning.forward_overlap import Gain, MeasuredStep, Piece, plan, predict
+from paceline.ddp.forward_overlap.hooks import Needs
+from paceline.observe import StepTiming, StepTimings
+from paceline.planning.forward_overlap import Gain, MeasuredStep, Piece, cut, plan, predict
+
+AGREES_AFTER_STEPS = 3  # buckets are cut anew after the first
+AGREES_AGAIN_AFTER = (6, 12, 48)  # the first steps may have been slow, and a rate too low costs the gain
+AGREES_AGAIN_EVERY = 64
+LOOKS_BACK_STEPS = 16
+DECLINES = 3  # so often it is predicted not to pay before it is off for good
+
+TRIED_STEPS = 20  # with the overlap, before it is compared
+UNSETTLED_STEPS = 4  # the first of them, which are not compared
+COMPARED_STEPS = 6  # without it
+
+
+class Agreement:
+    """One module's, the same on every rank.
+
+    Args:
+        group: That the ranks agree over.
+        peers: For waiting.
+        is_forced: Steps are put off without asking whether that pays.
+
+    Attributes:
+        is_on: Whether steps are put off; None as long as the ranks measure; False is for good.
+        pieces: In the order in which they are sent.
+        gain: What it was predicted to save, before it was on.
+        seen: Seconds of a step with and without, as compared; None before.
+    """
+
+    def __init__(self, group: ProcessGroup, peers: Peers, is_forced: bool) -> None:
+        self._group, self._peers, self._is_forced = group, peers, is_forced
+        self.is_on: bool | None = None
+        self.pieces: tuple[Piece, ...] = ()
+        self.gain: Gain | None = None
+        self.seen: Gain | None = None
+        self._planned_sizes: list[int] = []
+        self._first_step: int | None = None
+        self._on_since: int | None = None
+        self._num_declined = 0
+
+    @property
+    def is_off(self) -> bool:
+        """Whether steps are never put off again."""
+        return self.is_on is False
+
+    def start_again(self) -> None:
+        """Other parameters are reduced from now on, so their first step is to come."""
+        self._first_step = self._on_since = None
+
+    def puts_off(
+        self, buckets: Sequence[Bucket], step: int, timings: StepTimings, forward_s: float, needs: Needs
+    ) -> bool:
+        """Whether the step whose backward begins is put off; `step` counts those of the module.
+
+        Contract:
+            Collective and blocking in the steps in which the ranks agree or compare, local otherwise.
+        """
+        if self.is_off:
+            return False
+        if self._first_step is None:
+            self._first_step = step
+        step -= self._first_step
+        if step < AGREES_AFTER_STEPS:
+            return False
+        if self._is_compared_at(step):
+            self._compare(timings)
+        if not self.is_off and self._is_due(buckets, step):
+            self._agree(buckets, timings, forward_s, needs)
+            if self.is_on and self._on_since is None:
+                self._on_since = step
+        return bool(self.is_on) and not self._runs_without(step)
+
+    def _is_due(self, buckets: Sequence[Bucket], step: int) -> bool:
+        is_cut_anew = bool(self.is_on) and [bucket.size_bytes for bucket in buckets] != self._planned_sizes
+        again = step in AGREES_AGAIN_AFTER or step % AGREES_AGAIN_EVERY == 0
+        return step == AGREES_AFTER_STEPS or is_cut_anew or again
+
+    def _agree(self, buckets: Sequence[Bucket], timings: StepTimings, forward_s: float, needs: Needs) -> None:
+        forward_s = max(0.0, forward_s - needs.waited_s)
+        needed_s = [min(needs.of(bucket.parameters, forward_s), forward_s) for bucket in buckets]
+        mine = measure(buckets, timings.recent(min(LOOKS_BACK_STEPS, len(timings) - 1)), needed_s, forward_s)
+        sizes = [bucket.size_bytes for bucket in buckets]
+        widths = [bucket.parameters[0].element_size() for bucket in buckets]
+        pieces = cut([size // width for size, width in zip(sizes, widths, strict=True)], widths)
+        agreed = agree(pieces, mine, self._group, self._peers)
+        self.pieces, self._planned_sizes = agreed.pieces, sizes
+        if self.is_on:  # what is measured now is not a step without the overlap
+            return
+        self.gain = agreed.gain
+        if self._is_forced or agreed.gain.pays:
+            self.is_on = True
+            return
+        self._num_declined += 1
+        if self._num_declined == DECLINES:
+            self.is_on = False
+
+    # ---- rule 3
+
+    def _runs_without(self, step: int) -> bool:
+        if self._is_forced or self._on_since is None:
+            return False
+        return 0 <= step - self._on_since - TRIED_STEPS < COMPARED_STEPS
+
+    def _is_compared_at(self, step: int) -> bool:
+        if self._is_forced or self._on_since is None:
+            return False
+        return step == self._on_since + TRIED_STEPS + COMPARED_STEPS
+
+    def _compare(self, timings: StepTimings) -> None:
+        started_s = [timing.started_s for timing in timings.recent(TRIED_STEPS + COMPARED_STEPS)]
+        lasted_s = [after - before for before, after in itertools.pairwise(started_s)]
+        with_s = lasted_s[UNSETTLED_STEPS : 1 - COMPARED_STEPS]
+        without_s = lasted_s[1 - COMPARED_STEPS :]
+        row = torch.tensor([_median_s(with_s), _median_s(without_s)], dtype=torch.float64)
+        rows = [torch.empty_like(row) for _ in range(self._group.size())]
+        self._peers.wait(
+            launch_gather(rows, row, self._group), "comparing steps with and without forward overlap"
+        )
+        with_median_s, without_median_s = torch.stack(rows).amax(0).tolist()
+        self.seen = Gain(without_s=without_median_s, with_s=with_median_s)
+        self.is_on = not with_median_s >= without_median_s  # NaN: aborted steps have left nothing to compare
+
+
+def _median_s(lasted_s: Sequence[float]) -> float:
+    return median_low(lasted_s) if lasted_s else float("nan")
 
 
 @dataclass(frozen=True)

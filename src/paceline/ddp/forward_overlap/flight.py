@@ -72,6 +72,9 @@ class PieceFlight:
         process_group: For pieces alone, Gloo's.
         peers: For waiting.
 
+    Attributes:
+        progress: Of each bucket.
+
     Contract:
         Collective: every rank launches every bucket, in any order.
     """
@@ -81,12 +84,12 @@ class PieceFlight:
     def __init__(
         self, buckets: Sequence[Bucket], pieces: Sequence[Piece], process_group: ProcessGroup, peers: Peers
     ) -> None:
-        self._buckets = list(buckets)
-        self._bodies: list[Tensor | None] = [None] * len(self._buckets)
+        self.buckets = list(buckets)
+        self._bodies: list[Tensor | None] = [None] * len(self.buckets)
         self._pieces = pieces
         self._group = process_group
         self._peers = peers
-        counts = [0] * len(self._buckets)
+        counts = [0] * len(self.buckets)
         for piece in pieces:
             counts[piece.bucket] += 1
         self.progress = [_Progress(count) for count in counts]
@@ -182,7 +185,7 @@ class PieceFlight:
 
     def wait(self) -> None:
         """Wait for all buckets, as `wait_for`; gradients are undefined if one fails."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             self.wait_for(bucket)
 
     def give_up(self, timeout_s: float) -> None:
@@ -207,5 +210,5 @@ class PieceFlight:
                 progress.done_s,
                 progress.waited_s,
             )
-            for bucket, progress in zip(self._buckets, self.progress, strict=True)
+            for bucket, progress in zip(self.buckets, self.progress, strict=True)
         )

@@ -32,19 +32,13 @@ from torch.nn import Module, Parameter
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap import outstanding
-from paceline.ddp.forward_overlap.agreement import agree, measure
+from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.ddp.forward_overlap.flight import HALF_STEPPED, PieceFlight
 from paceline.ddp.forward_overlap.hooks import Needs, install
 from paceline.ddp.forward_overlap.outstanding import lock
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.observe import StepTimings
-from paceline.planning.forward_overlap import Gain, Piece, cut
-
-AGREES_AFTER_STEPS = 3  # buckets are cut anew after the first
-AGREES_AGAIN_AFTER = (6, 12, 24, 48)  # the first steps may have been slow, and a rate too low costs the gain
-AGREES_AGAIN_EVERY = 64
-LOOKS_BACK_STEPS = 16
-DECLINES = 3  # so often it is predicted not to pay before it is off for good
+from paceline.planning.forward_overlap import Gain
 
 GRACE_S = 1.0  # for sums under way when the program ends with an error
 
@@ -58,7 +52,6 @@ class _Step:
 
     Attributes:
         flight: Them.
-        buckets: Of the step.
         attach: Gives a bucket's parameters their gradients.
         conclude: Called when the last bucket has arrived, with the seconds spent waiting.
         left: Indices of buckets that have not been completed.
@@ -69,7 +62,6 @@ class _Step:
     """
 
     flight: PieceFlight
-    buckets: Sequence[Bucket]
     attach: Callable[[Bucket], None]
     conclude: Callable[[float], None]
     left: set[int]
@@ -77,6 +69,10 @@ class _Step:
     dropped: set[int] = field(default_factory=set)
     kept: dict[int, Tensor] = field(default_factory=dict)
     waited_s: float = 0.0
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self.flight.buckets
 
 
 class ForwardOverlap:
@@ -92,8 +88,6 @@ class ForwardOverlap:
         poisons: Debug: fill parameters with NaN while their step is outstanding.
 
     Attributes:
-        is_on: Whether steps are put off; None as long as the ranks measure; False is for good.
-        gain: What it was predicted to save.
         has_optimizer: Whether an optimizer takes part; without one, backward waits as ever.
         is_idle: Nothing is outstanding, and nothing has to be measured.
     """
@@ -108,16 +102,11 @@ class ForwardOverlap:
         is_forced: bool = False,
         poisons: bool = False,
     ) -> None:
-        self._group, self._piece_group, self._peers = process_group, piece_group, peers
-        self._is_forced, self._poisons = is_forced, poisons
-        self.is_on: bool | None = None
-        self.gain: Gain | None = None
+        self._piece_group, self._peers, self._poisons = piece_group, peers, poisons
+        self._agreement = Agreement(process_group, peers, is_forced)
         self.has_optimizer = False
         self.is_idle = False
-        self._pieces: tuple[Piece, ...] = ()
-        self._planned_sizes: list[int] = []
-        self._first_step: int | None = None  # of those that reduce these parameters
-        self._num_declined = 0
+        self._flight: PieceFlight | None = None  # the last one
         self._step: _Step | None = None
         self._failure: Exception | None = None
         self._needs = Needs()
@@ -131,56 +120,57 @@ class ForwardOverlap:
         for hook in self._hooks:
             hook.remove()
         self._hooks = install(module, self, parameters)
-        self._first_step = None
+        self._agreement.start_again()
+
+    @property
+    def is_on(self) -> bool | None:
+        """Whether steps are put off; None as long as the ranks measure; False is for good. Local."""
+        return self._agreement.is_on
+
+    @property
+    def gain(self) -> Gain | None:
+        """What it was predicted to save, before it was on. Local."""
+        return self._agreement.gain
+
+    @property
+    def seen(self) -> Gain | None:
+        """A step with and without it, as compared once it was on; None before, and with "always". Local."""
+        return self._agreement.seen
 
     # ---- for the reducer: a synchronized backward begins, and ends
 
     def new_flight(
-        self, buckets: Sequence[Bucket], num_steps: int, timings: StepTimings, forward_s: float
+        self,
+        synchronizes: bool,
+        buckets: Sequence[Bucket],
+        num_steps: int,
+        timings: StepTimings,
+        forward_s: float,
     ) -> PieceFlight | None:
-        """A synchronized backward begins, with nothing outstanding.
+        """A backward begins, which needs the buffers: settle.
 
         Contract:
-            Collective and blocking in the steps in which the ranks agree on an order, local otherwise.
+            Collective and blocking in the steps in which the ranks agree on an order or compare, local otherwise.
 
         Returns:
             What sends its buckets; None: as ever.
         """
-        if self._first_step is None:
-            self._first_step = num_steps
-        num_steps -= self._first_step
-        if self.is_on is False:
+        self.settle()
+        if not synchronizes:
             return None
-        is_cut_anew = bool(self.is_on) and [bucket.size_bytes for bucket in buckets] != self._planned_sizes
-        again = num_steps in AGREES_AGAIN_AFTER or num_steps % AGREES_AGAIN_EVERY == 0
-        is_due = num_steps >= AGREES_AFTER_STEPS and (num_steps == AGREES_AFTER_STEPS or is_cut_anew or again)
-        if is_due:
-            self._agree(buckets, timings, forward_s)
-        if num_steps < AGREES_AFTER_STEPS or not self.is_on:
+        if not self._agreement.puts_off(buckets, num_steps, timings, forward_s, self._needs):
+            if self._agreement.is_off:
+                self.stop()
             self._needs.begin()
             return None
         self.is_idle = True
-        return PieceFlight(buckets, self._pieces, self._piece_group, self._peers)
+        self._flight = PieceFlight(buckets, self._agreement.pieces, self._piece_group, self._peers)
+        return self._flight
 
-    def _agree(self, buckets: Sequence[Bucket], timings: StepTimings, forward_s: float) -> None:
-        forward_s = max(0.0, forward_s - self._needs.waited_s)
-        needed_s = [min(self._needs.of(bucket.parameters, forward_s), forward_s) for bucket in buckets]
-        mine = measure(buckets, timings.recent(min(LOOKS_BACK_STEPS, len(timings) - 1)), needed_s, forward_s)
-        sizes = [bucket.size_bytes for bucket in buckets]
-        widths = [bucket.parameters[0].element_size() for bucket in buckets]
-        pieces = cut([size // width for size, width in zip(sizes, widths, strict=True)], widths)
-        agreed = agree(pieces, mine, self._group, self._peers)
-        self.gain = agreed.gain
-        self._pieces, self._planned_sizes = agreed.pieces, sizes
-        if self._is_forced or agreed.gain.pays:
-            self.is_on = True
-        elif not self.is_on:
-            self._num_declined += 1
-            if self._num_declined == DECLINES:
-                self.stop()
-
-    def may_take_over(self) -> bool:
-        """Whether the backward that ends now need not wait for its gradients. Local."""
+    def may_take_over(self, flight: object) -> bool:
+        """Whether the backward of this flight, which ends now, need not wait for its gradients. Local."""
+        if self._flight is None or flight is not self._flight:
+            return False
         if not self.has_optimizer:
             self._warn(
                 "optimizer",
@@ -189,16 +179,12 @@ class ForwardOverlap:
             )
         return self.has_optimizer
 
-    def take_over(
-        self,
-        flight: PieceFlight,
-        buckets: Sequence[Bucket],
-        attach: Callable[[Bucket], None],
-        conclude: Callable[[float], None],
-    ) -> None:
-        """Backward has ended well everywhere: complete each bucket when its parameters are needed. Local."""
+    def take_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> None:
+        """The last flight's backward has ended well everywhere: complete each bucket when it is needed. Local."""
+        assert self._flight is not None, "nothing to take over"
         with lock:
-            self._step = _Step(flight, buckets, attach, conclude, set(range(len(buckets))))
+            buckets = self._flight.buckets
+            self._step = _Step(self._flight, attach, conclude, set(range(len(buckets))))
             self._needs.begin()
             for bucket in buckets:
                 outstanding.mark(bucket.parameters, self._complete, bucket.index)
@@ -355,9 +341,10 @@ class ForwardOverlap:
     def stop(self) -> None:
         """Settle, and wait for nothing from now on."""
         self.settle()
-        self.is_on, self.is_idle = False, True
+        self._agreement.is_on, self.is_idle = False, True
         for hook in self._hooks:
             hook.remove()
+        self._hooks = ()
 
     def end_with_program(self) -> None:
         """Complete the last step, for the other ranks need this rank's part of it; not if this program has failed."""

@@ -136,6 +136,12 @@ class TorchSurface:
                 f"register_comm_hook: gradients are combined by reduction={self._reduction!r}, which the hook would "
                 "replace. Leave out either.",
             )
+        if self._steps.setting.searches_caps:
+            self._log_and_throw(
+                RuntimeError,
+                'register_comm_hook and bucket_cap_mb="auto": a hook may keep something of each bucket. Give '
+                "bucket_cap_mb a number.",
+            )
         if self._steps.forward_overlap is not None:
             self._log_and_throw(
                 RuntimeError,
@@ -244,7 +250,7 @@ class TorchSurface:
 
     def _remove_autograd_hooks(self) -> None:
         """From now on gradients stay local."""
-        self.reducer.remove_hooks()
+        self.reducer.arrivals.stop()
 
     def _check_reducer_finalized(self) -> None:
         """Raise if the last backward was not completed; otherwise every backward is, when it returns."""
@@ -310,7 +316,7 @@ class TorchsReducer(Reducer):
 
     def _get_local_used_map(self) -> Tensor:
         """How many ranks used each parameter in the last synchronized backward, shape (parameters,), int32."""
-        words = self._verdict.control.words[: len(self.managed)]
+        words = self.verdict.control.words[: len(self.managed)]
         return words.real.round().to(torch.int32)
 
     def _note_unused(self, unused: list[int]) -> None:

@@ -1,9 +1,10 @@
 """Adasum as a reduction of gradients, `DistributedDataParallel(model, reduction="adasum")`, and its connections.
 
 Rules
-1. Adasum has connections of its own, so that its messages never meet other traffic on the caller's group: shared memory
-   if all ranks are on one host, else a Gloo group. Both are made from c10d's store alone, without `new_group`, which is
-   safe for groups over some of the world's ranks.
+1. Where the caller's group shares memory, Adasum of all its ranks is a collective of that group, in its order, on the
+   tensors where they lie. Else it has connections of its own, so that its messages never meet other traffic on the
+   caller's group: shared memory if all ranks are on one host, else a Gloo group. Both are made from c10d's store alone,
+   without `new_group`, which is safe for groups over some of the world's ranks.
 2. Their key in the store is random, drawn by rank 0 and broadcast over the caller's group at the first launch. So it
    cannot differ between ranks with a different history, such as a failed constructor on one of them.
 3. Everything that blocks runs on a lane (one thread): Adasums are performed in the order of their launch.
@@ -36,8 +37,10 @@ from paceline.host.processes import whereabouts
 from paceline.observe import StepTiming
 from paceline.process_group.connections import open_transport, store_of_job, timeout_of
 from paceline.process_group.executor import Executor, flat_view
-from paceline.reductions.adasum.operator import Segments
-from paceline.reductions.adasum.over_ranks import AdasumOverRanks, Norms
+from paceline.process_group.shared_vectors import shared_vectors_of
+from paceline.reductions.adasum.in_shared_memory import combine_shared
+from paceline.reductions.adasum.operator import Norms, Segments
+from paceline.reductions.adasum.over_ranks import AdasumOverRanks
 from paceline.reductions.reduction import Message, Reduction, real_numel
 from paceline.schedules import Topology, circulant
 from paceline.schedules.vector_halving import vector_halving
@@ -121,10 +124,16 @@ class Adasum(Reduction):
     def launch(self, message: Message) -> Pending:
         if message.process_group.size() == 1:
             return Done()
+        segments = Segments(tuple(map(real_numel, message.gradients)))
+        on_all_vectors = shared_vectors_of(message.process_group) if self.hosts is None else None
+        if on_all_vectors is not None:
+            work = on_all_vectors(
+                "adasum", message.body, lambda vectors: self._keep(combine_shared(vectors, segments))
+            )
+            return PendingWork(work)
         if self._connection is None:
             self._connection = Connection(message.process_group, message.flat.device, self._find_topology)
-        sizes = tuple(map(real_numel, message.gradients))
-        return self._connection.launch(message.body, Segments(sizes), self._keep)
+        return self._connection.launch(message.body, segments, self._keep)
 
     def end_step(self, timing: StepTiming) -> None:
         self.note_step()

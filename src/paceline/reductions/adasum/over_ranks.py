@@ -26,6 +26,7 @@ from paceline.reductions.adasum.operator import (
     NUM_DOTS,
     RIGHT,
     Chunk,
+    Norms,
     Segments,
     add_dots,
     add_peaks,
@@ -37,14 +38,6 @@ from paceline.reductions.adasum.operator import (
 from paceline.schedules.schedule import cut
 from paceline.schedules.vector_halving import Level, Team, VectorHalving
 from paceline.transports import Transport
-
-
-@dataclass(frozen=True)
-class Norms:
-    """Squared norms of the result and, summed, of the inputs; by-products of the dot products."""
-
-    of_result: float
-    of_inputs: float
 
 
 class AdasumOverRanks:

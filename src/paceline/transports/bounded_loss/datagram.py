@@ -3,7 +3,8 @@
 ```text
  0  8  code: SipHash-2-4 of all that follows, by the key of this direction between these two ranks
  8  4  collective: its number on this connection
-12  4  number: of this datagram among all DATA and END from this rank to that one; never used again (0 for others)
+12  4  number: of this datagram among all DATA and END from this rank to that one; never used again; in FEEDBACK how
+       long the received one whose time is echoed was on its way, by the two ranks' clocks
 16  4  time: microseconds on the sender's clock; in FEEDBACK the echo of a received one
 20  4  begun: how many collectives the sender has begun
 24  4  chunk: of the transfer; in FEEDBACK the largest number received; in NACK the first chunk of the bitmap
@@ -11,10 +12,13 @@
 32  2  sender
 34  1  kind
 35  1  flags
-36  4  aux: in DATA and END, of phase 0 how many chunks are protected, of phase 1 how many were lost in this shard;
-          in FEEDBACK how many datagrams carried a congestion mark; in NACK the number of the END it answers
+36  4  aux: in DATA and END of phase 0 how many chunks are protected; in FEEDBACK how many datagrams carried a
+          congestion mark; in NACK the number of the END it answers
 40     payload: a chunk, or a bitmap
 ```
+
+A FEEDBACK's bitmap says of the numbers below the largest, backwards, which have arrived. It is as short as it can be:
+what it does not reach has arrived, up to `most_bits` back; what is further back is lost.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.machine_code import compiled
 from paceline.transports.bounded_loss.siphash import siphash
 
@@ -44,6 +49,12 @@ _CODE_BYTES = 8
 def payload_room(mtu: int) -> int:
     """Bytes of a gradient in one datagram that fits into an IP packet of `mtu` bytes; a multiple of 8."""
     return min((mtu - 28 - HEADER_BYTES) // 8 * 8, MOST_PAYLOAD_BYTES)
+
+
+@compiled
+def most_bits(payload: int) -> int:
+    """The length of a FEEDBACK's longest bitmap."""
+    return min(e.FEEDBACK_BITS, payload // 4 * 32)
 
 
 @compiled

@@ -3,7 +3,9 @@
 Rules
 1. It returns when something happened that Python must know: a collective finished, a peer was lost, somebody called.
 2. It sends no faster than the kernel takes datagrams: what it did not take is sent before anything new is made.
-3. While transfers are under way it rests for a fixed short time rather than until the next datagram, so that one turn
+3. Of the chunks in the kernel's queue there are only as many as keep the link busy until the next turn (`_room`):
+   which peer is served, and how fast, is decided as late as possible, and peers are served evenly.
+4. While transfers are under way it rests for a fixed short time rather than until the next datagram, so that one turn
    handles several: waking up for each would cost more than handling it.
 """
 
@@ -29,6 +31,11 @@ _IDLE_US = 50_000
 _PENDING, _SENT_UPTO, _SEGMENTS, _ERROR = range(4)
 
 
+_SMALLEST_LIMIT, _LARGEST_LIMIT = 16 * 1024, 1024 * 1024
+_PERIOD_TURNS = 128
+_LIMIT, _LOWEST, _TURNS, _WAS_FULL = range(4)
+
+
 class Io(NamedTuple):
     """The loop's own memory."""
 
@@ -37,6 +44,9 @@ class Io(NamedTuple):
     descriptors: NDArray[np.int64]  # the socket, and what wakes the loop
     events: NDArray[np.int64]
     scratch: NDArray[np.int64]
+    local: NDArray[
+        np.int64
+    ]  # the kernel's queue: limit in bytes, lowest length seen, turns, whether it was full
     status: NDArray[np.int64]  # messages pending, of these sent, segments of a message, error
 
 
@@ -50,6 +60,7 @@ def new_io(
         descriptors=np.array([descriptor, wake], np.int64),
         events=np.array([system.POLL_IN, system.POLL_IN], np.int64),
         scratch=np.zeros(4, np.int64),
+        local=np.array([_SMALLEST_LIMIT, _LARGEST_LIMIT, 0, 0], np.int64),
         status=np.array([0, 0, segments, 0], np.int64),
     )
 
@@ -83,7 +94,7 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
             if stage in (e.ARRIVED_ALL, e.FINISHED):
                 return HAPPENED
             is_active = is_active or stage != e.FREE
-        if t.numbers[e.LOST_PEER] >= 0 or t.numbers[e.MISFIT_PEER] >= 0:
+        if max(t.numbers[e.LOST_PEER], t.numbers[e.MISFIT_PEER], t.numbers[e.STUCK_PEER]) >= 0:
             return HAPPENED
         if now > until:
             return TIME_IS_UP
@@ -102,7 +113,8 @@ def _send(t: Any, io: Any, now: int) -> int:
     batch, status = io.outgoing, io.status
     for _ in range(4):
         if status[_PENDING] == status[_SENT_UPTO]:
-            count = transmit(t, batch.words, batch.longs, batch.sizes, batch.peers, now)
+            most = _room(io.local, system.queued_bytes(io.descriptors[0], io.scratch), batch.rows.shape[1])
+            count = transmit(t, batch.words, batch.longs, batch.sizes, batch.peers, now, most)
             status[_SENT_UPTO] = 0
             status[_PENDING] = system.prepare_messages(batch, count, status[_SEGMENTS])
             if count == 0:
@@ -122,6 +134,31 @@ def _send(t: Any, io: Any, now: int) -> int:
                 if -taken == system.TOO_LONG:
                     return -1
     return 0
+
+
+@compiled
+def _room(local: Any, queued: int, row_bytes: int) -> int:
+    """How many chunks may be added to the kernel's queue of `queued` bytes; finds the limit for it.
+
+    A queue that was full and is empty now was too short for the time between turns: its limit doubles. One that was
+    never short had more than was needed: the limit shrinks by what was always left over.
+
+    Source:
+        Herbert 2011, "Byte queue limits" (Linux, lib/dynamic_queue_limits.c), the idea.
+    """
+    if local[_WAS_FULL]:
+        if queued == 0:
+            local[_LIMIT] = min(2 * local[_LIMIT], _LARGEST_LIMIT)
+            local[_TURNS], local[_LOWEST] = 0, _LARGEST_LIMIT
+        local[_LOWEST] = min(local[_LOWEST], queued)
+        local[_TURNS] += 1
+        if local[_TURNS] >= _PERIOD_TURNS:
+            spare = max(0, local[_LOWEST] - local[_LIMIT] // 4)
+            local[_LIMIT] = max(local[_LIMIT] - spare, _SMALLEST_LIMIT)
+            local[_TURNS], local[_LOWEST] = 0, _LARGEST_LIMIT
+    most = max(0, local[_LIMIT] - queued) // row_bytes
+    local[_WAS_FULL] = most == 0
+    return int(most)
 
 
 @compiled

@@ -21,11 +21,13 @@ from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.receiving import allowed_losses, place, take_datagrams
 from paceline.transports.bounded_loss.sending import advance, transmit
-from paceline.transports.bounded_loss.shards import add_survivors, num_chunks, shard_bytes
+from paceline.transports.bounded_loss.shards import mask_bytes, num_chunks, shard_bytes, transfer_chunks
+from paceline.transports.lossy_sums import add_survivors, lost_ranges
 from paceline.transports.lossy_transport import Bound, Losses
 
 _FIRST_ROOM = 256
 _PPM = 1_000_000
+_ANY_NUMBER = 1 << 30
 
 
 class Endpoint:
@@ -56,7 +58,7 @@ class Endpoint:
         for peer in range(num_ranks):
             window.reset(self.tables.peers[peer], self.tables.rates[peer])
         self._held: dict[int, NDArray[Any]] = {}  # the vectors that `slots` has addresses of
-        self._buffers: list[list[NDArray[np.uint8]]] = [[np.empty(0, np.uint8)] * 2 for _ in range(e.SLOTS)]
+        self._buffers: list[list[NDArray[np.uint8]]] = [[np.empty(0, np.uint8)] * 3 for _ in range(e.SLOTS)]
 
     @property
     def row_bytes(self) -> int:
@@ -86,26 +88,26 @@ class Endpoint:
         item = vector.itemsize
         per_rank = -(-len(vector) // self.num_ranks)
         shard = -(-per_rank * item // 8) * 8
-        staging, reduced = self._memory(slot, shard)
         self._held[collective] = vector
-        t = self.tables = e.with_room(t, num_chunks(shard, payload))
         row = t.slots[slot]
         row[:] = 0
         row[e.S_COLLECTIVE], row[e.S_STAGE], row[e.S_BYTES] = collective, e.REDUCING, vector.nbytes
         row[e.S_SHARD], row[e.S_ITEM] = shard, item
         row[e.S_BOUND_PPM] = int(bound.ratio * _PPM)
         row[e.S_PROTECT_PPM] = int(bound.protected_ratio * _PPM)
-        row[e.S_GRADIENT], row[e.S_STAGING], row[e.S_REDUCED] = (
-            vector.ctypes.data,
-            staging.ctypes.data,
-            reduced.ctypes.data,
-        )
+        row[e.S_IS_SCALED] = bound.is_scaled
+        row[e.S_MASK_ROOM] = mask_bytes(row, 0, self.num_ranks, payload)  # no shard is longer than the first
+        staging, reduced, masks = self._memory(slot, shard, num_chunks(shard, payload) * payload)
+        row[e.S_GRADIENT], row[e.S_STAGING] = vector.ctypes.data, staging.ctypes.data
+        row[e.S_REDUCED], row[e.S_MASKS] = reduced.ctypes.data, masks.ctypes.data
+        t = self.tables = e.with_room(t, transfer_chunks(row, 1, 0, self.num_ranks, payload))
+        row = t.slots[slot]
         for phase in range(2):
             for peer in range(self.num_ranks):
                 incoming = t.incoming[slot, phase, peer]
                 incoming[:] = 0
-                incoming[e.I_BYTES] = shard_bytes(row, self.rank if phase == 0 else peer)
-                incoming[e.I_CHUNKS] = num_chunks(incoming[e.I_BYTES], payload)
+                owner = self.rank if phase == 0 else peer
+                incoming[e.I_CHUNKS] = transfer_chunks(row, phase, owner, self.num_ranks, payload)
                 incoming[e.I_DONE] = incoming[e.I_CHUNKS] == 0
                 t.have[slot, phase, peer, : incoming[e.I_CHUNKS]] = 0
         t.outgoing[slot] = 0
@@ -137,10 +139,20 @@ class Endpoint:
         take_datagrams(self.tables, rows, words, longs, sizes, marks, count, now_us)
         self.go_on(now_us)
 
-    def transmit(self, rows: NDArray[np.uint8], sizes: NDArray[Any], peers: NDArray[Any], now_us: int) -> int:
-        """Write the datagrams that should leave now, one a row, with their sizes and receivers; return how many."""
+    def transmit(
+        self,
+        rows: NDArray[np.uint8],
+        sizes: NDArray[Any],
+        peers: NDArray[Any],
+        now_us: int,
+        most: int = _ANY_NUMBER,
+    ) -> int:
+        """Write the datagrams that should leave now, one a row, with their sizes and receivers; return how many.
+
+        At most `most` of them are chunks of vectors.
+        """
         words, longs = d.words_of(rows)
-        count: int = transmit(self.tables, words, longs, sizes, peers, now_us)
+        count: int = transmit(self.tables, words, longs, sizes, peers, now_us, most)
         self.go_on(now_us)
         return count
 
@@ -149,14 +161,7 @@ class Endpoint:
         t, found = self.tables, []
         for slot in np.flatnonzero(t.slots[:, e.S_STAGE] == e.FINISHED):
             row = t.slots[slot]
-            missing = [int(t.incoming[slot, 1, peer, e.I_AUX]) for peer in range(self.num_ranks)]
-            missing[self.rank] = int(row[e.S_LOST])
-            payload = int(t.numbers[e.PAYLOAD])
-            expected = [
-                (self.num_ranks - 1) * int(num_chunks(shard_bytes(row, peer), payload))
-                for peer in range(self.num_ranks)
-            ]
-            found.append(Losses(int(row[e.S_COLLECTIVE]), tuple(missing), tuple(expected)))
+            found.append(self._losses(int(slot)))
             row[e.S_STAGE] = e.RETIRED
             del self._held[int(row[e.S_COLLECTIVE])]
         if found:
@@ -170,6 +175,12 @@ class Endpoint:
         return peer if peer >= 0 else None
 
     @property
+    def stuck_peer(self) -> int | None:
+        """A peer that is heard, and to which no chunk gets through: larger datagrams are lost on the way."""
+        peer = int(self.tables.numbers[e.STUCK_PEER])
+        return peer if peer >= 0 else None
+
+    @property
     def misfit_peer(self) -> int | None:
         """A peer whose transfers do not have the size that they should."""
         peer = int(self.tables.numbers[e.MISFIT_PEER])
@@ -180,12 +191,29 @@ class Endpoint:
         """Whether nothing is under way, also not for a peer."""
         return bool((self.tables.slots[:, e.S_STAGE] == e.FREE).all())
 
-    def missing_mask(self, collective: int) -> NDArray[np.uint8]:
-        """Whose chunks of this rank's shard arrived, shape (P, chunks); valid until `take_finished`."""
-        slot = collective % e.SLOTS
-        chunks = int(self.tables.incoming[slot, 0, (self.rank + 1) % self.num_ranks, e.I_CHUNKS])
-        found: NDArray[np.uint8] = self.tables.have[slot, 0, :, :chunks].copy()
-        return found
+    def _losses(self, slot: int) -> Losses:
+        """What was lost of a collective that has finished, on all ranks, from the masks behind the reduced shards."""
+        row, payload = self.tables.slots[slot], int(self.tables.numbers[e.PAYLOAD])
+        item, ranks = int(row[e.S_ITEM]), self.num_ranks
+        chunks = [int(num_chunks(shard_bytes(row, owner), payload)) for owner in range(ranks)]
+        ranges = [np.empty((0, 3), np.int64)]
+        masks = self._buffers[slot][2]
+        for owner in range(ranks):
+            first, size = owner * int(row[e.S_MASK_ROOM]), int(mask_bytes(row, owner, ranks, payload))
+            mask = masks[first : first + size]
+            if mask.any():
+                bits = np.unpackbits(mask.reshape(ranks, -1), axis=1, count=chunks[owner])
+                begin = owner * int(row[e.S_SHARD]) // item
+                end = begin + int(shard_bytes(row, owner)) // item
+                ranges.append(lost_ranges(bits, begin, end, payload // item))
+            else:
+                ranges.append(ranges[0])
+        return Losses(
+            collective=int(row[e.S_COLLECTIVE]),
+            missing=tuple(len(of_owner) for of_owner in ranges[1:]),
+            expected=tuple((ranks - 1) * count for count in chunks),
+            ranges=np.concatenate(ranges),
+        )
 
     def _start_phase(self, slot: int, phase: int) -> None:
         """Let a phase's chunks be sent to every peer."""
@@ -194,7 +222,7 @@ class Endpoint:
         for peer in range(self.num_ranks):
             outgoing = t.outgoing[slot, phase, peer]
             outgoing[:] = 0
-            chunks = num_chunks(shard_bytes(row, peer if phase == 0 else self.rank), payload)
+            chunks = transfer_chunks(row, phase, peer if phase == 0 else self.rank, self.num_ranks, payload)
             outgoing[e.O_CHUNKS] = chunks
             if chunks == 0 or peer == self.rank:
                 continue
@@ -204,10 +232,8 @@ class Endpoint:
             t.chunk_state[slot, phase, peer, :chunks] = e.UNSENT
             if phase == 0:
                 protected = self._protect(slot, peer, chunks)
-                outgoing[e.O_AUX] = protected
+                outgoing[e.O_PROTECTED] = protected
                 outgoing[e.O_ALLOWED] = allowed_losses(chunks - protected, int(row[e.S_BOUND_PPM]))
-            else:
-                outgoing[e.O_AUX] = row[e.S_LOST]
 
     def _protect(self, slot: int, peer: int, chunks: int) -> int:
         """Choose the chunks that must arrive: those of the largest mean magnitude. Returns how many."""
@@ -233,17 +259,28 @@ class Endpoint:
         if size == 0:
             return
         own = vector[self.rank * shard // item :][: size // item]
-        staging, reduced = self._buffers[slot]
+        staging, reduced, masks = self._buffers[slot]
         staged = staging[: self.num_ranks * shard].reshape(self.num_ranks, shard)[:, :size].view(vector.dtype)
         result = reduced[:size].view(vector.dtype)
         payload = int(t.numbers[e.PAYLOAD])
-        arrived = t.have[slot, 0, :, : num_chunks(size, payload)]
-        row[e.S_LOST] = add_survivors(result, own, staged, arrived, self.rank, payload // item)
+        chunks = num_chunks(size, payload)
+        arrived = t.have[slot, 0, :, :chunks]
+        add_survivors(result, own, staged, arrived, self.rank, payload // item, bool(row[e.S_IS_SCALED]))
         own[:] = result
+        length = mask_bytes(row, self.rank, self.num_ranks, payload)
+        if length:
+            missing = arrived == 0
+            missing[self.rank] = False
+            mask = np.packbits(missing, axis=1).reshape(-1)
+            reduced[chunks * payload :][:length] = masks[self.rank * int(row[e.S_MASK_ROOM]) :][:length] = (
+                mask
+            )
 
-    def _memory(self, slot: int, shard: int) -> list[NDArray[np.uint8]]:
-        """Buffers for what the others send of this rank's shard, and for its sum; they only grow."""
-        for number, size in enumerate((self.num_ranks * shard, shard)):
+    def _memory(self, slot: int, shard: int, whole_chunks: int) -> list[NDArray[np.uint8]]:
+        """Buffers for what the others send of this rank's shard, its sum with a mask, and all masks; they only grow."""
+        room = int(self.tables.slots[slot, e.S_MASK_ROOM])
+        sizes = (self.num_ranks * shard, whole_chunks + room, self.num_ranks * room)
+        for number, size in enumerate(sizes):
             if self._buffers[slot][number].nbytes < size:
                 self._buffers[slot][number] = np.zeros(size, np.uint8)
         return self._buffers[slot]

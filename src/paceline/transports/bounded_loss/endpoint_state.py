@@ -1,7 +1,8 @@
 """The memory of an endpoint: tables of numbers that compiled code works on, and the names of their columns.
 
 A collective reduces one vector: phase 0 sends every rank its shard of everybody's vector, phase 1 sends the reduced
-shards to everybody. A transfer is what one rank sends another in one phase: chunks of a datagram each.
+shards to everybody, and behind each, if anything may be lost, a mask of whose chunks are missing in it. A transfer is
+what one rank sends another in one phase: chunks of a datagram each.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ LATE_REPLIES = 16
 RANK, RANKS, PAYLOAD, BEGUN_HERE, OLDEST, TURN, STRANGERS, STALE, DUPLICATES, LOST_PEER, MISFIT_PEER = range(
     11
 )
-SILENCE_US, IS_CHANGED, SENT, REPEATED, MARKED, REPLAYED = range(11, 17)
-NUM_NUMBERS = 17
+SILENCE_US, IS_CHANGED, SENT, REPEATED, MARKED, REPLAYED, STUCK_PEER = range(11, 18)
+NUM_NUMBERS = 18
 
 # slots: a collective
 (
@@ -36,10 +37,12 @@ NUM_NUMBERS = 17
     S_GRADIENT,
     S_STAGING,
     S_REDUCED,
-    S_LOST,
     S_PROTECT_PPM,
+    S_IS_SCALED,
+    S_MASKS,
+    S_MASK_ROOM,
     NUM_S,
-) = range(12)
+) = range(14)
 FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED = range(6)
 """Stages of a slot: ARRIVED_ALL is to be summed; it stays RETIRED while a peer may still need a repetition."""
 
@@ -55,9 +58,10 @@ FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED = range(6)
     O_ALLOWED,
     O_END_AT,
     O_TRIES,
-    O_AUX,
+    O_PROTECTED,
+    O_ENDS,
     NUM_O,
-) = range(12)
+) = range(13)
 UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
 """States of a chunk at its sender."""
 
@@ -71,10 +75,8 @@ UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
     I_END_AT,
     I_END_NUMBER,
     I_REPLY,
-    I_AUX,
-    I_BYTES,
     NUM_I,
-) = range(11)
+) = range(9)
 NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
 
 # peers: counts, times in microseconds
@@ -107,11 +109,24 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     P_LATE,
     P_STASHED,
     P_REORDERED_AT,
+    P_HAS_WAY,
+    P_WAY,
+    P_STUCK_SINCE,
     NUM_P,
-) = range(29)
+) = range(32)
 
 # rates: a peer's, floating; times in microseconds
-R_WINDOW, R_RTT, R_MIN_RTT, R_ROUND_RTT, R_ALPHA, R_NEXT_AT, R_MAX_RTT, R_MIN_RTT_AT, NUM_R = range(9)
+(
+    R_WINDOW,
+    R_RTT,
+    R_ALPHA,
+    R_NEXT_AT,
+    R_MIN_WAIT,
+    R_MIN_WAIT_AT,
+    R_ROUND_WAIT,
+    R_SHORT_AT,
+    NUM_R,
+) = range(9)
 
 # ring: a datagram that was sent
 G_COLLECTIVE, G_CHUNK, G_STATE, G_NUMBER, NUM_G = range(5)
@@ -150,7 +165,7 @@ def new_tables(rank: int, num_ranks: int, payload_bytes: int, header_bytes: int,
 
     numbers = zeros(NUM_NUMBERS)
     numbers[RANK], numbers[RANKS], numbers[PAYLOAD] = rank, num_ranks, payload_bytes
-    numbers[LOST_PEER] = numbers[MISFIT_PEER] = -1
+    numbers[LOST_PEER] = numbers[MISFIT_PEER] = numbers[STUCK_PEER] = -1
     slots = zeros(SLOTS, NUM_S)
     slots[:, S_COLLECTIVE] = -1
     return Tables(

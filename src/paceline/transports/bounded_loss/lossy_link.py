@@ -42,10 +42,10 @@ _ROWS = 64
 _SLICE_US = 100_000
 _SILENCE_S = 20.0
 _LINGER_S = 2.0
-_SEND_BUFFER_BYTES = 128 * 1024
+_SEND_BUFFER_BYTES = 1024 * 1024
 _RECEIVE_BUFFER_BYTES = 4 * 1024 * 1024
 _LEAST_RECEIVE_BUFFER_BYTES = 1024 * 1024
-_SO_RCVBUFFORCE = 33
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 _IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_RECVTOS = 10, 2, 13
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 _ECN_CAPABLE = 2
@@ -149,10 +149,10 @@ class _Driver:
         self._socket = _bind(address)
         self.place: tuple[str, int] = self._socket.getsockname()
         agreement = KeyAgreement()
-        meeting = Rendezvous(store, rank, num_ranks, timeout, "connecting to sum gradients over UDP")
+        rendezvous = Rendezvous(store, rank, num_ranks, timeout, "connecting to sum gradients over UDP")
         card = {"place": self.place, "public": agreement.public, "mtu": _mtu_of(address)}
-        meeting.publish("place", json.dumps(card))
-        cards = [json.loads(words) for words in meeting.collect("place")]
+        rendezvous.publish("place", json.dumps(card))
+        cards = [json.loads(words) for words in rendezvous.collect("place")]
         keys = {
             peer: agreement.secret_with(other["public"]) for peer, other in enumerate(cards) if peer != rank
         }
@@ -233,10 +233,6 @@ class _Driver:
     def _end_finished(self) -> None:
         if not self._under_way:
             return
-        slots = self.endpoint.tables.slots
-        for number in slots[slots[:, e.S_STAGE] == e.FINISHED, e.S_COLLECTIVE]:
-            if slots[int(number) % e.SLOTS, e.S_LOST]:
-                self._under_way[int(number)].missing = self.endpoint.missing_mask(int(number))
         for finished in self.endpoint.take_finished():
             self._under_way.pop(finished.collective).end(finished)
 
@@ -248,6 +244,15 @@ class _Driver:
             raise ProtocolError(
                 f"rank {self._rank} and rank {misfit} sum vectors of different lengths. Every rank launches the same "
                 "sums in the same order; another model, or another bucket size, on one of them causes this."
+            )
+        stuck = self.endpoint.stuck_peer
+        if stuck is not None:
+            raise PeerLostError(
+                f"rank {self._rank} hears rank {stuck} ({self._places[stuck][0]}), but none of its datagrams of "
+                f"{self.endpoint.row_bytes + 28} bytes got there for {self._silence_s:g} s: a router between them "
+                "drops what is longer than its MTU, silently. Set the smallest MTU of the path on every host, for "
+                "example: ip link set dev eth0 mtu 1400.",
+                stuck,
             )
         lost, waited_s = self.endpoint.lost_peer, self._silence_s
         oldest = min(self._under_way)
@@ -303,6 +308,7 @@ def _bind(address: str) -> socket.socket:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         with contextlib.suppress(PermissionError):
+            made.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _SEND_BUFFER_BYTES)
             made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER_BYTES)
         got = made.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
         if got < _LEAST_RECEIVE_BUFFER_BYTES:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -17,7 +19,17 @@ def compiled(function: _F) -> _F:
     References to arrays are not counted, so nothing can be allocated: the counting would be most of the code.
     """
     options: Any = {"nogil": True, "cache": True, "error_model": "numpy", "_nrt": False}
-    return cast("_F", numba.njit(**options)(function))
+    made: Any = numba.njit(**options)(function)
+    # numba looks at the function's own file only, but what it calls, and the columns of the tables, are compiled in.
+    with contextlib.suppress(AttributeError):
+        made._cache._cache_file._source_stamp = _SOURCES
+    return cast("_F", made)
+
+
+_SOURCES = tuple(
+    (path.name, path.stat().st_mtime_ns, path.stat().st_size)
+    for path in sorted(Path(__file__).parent.glob("*.py"))
+)
 
 
 copy_memory: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))

@@ -18,7 +18,7 @@ from paceline.transports.bounded_loss import congestion_window as window
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
-from paceline.transports.bounded_loss.shards import incoming_address
+from paceline.transports.bounded_loss.shards import chunk_bytes, incoming_address
 
 _GRACE_US = 2000
 _REMEMBER_US = 10_000_000
@@ -178,22 +178,21 @@ def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> Non
         return
     if phase == 0:
         incoming[e.I_PROTECTED] = min(np.int64(word[d.AUX]), chunks)
-    else:
-        incoming[e.I_AUX] = np.int64(word[d.AUX])
     if kind == d.END:
         incoming[e.I_END_AT] = now_us
         incoming[e.I_END_NUMBER] = d.widened(np.int64(word[d.NUMBER]), max(t.peers[peer, e.P_RX_LARGEST], 0))
         t.peers[peer, e.P_TELL_NOW] = 1
     else:
         payload = n[e.PAYLOAD]
-        length = min(payload, incoming[e.I_BYTES] - chunk * payload)
+        owner = n[e.RANK] if phase == 0 else peer
+        length = chunk_bytes(t.slots[slot], phase, owner, n[e.RANKS], payload, min(chunk, chunks - 1))
         if chunk >= chunks or size - d.HEADER_BYTES != length:
             n[e.MISFIT_PEER] = peer
             return
         if t.have[slot, phase, peer, chunk]:
             n[e.DUPLICATES] += 1
             return
-        target = incoming_address(t.slots[slot], phase, peer) + chunk * payload
+        target = incoming_address(t.slots[slot], phase, peer, payload, chunk)
         copy_memory(target, row.ctypes.data + d.HEADER_BYTES, length)
         t.have[slot, phase, peer, chunk] = 1
         incoming[e.I_GOT] += 1
@@ -239,20 +238,23 @@ def _take_feedback(t: Any, peer: int, row: Any, word: Any, size: int, now_us: in
     largest = d.widened(np.int64(word[d.CHUNK]), p[e.P_NEXT])
     if largest >= p[e.P_NEXT] or largest < p[e.P_UNRESOLVED] - 1:
         return  # of an earlier moment
-    bits = (size - d.HEADER_BYTES) * 8
+    bits, most = (size - d.HEADER_BYTES) * 8, d.most_bits(t.numbers[e.PAYLOAD])
     progress = 0
     for number in range(p[e.P_UNRESOLVED], largest + 1):
         sent = t.ring[peer, number % e.RING]
         if sent[e.G_STATE] != e.IN_FLIGHT:
             continue
         back = largest - number
-        if back == 0 or (back <= bits and (row[d.HEADER_BYTES + (back - 1) // 8] >> ((back - 1) % 8)) & 1):
+        is_told = back > 0 and back <= bits
+        if (not is_told and back <= most) or (
+            is_told and (row[d.HEADER_BYTES + (back - 1) // 8] >> ((back - 1) % 8)) & 1
+        ):
             sent[e.G_STATE] = e.ARRIVED
             p[e.P_FLYING] -= 1
             p[e.P_ROUND_GOOD] += 1
             progress += 1
             _confirm(t, peer, sent)
-        elif back >= p[e.P_REORDER] or back > bits:
+        elif back >= p[e.P_REORDER]:
             give_up(t, peer, number)
             p[e.P_ROUND_LOST] += 1
     for back in range(
@@ -279,9 +281,9 @@ def _take_feedback(t: Any, peer: int, row: Any, word: Any, size: int, now_us: in
         p[e.P_BACKOFF] = 0
         rtt = (now_us - np.int64(word[d.TIME])) & 0xFFFFFFFF
         if 0 < rtt < _LONGEST_RTT_US:
-            window.note_round_trip(rate, float(rtt), now_us)
+            window.note_round_trip(p, rate, float(rtt), np.int64(word[d.NUMBER]), now_us)
         if largest >= p[e.P_ROUND_END]:
-            window.end_round(p, rate)
+            window.end_round(p, rate, now_us)
 
 
 @compiled

@@ -1,7 +1,8 @@
 """What an endpoint sends, and when; compiled, many datagrams at a time.
 
 Rules
-1. Collectives go in their order; of one, repetitions first, then chunks that were never sent, then an END.
+1. Collectives go in their order; of one, repetitions first, then chunks that were never sent, then an END, and soon
+   another: nothing follows whose arrival would tell that the first was lost, and the answer may be lost as well.
 2. The first chunk of a transfer differs from collective to collective, so that no part of a vector is always the last
    one, which losses hit more often.
 3. Ranks are served in turn, by bursts of a few datagrams: a small switch buffer holds a burst from everybody.
@@ -20,12 +21,15 @@ from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
 from paceline.transports.bounded_loss.receiving import give_up, judge
-from paceline.transports.bounded_loss.shards import outgoing_address, shard_bytes
+from paceline.transports.bounded_loss.shards import chunk_bytes, outgoing_address
 
 BURST = 8
-_FEEDBACK_DELAY_US = 1000
+_FEEDBACK_DELAY_US = 2000
 _LEAST_TIMEOUT_US = 10_000
+_FIRST_TIMEOUT_US = 40_000
 _MOST_BACKOFF = 5
+_MOST_TIMEOUTS = 12
+_AGAIN_US = 1000
 _ASK_EVERY_US = 200_000
 _ENDED = -1
 _NOTHING = -2
@@ -62,7 +66,7 @@ def _all_done(t: Any, slot: int, phase: int) -> bool:
 
 
 @compiled
-def transmit(t: Any, words: Any, longs: Any, sizes: Any, peers: Any, now_us: int) -> int:
+def transmit(t: Any, words: Any, longs: Any, sizes: Any, peers: Any, now_us: int, most: int) -> int:
     """Fill rows with the datagrams that should leave now; return how many.
 
     Args:
@@ -72,6 +76,7 @@ def transmit(t: Any, words: Any, longs: Any, sizes: Any, peers: Any, now_us: int
         sizes: Out: bytes of each datagram.
         peers: Out: to whom each goes; those to one peer follow each other.
         now_us: The time.
+        most: Of chunks; what answers peers goes in any case.
     """
     n = t.numbers
     ranks, rank = n[e.RANKS], n[e.RANK]
@@ -84,7 +89,9 @@ def transmit(t: Any, words: Any, longs: Any, sizes: Any, peers: Any, now_us: int
     n[e.TURN] += 1
     for turn in range(ranks - 1):
         peer = (rank + 1 + (n[e.TURN] + turn) % (ranks - 1)) % ranks
-        count = _send_burst(t, peer, words, sizes, peers, count, now_us)
+        before = count
+        count = _send_burst(t, peer, words, sizes, peers, count, now_us, most)
+        most -= count - before
     for i in range(count):
         d.seal(longs[i], sizes[i], t.keys[peers[i], 0], t.keys[peers[i], 1])
     n[e.SENT] += count
@@ -96,13 +103,20 @@ def _watch(t: Any, peer: int, now_us: int) -> None:
     """Do what is due by the clock: timeouts, grace, signs of life."""
     n, p, rate = t.numbers, t.peers[peer], t.rates[peer]
     timeout_us = _LEAST_TIMEOUT_US + 2 * np.int64(rate[e.R_RTT])
+    if not p[e.P_HAS_WAY]:
+        timeout_us = _FIRST_TIMEOUT_US  # no round trip is known yet
     if p[e.P_FLYING] > 0 and now_us - p[e.P_PROGRESS_AT] > timeout_us << min(p[e.P_BACKOFF], _MOST_BACKOFF):
         for number in range(p[e.P_UNRESOLVED], p[e.P_NEXT]):
             if t.ring[peer, number % e.RING, e.G_STATE] == e.IN_FLIGHT:
                 give_up(t, peer, number)
         p[e.P_UNRESOLVED] = p[e.P_NEXT]
         p[e.P_PROGRESS_AT] = now_us
+        if p[e.P_BACKOFF] == 0:
+            p[e.P_STUCK_SINCE] = now_us
         p[e.P_BACKOFF] += 1
+        is_stuck = p[e.P_BACKOFF] > _MOST_TIMEOUTS and now_us - p[e.P_STUCK_SINCE] > n[e.SILENCE_US]
+        if is_stuck and now_us - p[e.P_HEARD_AT] < n[e.SILENCE_US] // 2:
+            n[e.STUCK_PEER] = peer  # it speaks, and nothing that is longer than what it says reaches it
         window.note_silence(p, rate)
     is_needed = False
     for slot in range(e.SLOTS):
@@ -186,9 +200,13 @@ def _reply(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: int, no
 def _write_feedback(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: int, now_us: int) -> int:
     n, p = t.numbers, t.peers[peer]
     largest = p[e.P_RX_LARGEST]
-    bits = min(e.FEEDBACK_BITS, (n[e.PAYLOAD] // 4) * 32)
     word = words[count]
     first = d.HEADER_BYTES // 4
+    furthest = 0
+    for back in range(1, min(d.most_bits(n[e.PAYLOAD]), largest) + 1):
+        if not t.seen[peer, (largest - back) % e.WINDOW]:
+            furthest = back
+    bits = max(1, (furthest + 31) // 32) * 32
     for i in range(first, first + bits // 32):
         word[i] = 0
     for back in range(1, min(bits, largest) + 1):
@@ -201,7 +219,7 @@ def _write_feedback(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count
         0,
         n[e.RANK],
         0,
-        0,
+        p[e.P_RX_TIME_AT] - p[e.P_RX_TIME],
         echo,
         n[e.BEGUN_HERE],
         largest & 0xFFFFFFFF,
@@ -251,12 +269,14 @@ def _write_nacks(
 
 
 @compiled
-def _send_burst(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: int, now_us: int) -> int:
+def _send_burst(
+    t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: int, now_us: int, most: int
+) -> int:
     """Write a few chunks for a peer, as its window and pace allow. Returns the new count."""
     p, rate = t.peers[peer], t.rates[peer]
     if now_us < rate[e.R_NEXT_AT]:
         return count
-    budget = min(np.int64(rate[e.R_WINDOW]) - p[e.P_FLYING], 2 * BURST, sizes.shape[0] - count)
+    budget = min(np.int64(rate[e.R_WINDOW]) - p[e.P_FLYING], 2 * BURST, most, sizes.shape[0] - count)
     budget = min(budget, e.RING - (p[e.P_NEXT] - p[e.P_UNRESOLVED]))
     sent = 0
     newest = t.numbers[e.BEGUN_HERE]
@@ -272,7 +292,7 @@ def _send_burst(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: in
                     if p[e.P_EARLY] >= e.STASH:
                         break
                     p[e.P_EARLY] += 1
-                chunk = _next_chunk(t, slot, phase, peer)
+                chunk = _next_chunk(t, slot, phase, peer, now_us)
                 if chunk == _NOTHING:
                     break
                 _write_chunk(t, slot, phase, peer, chunk, words[count], sizes, peers, count, now_us)
@@ -285,7 +305,7 @@ def _send_burst(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: in
 
 
 @compiled
-def _next_chunk(t: Any, slot: int, phase: int, peer: int) -> int:
+def _next_chunk(t: Any, slot: int, phase: int, peer: int, now_us: int) -> int:
     """Which chunk of a transfer goes next; -1 for an END, -2 for nothing."""
     outgoing = t.outgoing[slot, phase, peer]
     chunks = outgoing[e.O_CHUNKS]
@@ -303,7 +323,9 @@ def _next_chunk(t: Any, slot: int, phase: int, peer: int) -> int:
     if outgoing[e.O_NEXT] < chunks:
         outgoing[e.O_NEXT] += 1
         return int((outgoing[e.O_START] + outgoing[e.O_NEXT] - 1) % chunks)
-    return _NOTHING if outgoing[e.O_END_AT] else _ENDED
+    is_told = outgoing[e.O_END_AT] > 0
+    is_due_again = outgoing[e.O_ENDS] == 1 and now_us - outgoing[e.O_END_AT] > _AGAIN_US
+    return _ENDED if not is_told or is_due_again else _NOTHING
 
 
 @compiled
@@ -327,9 +349,11 @@ def _write_chunk(
     flags, kind, length = phase, d.DATA, 0
     if chunk == _ENDED:
         kind = d.END
-        outgoing[e.O_END_AT] = now_us
+        outgoing[e.O_ENDS] = 2 if outgoing[e.O_END_AT] else 1
+        outgoing[e.O_END_AT] = outgoing[e.O_END_AT] or now_us
     else:
-        length = min(payload, shard_bytes(s, peer if phase == 0 else n[e.RANK]) - chunk * payload)
+        owner = peer if phase == 0 else n[e.RANK]
+        length = chunk_bytes(s, phase, owner, n[e.RANKS], payload, chunk)
         source = outgoing_address(s, phase, peer) + chunk * payload
         copy_memory(word.ctypes.data + d.HEADER_BYTES, source, length)
         if phase == 0 and t.chunk_class[slot, peer, chunk]:
@@ -347,7 +371,7 @@ def _write_chunk(
         n[e.BEGUN_HERE],
         max(chunk, 0),
         outgoing[e.O_CHUNKS],
-        outgoing[e.O_AUX],
+        outgoing[e.O_PROTECTED],
     )
     sizes[at], peers[at] = d.HEADER_BYTES + length, peer
     sent = t.ring[peer, number % e.RING]

@@ -21,11 +21,13 @@ _sendmmsg: Any = types.ExternalFunction(
 )
 _ppoll: Any = types.ExternalFunction("ppoll", types.int32(types.intp, types.uint64, types.intp, types.intp))
 _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
+_ioctl: Any = types.ExternalFunction("ioctl", types.int32(types.int32, types.uint64, types.intp))
 _errno: Any = types.ExternalFunction("__errno_location", types.intp())
 
 AGAIN, INVALID, IO_ERROR, TOO_LONG, NO_BUFFER = 11, 22, 5, 90, 105
 POLL_IN, POLL_OUT = 1, 4
 _MSG_DONTWAIT = 0x40
+_SIOCOUTQ = 0x5411
 _CLOCK_MONOTONIC = 1
 _MSG_WORDS = (
     8  # an mmsghdr, in 64 bits each: name, its length, iov, how many, control, its length, flags, length
@@ -85,6 +87,14 @@ def last_error(scratch: Any) -> int:
     scratch[0] = 0
     copy_memory(scratch.ctypes.data, _errno(), 4)
     return int(scratch[0])
+
+
+@compiled
+def queued_bytes(descriptor: int, scratch: Any) -> int:
+    """Bytes of memory of what the socket has sent and the link has not; `scratch` has shape (N,), int64."""
+    scratch[0] = 0
+    _ioctl(descriptor, _SIOCOUTQ, scratch.ctypes.data)
+    return int(scratch[0] & 0xFFFFFFFF)
 
 
 @compiled

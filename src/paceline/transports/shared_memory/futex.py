@@ -1,7 +1,4 @@
-"""Futexes: sleeping in the kernel until a 32-bit word in shared memory changes, and waking who sleeps (futex(2)).
-
-No spinning: two ranks may share a core, and the one that spins keeps the other from running.
-"""
+"""Futexes: sleeping in the kernel until a 32-bit word in shared memory changes, and waking who sleeps (futex(2))."""
 
 from __future__ import annotations
 
@@ -18,6 +15,16 @@ IS_AVAILABLE = sys.platform == "linux" and _NUMBER is not None and sys.maxsize >
 
 _libc = ctypes.CDLL(None)  # a call through it releases the interpreter's lock
 _syscall = _libc.syscall
+_syscall.argtypes = (  # so that numbers need not be wrapped at each call
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_uint32,
+)
+_KEEPS_NO_ORDER = platform.machine() != "x86_64"
 _fence_lock = threading.Lock()
 
 
@@ -28,12 +35,20 @@ class _TimeSpec(ctypes.Structure):
 def wait_while(address: int, value: int, timeout_s: float) -> None:
     """Sleep while the word at `address` is `value`; returns when woken, on a signal, or after `timeout_s`."""
     limit = _TimeSpec(int(timeout_s), int(timeout_s % 1 * 1e9))
-    _syscall(_NUMBER, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(value), ctypes.byref(limit), None, 0)
+    _syscall(_NUMBER, address, _WAIT, value, ctypes.addressof(limit), None, 0)
 
 
 def wake(address: int) -> None:
     """Wake everyone who waits for the word at `address`."""
-    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _ALL_WAITERS, None, None, 0)
+    _syscall(_NUMBER, address, _WAKE, _ALL_WAITERS, None, None, 0)
+
+
+def let_others_run() -> None:
+    """Let go of the interpreter's lock and offer the core to whoever waits for it: half a microsecond if nobody does.
+
+    `time.sleep(0)` sets a timer, which the kernel may let be late by 50 microseconds: as slow as sleeping.
+    """
+    _libc.sched_yield()
 
 
 def fence() -> None:
@@ -41,7 +56,7 @@ def fence() -> None:
 
     x86 keeps stores in order by itself. Elsewhere a lock's release followed by its acquisition is a full fence.
     """
-    if platform.machine() != "x86_64":
+    if _KEEPS_NO_ORDER:
         with _fence_lock:
             pass
         with _fence_lock:

@@ -1,0 +1,112 @@
+"""`GlobalBatches`: what every way to hand out global batches has in common, whose shares may change between steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch.distributed as dist
+
+from paceline.data.epoch_plan import EpochPlan, StepCut
+from paceline.data.global_batch import GlobalBatch
+from paceline.errors import ConfigurationError, ProtocolError
+
+LAST = ("uneven", "drop")
+
+
+class GlobalBatches(ABC):
+    """One rank's view of global batches that are cut among ranks: what `batch_sampler=` of the model takes.
+
+    Args:
+        batch: What one step trains on each rank.
+        rank: Whose part; None is this process's rank, 0 without a process group.
+        last: What to do when the samples left do not make a whole micro-step.
+
+    Attributes:
+        batch: What the steps train that have not been fetched yet.
+        rank: Whose part is handed out.
+        step: What was handed out last; None outside of a loop over steps.
+    """
+
+    def __init__(self, batch: GlobalBatch, rank: int | None, last: str) -> None:
+        self.batch = batch
+        self.rank = _own_rank() if rank is None else rank
+        self.last = last
+        self.step: StepCut | None = None
+        self._epoch = 0
+        self._start = 0  # samples of this epoch that were trained before the iteration that begins here
+        self._repeats = False  # the step that was handed out last is to be handed out again
+        self._plan: EpochPlan
+        self._check(batch)
+
+    def _check(self, batch: GlobalBatch) -> None:
+        """Make sure that `batch` can be trained."""
+        if not 0 <= self.rank < batch.num_ranks:
+            raise ConfigurationError(
+                f"rank={self.rank} has no part of a batch of {batch}: ranks are 0 to {batch.num_ranks - 1}."
+            )
+        if self.last not in LAST:
+            raise ConfigurationError(
+                f"last={self.last!r} is no way to end an epoch. Give one of {', '.join(map(repr, LAST))}."
+            )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, or the next one."""
+        return self._epoch
+
+    @property
+    @abstractmethod
+    def fetched(self) -> int:
+        """How much of this epoch's order can no longer be cut in another way, in samples over all ranks."""
+
+    # ---- shares that change
+
+    def change(self, batch: GlobalBatch, position: int | None = None) -> None:
+        """Train `batch` in the steps from `position` of this epoch's order on, and in the epochs after it.
+
+        Args:
+            batch: Other shares, or another size.
+            position: Where a step ends; the same on every rank, and at least every rank's `fetched`. None: this rank's
+                own `fetched`, which is right if all ranks fetch equally far ahead.
+
+        Contract:
+            Local; on every rank with equal arguments, before the same step. A `DistributedDataParallel` that was given
+            this object compares the ranks' shares in every step.
+
+        Raises:
+            ConfigurationError: It has another number of ranks, or is larger than the data set.
+            ProtocolError: This rank has fetched samples beyond `position`; nothing was changed.
+        """
+        if batch.num_ranks != self.batch.num_ranks:
+            raise ConfigurationError(
+                f"a batch of {batch} cannot follow one of {self.batch} within a run. Start again with another number "
+                "of ranks from state_dict()."
+            )
+        self._check(batch)
+        at = self.fetched if position is None else position
+        if at < self.fetched:
+            raise ProtocolError(
+                f"rank {self.rank} was to train other shares from sample {at} of epoch {self._epoch} on, but has "
+                f"fetched up to {self.fetched}. Change shares between two steps of one loop over steps(loader)."
+            )
+        self.batch = batch
+        self._plan.change(at, batch)
+
+    def repeat(self, batch: GlobalBatch) -> None:
+        """Hand out the samples of the step under way once more, now and from now on in the shares of `batch`.
+
+        Contract:
+            Local; in a loop over `steps`, on every rank, for the same step. What the loader has fetched is dropped.
+        """
+        if self.step is None:
+            raise ProtocolError(
+                "there is no step to repeat: iterate over steps(loader), which hands them out."
+            )
+        self._check(batch)
+        self._repeats = True
+        self.batch = batch
+        self._plan.change(self.step.position, batch)
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -1,0 +1,222 @@
+"""`GlobalStream`: global batches of data that can only be read in order, divided among ranks.
+
+Rules
+1. Every rank reads the same samples in the same order, and prepares only its own. So who trains a sample is decided
+   when its step is handed out, and shares may change from one step to the next.
+2. A place in the stream is a number of samples, whatever the ranks: a job goes on with another number of them.
+3. A source that keeps state is asked for it before samples of a step are read, and not more than a step ahead: resuming
+   reads less than two global batches again. One that does not is read from the beginning.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+from torch.utils.data import default_collate
+
+from paceline.data.epoch_plan import EpochPlan, num_takers
+from paceline.data.global_batch import GlobalBatch
+from paceline.data.global_batches import GlobalBatches
+from paceline.errors import ConfigurationError
+
+Sample = TypeVar("Sample")
+
+_NO_END = float("inf")
+
+
+class GlobalStream(GlobalBatches, Generic[Sample]):
+    """This rank's batches of every step, from an `IterableDataset` or any other iterable; its samples read in order.
+
+    Limits: Every rank reads every sample, so reading should be cheap: let the source give paths or bytes, and `prepare`
+    decode them. Nothing is shuffled here. In memory are the samples of a global batch, and one a rank more.
+
+    Args:
+        source: Gives the same samples in the same order on every rank, and from the beginning each time it is iterated
+            over: an `IterableDataset`, or a `DataLoader(dataset, batch_size=None, num_workers=...)`, which reads ahead.
+            If it has `set_epoch`, that is called before each epoch; if it has `state_dict` and `load_state_dict`, as
+            torchdata's `StatefulDataLoader`, a restart goes on from there instead of reading from the beginning.
+        batch: Samples that each rank trains in a micro-step.
+        rank: Whose part; None is this process's rank, 0 without a process group.
+        prepare: Makes of a sample what `collate` takes; called for this rank's own samples only.
+        collate: Makes a batch of a list of samples; torch's `default_collate`.
+        last: As of `GlobalShuffle`.
+
+    Contract:
+        Local: no communication.
+
+    Raises:
+        ConfigurationError: An argument is not possible.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Sample],
+        batch: GlobalBatch,
+        rank: int | None = None,
+        prepare: Callable[[Sample], Any] | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        last: str = "uneven",
+    ) -> None:
+        if not hasattr(source, "__iter__"):
+            raise ConfigurationError(
+                f"GlobalStream({source!r:.60}) cannot be iterated over. A data set with indices belongs to "
+                "GlobalShuffle."
+            )
+        super().__init__(batch, rank, last)
+        self._source, self._prepare, self._collate = source, prepare, collate
+        self._reader: _Reader[Sample] | None = None  # while in `steps`
+        self._place: Mapping[str, Any] | None = None  # in the source, not after `_start`
+        self._has_begun = False  # an iteration of this epoch
+        self._plan = EpochPlan(_NO_END, last == "drop", 0, batch)
+
+    @property
+    def fetched(self) -> int:
+        """Up to the end of the step that was handed out last: what was read beyond it can still be cut."""
+        return self._start if self.step is None else self.step.end
+
+    # ---- where training stands
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where training stands: after the step that was handed out last.
+
+        What the source says of itself is a part of it, so it is plain if that is.
+        """
+        reader = self._reader
+        if reader is None:
+            return {"epoch": self._epoch, "position": self._start, "source": self._place}
+        position = reader.position if self.step is None or self._repeats else self.step.end
+        if self._plan.step_at(position) is None:
+            return {"epoch": self._epoch + 1, "position": 0, "source": None}
+        return {"epoch": self._epoch, "position": position, "source": reader.place_before(position)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: the rest of the source, whatever the number of ranks was and is."""
+        self._epoch, self._start, self._place = state["epoch"], state["position"], state["source"]
+        self._has_begun = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of `epoch`; a position that was loaded within that same epoch is kept."""
+        if epoch != self._epoch or self._has_begun:
+            self._epoch, self._start, self._place = epoch, 0, None
+        self._has_begun = False
+
+    # ---- batches
+
+    def steps(self) -> Generator[list[Any], None, None]:
+        """The steps of the next epoch, or of the rest of one that was loaded: a list of this rank's batches for each.
+
+        A list is empty where this rank has no share. A loop that is left ends the epoch; `state_dict` is taken within.
+
+        Raises:
+            ConfigurationError: The source gives nothing, as a generator does that is iterated over again.
+        """
+        reader, has_some = self._begin(), False
+        try:
+            while True:
+                batch = self._plan.batch_at(reader.position)
+                reader.read(batch.size + num_takers(batch.local))
+                self._plan.num_samples = reader.end
+                step = self._plan.step_at(reader.position)
+                if step is None and not has_some and reader.position:  # it was resumed at the end of an epoch
+                    reader = self._begin()
+                    continue
+                if step is None:
+                    break
+                mine = [self._make(reader.samples(*part)) for part in step.parts(self.rank)]
+                self.step, has_some = step, True
+                yield mine
+                if self._repeats:
+                    self._repeats = False
+                else:
+                    reader.drop(step.size)
+            if reader.end == 0:
+                raise ConfigurationError(
+                    f"the source of GlobalStream gave no sample in epoch {self._epoch}. A generator can be iterated "
+                    "over once: give what makes one, such as an IterableDataset."
+                )
+        finally:
+            state = self.state_dict()
+            self._repeats, self.step, self._reader = False, None, None
+            self._has_begun = state["epoch"] == self._epoch
+            self._epoch, self._start, self._place = state["epoch"], state["position"], state["source"]
+
+    def _begin(self) -> _Reader[Sample]:
+        """Of the next epoch, or of what was loaded."""
+        if self._has_begun:
+            self._epoch, self._start, self._place = self._epoch + 1, 0, None
+        self._has_begun = True
+        for each in (self._source, getattr(self._source, "dataset", None)):
+            set_epoch: Callable[[int], None] | None = getattr(each, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self._epoch)
+        self._reader = _Reader(self._source, self._start, self._place)
+        self._plan = EpochPlan(_NO_END, self.last == "drop", self._start, self.batch)
+        return self._reader
+
+    def _make(self, samples: Sequence[Sample]) -> Any:
+        prepare = self._prepare
+        return self._collate(list(samples) if prepare is None else [prepare(each) for each in samples])
+
+
+class _Reader(Generic[Sample]):
+    """Reads a source, and remembers places in it that can be gone back to.
+
+    Args:
+        source: The iterable.
+        position: The first sample that is wanted.
+        loaded: A place not after it, as `place_before` returns it; None: the beginning.
+
+    Attributes:
+        position: Of the first sample in memory.
+        end: Samples of the source; infinite while that is not known.
+    """
+
+    def __init__(self, source: Iterable[Sample], position: int, loaded: Mapping[str, Any] | None) -> None:
+        self.position, self.end = position, _NO_END
+        self._source = cast("Any", source)  # may have state_dict and load_state_dict
+        self._keeps_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        self._samples: deque[Sample] = deque()
+        self._places: deque[tuple[int, Any]] = deque(maxlen=3)  # of the last steps: samples read, state
+        self._num_read = 0
+        if loaded is not None:
+            self._num_read = loaded["position"]
+            self._source.load_state_dict(loaded["state"])
+            self._places.append((loaded["position"], loaded["state"]))
+        self._iterator = iter(source)
+        while self._num_read < position and self._next():
+            self._samples.clear()
+
+    def _next(self) -> bool:
+        try:
+            self._samples.append(next(self._iterator))
+        except StopIteration:
+            self.end = self._num_read
+            return False
+        self._num_read += 1
+        return True
+
+    def read(self, count: int) -> None:
+        """Have so many samples in memory, or all that are left."""
+        if self._keeps_state and len(self._samples) < count and self.end == _NO_END:
+            self._places.append((self._num_read, self._source.state_dict()))
+        while len(self._samples) < count and self.end == _NO_END and self._next():
+            pass
+
+    def samples(self, begin: int, count: int) -> list[Sample]:
+        """Samples from position `begin` on, which are in memory."""
+        return [self._samples[begin - self.position + place] for place in range(count)]
+
+    def drop(self, count: int) -> None:
+        """The first samples in memory have been trained."""
+        for _ in range(count):
+            self._samples.popleft()
+        self.position += count
+
+    def place_before(self, position: int) -> dict[str, Any] | None:
+        """The last place that is not after `position`; None if none is known."""
+        for read, state in reversed(self._places):
+            if read <= position:
+                return {"position": read, "state": state}
+        return None

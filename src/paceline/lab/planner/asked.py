@@ -1,0 +1,156 @@
+"""`Asked`: what the command line of `paceline plan` says, checked; what it leaves out is assumed, and said."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigurationError
+from paceline.lab.emulation import quantities
+from paceline.lab.planner.script_recording import DEFAULT_STEPS, record_script
+from paceline.planning import Cluster, HostLink, Plan, Servers, Workload
+from paceline.planning.round_patterns import ALL_REDUCES
+from paceline.planning.training_plan import DEFAULT_CAPS_BYTES, MEBIBYTE
+from paceline.schedules.topology import Link
+
+_RANKS_PER_HOST = 8
+ASSUMED = {"rate": "25Gbit", "latency": "30us", "ranks_per_host": str(_RANKS_PER_HOST), "within": "800Gbit"}
+_COLLECTIVE_S = 3e-5  # of a library, for one collective; NCCL's launches are of that order
+_MESSAGE_S = 5e-6  # of a further message in a round
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says; None: not said, so `ASSUMED`.
+
+    Attributes:
+        source: A script, a file with a workload or a trace, or the name of a shipped workload.
+        arguments: Of the script.
+        to: The largest number of devices.
+        steps: To record.
+        ranks_per_host: Devices a host.
+        rate: Of each host's link, in words.
+        latency: Of a round between hosts, in words.
+        within: Rate within a host, all its devices together, in words.
+        loss: Of packets, in words.
+        bucket_cap_mb: None: torch's default, 1 and then 25 MiB.
+        algorithm: Of the all-reduce.
+        half: Gradients travel in 16 bits.
+        sync_every: Micro-steps a synchronization.
+        servers: Parameter servers; 0: an all-reduce.
+        server_rate: Of each server's link, in words; None: as the hosts'.
+        batch: Samples a device and step; None: as recorded.
+        epoch_samples: None: epochs are not asked for.
+        price: Of a device and hour.
+    """
+
+    source: str
+    arguments: tuple[str, ...] = ()
+    to: int = 256
+    steps: int = DEFAULT_STEPS
+    ranks_per_host: int | None = None
+    rate: str | None = None
+    latency: str | None = None
+    within: str | None = None
+    loss: str | None = None
+    bucket_cap_mb: float | None = None
+    algorithm: str = "ring"
+    half: bool = False
+    sync_every: int = 1
+    servers: int = 0
+    server_rate: str | None = None
+    batch: int | None = None
+    epoch_samples: int | None = None
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.to < 1:
+            raise ConfigurationError(f"--to {self.to} cannot be: a prediction is for 1 device or more.")
+        for option in ("ranks_per_host", "batch", "epoch_samples"):
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"--{option.replace('_', '-')} {value} cannot be. Pass 1 or more.")
+        if self.servers < 0:
+            raise ConfigurationError(
+                f"--servers {self.servers} cannot be. Pass 1 or more, or 0 for an all-reduce."
+            )
+        if self.price is not None and not 0 <= self.price < math.inf:
+            raise ConfigurationError(f"--price {self.price} cannot be. Pass the price of a device and hour.")
+        cap = self.bucket_cap_mb
+        if cap is not None and not cap >= 0:
+            raise ConfigurationError(f"--bucket-cap-mb {cap} cannot be. Pass MiB, 0 or more.")
+        if self.algorithm not in ("auto", *ALL_REDUCES):
+            raise ConfigurationError(
+                f"--algorithm {self.algorithm} is not one. Pass auto, or one of {', '.join(ALL_REDUCES)}."
+            )
+        self.plan()
+        self.cluster(self.to)
+
+    def cluster(self, num_ranks: int) -> Cluster:
+        """The cluster of so many devices."""
+        link = HostLink(
+            self._rate("rate"),
+            quantities.seconds(self.latency or ASSUMED["latency"], "--latency"),
+            0.0 if self.loss is None else quantities.percentage(self.loss, "--loss"),
+            _MESSAGE_S,
+        )
+        within = Link(5e-6, self._rate("within"))
+        per_host = self.ranks_per_host or _RANKS_PER_HOST
+        made = Cluster.of_equal_hosts(num_ranks, link, per_host, within)
+        return dataclasses.replace(made, collective_s=_COLLECTIVE_S)
+
+    def plan(self) -> Plan:
+        """How gradients are reduced."""
+        cap = self.bucket_cap_mb
+        caps: tuple[float, ...] = DEFAULT_CAPS_BYTES if cap is None else (cap * MEBIBYTE,)
+        servers = None
+        if self.servers:
+            rate = self._rate("rate") if self.server_rate is None else self._rate("server_rate")
+            servers = Servers(self.servers, rate)
+        return Plan(
+            caps,
+            self.algorithm,
+            payload_ratio=0.5 if self.half else 1.0,
+            sync_every=self.sync_every,
+            servers=servers,
+        )
+
+    def _rate(self, name: str) -> float:
+        text = getattr(self, name) or ASSUMED[name]
+        rate = quantities.rate(text, f"--{name.replace('_', '-')}") / 8
+        if rate <= 0:
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} {text} carries nothing. Pass a rate above 0."
+            )
+        return rate
+
+    def assumptions(self) -> str:
+        """What nobody said, in words; empty if everything was."""
+        missing = {name: value for name, value in ASSUMED.items() if getattr(self, name) is None}
+        return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in missing.items())
+
+    def workload(self) -> Workload:
+        """Load or record it."""
+        path = Path(self.source)
+        if path.suffix == ".py":
+            found = record_script(path, self.arguments, self.steps)
+        elif path.exists() or path.suffix:
+            found = Workload.load(path)
+        else:
+            found = _shipped(self.source)
+        return found if self.batch is None else dataclasses.replace(found, samples_per_step=self.batch)
+
+
+def _shipped(name: str) -> Workload:
+    from paceline.lab.bench.layer_profile import default_profile  # noqa: PLC0415  # imports torch
+    from paceline.lab.bench.timed_model import planned  # noqa: PLC0415
+    from paceline.lab.workloads import WORKLOADS  # noqa: PLC0415
+
+    if name not in WORKLOADS:
+        raise ConfigurationError(
+            f"{name!r} is neither a file nor a shipped workload. Pass a script, a recorded workload, or one of "
+            f"{', '.join(WORKLOADS)}."
+        )
+    return planned(default_profile(name))

@@ -1,0 +1,128 @@
+"""The parameter servers that a launcher starts beside its ranks, and what `--servers` may say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import IO, TYPE_CHECKING
+
+from paceline.comm import SERVERS, TOKEN
+from paceline.errors import ConfigurationError
+from paceline.launch.stores import LOOPBACK
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_PATIENCE_S = 5.0
+_MOST = 1024
+
+
+def parse_servers(text: str | None) -> tuple[int, tuple[str, ...]]:
+    """What `--servers` says: how many to start here, or addresses of servers that run already.
+
+    Raises:
+        ConfigurationError: Neither.
+    """
+    if text is None:
+        return 0, ()
+    if text.lstrip("-").isdigit():
+        if not 0 < int(text) <= _MOST:
+            raise ConfigurationError(
+                f"--servers {text} starts no parameter server: pass 1 to {_MOST}, or leave it out."
+            )
+        return int(text), ()
+    addresses = tuple(text.split(","))
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) <= 65535:
+            raise ConfigurationError(
+                f"--servers {text}: {address!r} is no address. Say how many to start here, --servers 2, or name those "
+                "that run: --servers 10.0.0.5:7000,10.0.0.6:7000"
+            )
+    return 0, addresses
+
+
+class LocalServers:
+    """Servers of this launch; a context manager around it. They end with the launcher, however it ends.
+
+    Args:
+        number: How many to start.
+        addresses: Of servers that run already.
+        address: To listen on.
+        note: Called with one line.
+    """
+
+    def __init__(
+        self, number: int, addresses: tuple[str, ...], address: str | None, note: Callable[[str], None]
+    ) -> None:
+        self._number = number
+        self._addresses = list(addresses)
+        self._address = address or LOOPBACK
+        self._note = note
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Self:
+        if self._number and self._address != LOOPBACK and not os.environ.get(TOKEN):
+            self._note(
+                f"the parameter servers on {self._address} take whoever connects for a rank; give all launchers the "
+                f"same {TOKEN}. See docs/explain/security.md."
+            )
+        command = [sys.executable, "-m", "paceline.servers", "--until-closed", "--address", self._address]
+        try:
+            for _ in range(self._number):
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        start_new_session=True,  # Ctrl-C in the terminal must not reach it before the ranks
+                    )
+                )
+            for process in self._processes:
+                self._addresses.append(_read_address(process.stdout))
+        except BaseException:
+            self._end()
+            raise
+        if self._addresses:
+            os.environ[SERVERS] = ",".join(self._addresses)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def who_died(self) -> str | None:
+        """Servers that have ended before their launcher, in words; None if none has."""
+        first = len(self._addresses) - len(self._processes)
+        dead = [
+            f"parameter server {first + i} (process {process.pid}) "
+            + (f"was killed by signal {-code}" if code < 0 else f"exited with code {code}")
+            for i, process in enumerate(self._processes)
+            if (code := process.poll()) is not None
+        ]
+        return "; ".join(dead) or None
+
+    def _end(self) -> None:
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def _read_address(stream: IO[str] | None) -> str:
+    line = "" if stream is None else stream.readline().strip()
+    if not line:
+        raise ConfigurationError("a parameter server did not start: see its own message above.")
+    return line

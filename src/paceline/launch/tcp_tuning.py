@@ -1,0 +1,100 @@
+"""Whether this host's TCP is tuned for networks that drop packets: its congestion control and its smallest time-out."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_SYSTEM = Path("/proc/sys/net/ipv4")
+_CONTROL, _TIMEOUT = "tcp_congestion_control", "tcp_rto_min_us"
+_KERNELS_TIMEOUT_MS = 200.0
+_GOOD_CONTROL, _GOOD_TIMEOUT_MS = "bbr", 20.0
+
+
+@dataclass(frozen=True)
+class TcpTuning:
+    """How TCP behaves towards an address.
+
+    Attributes:
+        congestion_control: Its name; "" if it is not known.
+        min_timeout_ms: After how long at least it repeats what was not confirmed.
+        can_set_timeout: Whether the kernel (6.11 or later) has a setting for it, and not only routes.
+    """
+
+    congestion_control: str
+    min_timeout_ms: float
+    can_set_timeout: bool
+
+    @classmethod
+    def towards(cls, address: str, system: Path = _SYSTEM) -> TcpTuning:
+        """Read it: of the route to `address` if that has its own, else of the whole host. Local."""
+        route = _route_metrics(address)
+        timeout_us = _read(system / _TIMEOUT)
+        own = float(str(route["rto_min"])) if "rto_min" in route else None
+        whole = float(timeout_us) / 1000 if timeout_us else _KERNELS_TIMEOUT_MS
+        return cls(
+            congestion_control=str(route.get("congestion") or _read(system / _CONTROL)),
+            min_timeout_ms=whole if own is None else own,
+            can_set_timeout=bool(timeout_us),
+        )
+
+    def advice(self) -> str | None:
+        """One line: what to set where packets are dropped, and where that was read; None if all is set."""
+        found, remedies = [], []
+        if self.congestion_control not in (_GOOD_CONTROL, ""):
+            found.append(
+                f"uses {self.congestion_control}, not bbr (net.ipv4.{_CONTROL}, or the route's congctl)"
+            )
+            remedies.append(f"sysctl -w net.ipv4.{_CONTROL}={_GOOD_CONTROL}")
+        if self.min_timeout_ms > _GOOD_TIMEOUT_MS:
+            found.append(
+                f"waits {self.min_timeout_ms:g} ms before it repeats a packet (net.ipv4.{_TIMEOUT}, or the route's "
+                "rto_min)"
+            )
+            remedies.append(
+                f"sysctl -w net.ipv4.{_TIMEOUT}=5000"
+                if self.can_set_timeout
+                else "ip route change <the route, as ip route shows it> rto_min 5ms"
+            )
+        if not found:
+            return None
+        return (
+            f"TCP here {' and '.join(found)}. If your network drops packets, that sets the pace; as root, on every "
+            f"host: {'; '.join(remedies)}"
+        )
+
+
+def advice_towards(host: str) -> str | None:
+    """`TcpTuning.advice` for a host by name or address; None on this machine itself, or where nothing is known."""
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return None
+    is_here = ipaddress.ip_address(address).is_loopback or _route_metrics(address).get("type") == "local"
+    return None if is_here or not _SYSTEM.is_dir() else TcpTuning.towards(address).advice()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _route_metrics(address: str) -> dict[str, object]:
+    """What the route to an address sets for TCP, as `ip` prints it; nothing where there is no `ip`."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError):
+        done = subprocess.run(
+            ["ip", "-j", "route", "get", address], check=True, capture_output=True, text=True, timeout=5
+        )
+        route = json.loads(done.stdout)[0]
+        found: dict[str, object] = {"type": route.get("type", "")}
+        for metrics in route.get("metrics", []):
+            found |= metrics
+        return found
+    return {}

@@ -1,0 +1,37 @@
+"""All ranks' vectors at once, where the ranks of a group share memory: for what is no fold, such as Adasum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SharedVectors:
+    """What a rank sees during `ProcessGroup.on_all_vectors`.
+
+    Attributes:
+        views: Every rank's vector, in the order of the ranks; shape (N,) each.
+        first: This rank alone works on elements `first` to `last` (excluded), of all vectors: it may change them.
+        last: Likewise.
+        all_reduce: Replaces a small CPU tensor by the reduction of all ranks' by an operation (of
+            `torch.distributed.ReduceOp`, by name), with the same bits on all. Collective; blocks.
+    """
+
+    views: tuple[Tensor, ...]
+    first: int
+    last: int
+    all_reduce: Callable[[Tensor, str], None]
+
+
+OnAllVectors = Callable[[str, Tensor, Callable[[SharedVectors], None]], dist.Work]
+
+
+def shared_vectors_of(group: dist.ProcessGroup) -> OnAllVectors | None:
+    """Return the group's `on_all_vectors`; None where its ranks do not share memory. The same on every rank."""
+    ours: Any = group
+    return ours.on_all_vectors if getattr(group, "shares_memory", False) else None

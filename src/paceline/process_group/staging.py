@@ -1,0 +1,205 @@
+"""The memory through which a host's ranks hand each other tensors that lie elsewhere, piece by piece.
+
+Rules
+1. A tensor that lies in its owner's arena is worked on where it is. Any other goes through the owner's staging area,
+   piece by piece, and only what others read or write of it.
+2. The staging area is two slots, taken in turn by the pieces of all collectives. A piece is put into its slot before a
+   barrier; what others do to it they do before the next one. So while others work on a piece, its owner fills the other
+   slot with the next: one barrier a piece, and what is staged stays in the cache.
+3. Every rank goes through the same turns: the number of pieces follows from what all have announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from paceline.process_group.descriptor import NUM_INTEGERS, Descriptor, check_agreement
+from paceline.transports.shared_memory import Host, HostBarrier
+from paceline.transports.shared_memory.arena import Place
+
+PIECE_BYTES = 1024 * 1024  # a slot's; in the cache until it is copied out. Less only adds calls and barriers
+STAGING_BYTES = 2 * PIECE_BYTES
+_STAGED, _GIVES_NOTHING = -1, -2
+_MOST_KNOWN = 64  # views of slots that are kept
+
+Span = tuple[int, int]  # elements [first, last) of a message
+Copy = Callable[[Tensor, Tensor], int]  # between a piece of a message and its slot; returns how many bytes
+
+
+class Staging:
+    """This rank's part of what the ranks of a host do together, one collective after another.
+
+    Args:
+        host: The ranks.
+        barrier: Of these ranks.
+
+    Attributes:
+        copied_bytes: Into and out of staging so far; a bucket that lives in the arena adds nothing.
+    """
+
+    def __init__(self, host: Host, barrier: HostBarrier) -> None:
+        self._me = host.index
+        self._barrier = barrier
+        self._ranks = [neighbour.rank for neighbour in host.neighbours]
+        self._areas = [neighbour.arena for neighbour in host.neighbours]
+        self._kept = host.me.arena.allocate(STAGING_BYTES, torch.uint8)
+        place = host.me.arena.place_of(self._kept)
+        assert place is not None
+        self._start = place.start  # the first allocation: at the same place in every arena
+        self._scratch: Tensor | None = None
+        self._turn = 0  # which slot the next piece takes
+        self._known_slots: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+        self.copied_bytes = 0
+
+    def gather(self, what: Descriptor, flat: Tensor) -> list[Tensor]:
+        """Return views of every rank's `flat`, one that fits a slot, until the next collective."""
+        slots = self.slots(self._turn, flat.dtype, flat.numel())
+        self._turn ^= 1
+        slots[self._me].copy_(flat)
+        self.copied_bytes += flat.nbytes
+        self.open(what, _STAGED)
+        return slots
+
+    def is_resident(self, flat: Tensor) -> bool:
+        """Whether others can work on it where it is."""
+        return self._areas[self._me].place_of(flat) is not None
+
+    @contextmanager
+    def resident(self, flat: Tensor) -> Iterator[Tensor]:
+        """Yield a copy of the whole of `flat` that is resident, and copy it back."""
+        if self._scratch is None or self._scratch.numel() < flat.nbytes:
+            self._scratch = None  # its place may be part of the next one's
+            self._scratch = self._areas[self._me].allocate(flat.nbytes, torch.uint8)
+        copy = self._scratch[: flat.nbytes].view(flat.dtype).copy_(flat)
+        yield copy
+        flat.copy_(copy)
+        self.copied_bytes += 2 * flat.nbytes
+
+    def all_of(self, what: Descriptor, flat: Tensor) -> list[Tensor]:
+        """Begin a collective of tensors that are all resident; returns every rank's."""
+        place = self._areas[self._me].place_of(flat)
+        assert place is not None
+        starts = self.open(what, place.start)
+        return self._views(starts, (0, flat.numel()), flat.dtype)
+
+    def stream(
+        self,
+        what: Descriptor,
+        flat: Tensor,
+        work: Callable[[Span, Sequence[Tensor]], None],
+        enter: Copy | None,
+        leave: Copy | None = None,
+    ) -> None:
+        """Perform a collective of tensors of one length, some of which may be staged.
+
+        Args:
+            what: The collective.
+            flat: This rank's tensor.
+            work: Called for each piece with its place in `flat` and all ranks' views of it.
+            enter: Copies of a piece of `flat` into its slot what others need; None: they need nothing.
+            leave: Copies of a slot to its piece what others have changed; None: nothing.
+        """
+        place = self._areas[self._me].place_of(flat)
+        start = _GIVES_NOTHING if enter is None else _STAGED if place is None else place.start
+        spans = spans_of(flat.numel(), flat.element_size())
+        if start == _STAGED and enter is not None:
+            self._copy_piece(enter, flat, spans, 0)
+        starts = self.open(what, start)
+        if _STAGED not in starts:
+            spans = [(0, flat.numel())] if flat.numel() else []
+        # Others work on what its owner will want afterwards; if not, the next collective's first barrier will do.
+        is_touched = leave is not None or max(starts) >= 0
+        for number, span in enumerate(spans):
+            self._turn ^= 1
+            if start == _STAGED and enter is not None:
+                self._copy_piece(enter, flat, spans, number + 1)
+            work(span, self._views(starts, span, flat.dtype))
+            if is_touched or number + 1 < len(spans):
+                self.wait(what)
+            if start == _STAGED and leave is not None:
+                self._turn ^= 1
+                self._copy_piece(leave, flat, spans, number)
+                self._turn ^= 1
+
+    def _copy_piece(self, how: Copy, flat: Tensor, spans: Sequence[Span], number: int) -> None:
+        """Copy between a piece of `flat`, if there is one of this number, and this rank's slot whose turn it is."""
+        if number < len(spans):
+            first, last = spans[number]
+            self.copied_bytes += how(
+                flat[first:last], self.slots(self._turn, flat.dtype, last - first)[self._me]
+            )
+
+    def _views(self, starts: Sequence[int], span: Span, dtype: torch.dtype) -> list[Tensor]:
+        """Every rank's view of the piece that has entered: in its tensor, or in the slot whose turn it was."""
+        first, last = span
+
+        def view(index: int, start: int) -> Tensor:
+            if start >= 0:
+                place = Place(start + first * dtype.itemsize, (last - first) * dtype.itemsize)
+                return self._areas[index].tensor(place, dtype)
+            return self.slots(self._turn ^ 1, dtype, last - first if start == _STAGED else 0)[index]
+
+        return [view(index, start) for index, start in enumerate(starts)]
+
+    def exchange(
+        self,
+        what: Descriptor,
+        num_pieces: int,
+        enter: Callable[[int, int], int],
+        work: Callable[[int, int], None],
+    ) -> None:
+        """Perform a collective in which all stage their inputs, in as many pieces as the rank with the most has.
+
+        Args:
+            what: The collective.
+            num_pieces: That this rank has.
+            enter: Copies a piece, by its number, into the slot of a turn; returns how many bytes.
+            work: Takes a piece, by its number, from the slots of a turn.
+        """
+        if num_pieces:
+            self.copied_bytes += enter(0, self._turn)
+        most = max(self.open(what, num_pieces))
+        for number in range(most):
+            self._turn ^= 1
+            if number + 1 < most:
+                self.copied_bytes += enter(number + 1, self._turn)
+            work(number, self._turn ^ 1)
+            if number + 1 < most:  # else the next collective's first barrier will do
+                self.wait(what)
+
+    def slots(self, turn: int, dtype: torch.dtype, num_elements: int) -> list[Tensor]:
+        """The first elements of every rank's slot."""
+        key = (turn, dtype, num_elements)
+        found = self._known_slots.get(key)
+        if found is None:
+            if len(self._known_slots) >= _MOST_KNOWN:
+                self._known_slots.clear()
+            place = Place(self._start + turn * PIECE_BYTES, num_elements * dtype.itemsize)
+            found = self._known_slots[key] = [arena.tensor(place, dtype) for arena in self._areas]
+        return found
+
+    def open(self, what: Descriptor, number: int = _GIVES_NOTHING) -> list[int]:
+        """Wait for all, compare descriptors, and return every rank's `number`."""
+        self._barrier.announce([*what.to_integers(), number])
+        self.wait(what)
+        announced = self._barrier.announcements(NUM_INTEGERS + 1)
+        check_agreement(what, self._me, self._ranks, announced)
+        return [integers[NUM_INTEGERS] for integers in announced]
+
+    def wait(self, what: Descriptor) -> None:
+        self._barrier.wait(lambda: f"in {what}")
+
+
+def spans_of(num_elements: int, bytes_each: int) -> list[Span]:
+    """Cut a message into pieces that fit a slot.
+
+    Args:
+        num_elements: Of the message.
+        bytes_each: That an element takes in a slot.
+    """
+    step = max(PIECE_BYTES // bytes_each, 1)
+    return [(first, min(first + step, num_elements)) for first in range(0, num_elements, step)]

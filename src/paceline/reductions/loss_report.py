@@ -1,0 +1,65 @@
+"""What bounded loss took of a step's gradients: counts by rank and bucket, and the part of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.transports import Losses
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """What was lost in one step. A contribution is a datagram's worth of one rank's gradient, for another's shard.
+
+    Attributes:
+        lost: Contributions that did not arrive, over all ranks and buckets.
+        sent: Contributions that were sent for the first time, likewise.
+        by_rank: Of the lost ones, those for the shard of each rank.
+        by_bucket: Of the lost ones, those of each bucket, in launch order.
+        by_parameter: Of each parameter's elements, over all ranks' contributions to others, the part that was lost.
+    """
+
+    lost: int = 0
+    sent: int = 0
+    by_rank: tuple[int, ...] = ()
+    by_bucket: tuple[int, ...] = ()
+    by_parameter: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """Lost over sent."""
+        return self.lost / self.sent if self.sent else 0.0
+
+    @classmethod
+    def of(cls, buckets: Sequence[tuple[Losses, Mapping[str, int]]], num_ranks: int) -> LossReport:
+        """Sum up a step.
+
+        Args:
+            buckets: In launch order, what was lost of each and its parameters' numbers of elements, as they lie in it.
+            num_ranks: Each sends every element of another's shard once.
+        """
+        by_rank = [sum(missing) for missing in zip(*(losses.missing for losses, _ in buckets), strict=True)]
+        parts: dict[str, float] = {}
+        for losses, sizes in buckets:
+            parts |= _parts(losses, sizes, num_ranks)
+        return cls(
+            lost=sum(by_rank),
+            sent=sum(sum(losses.expected) for losses, _ in buckets),
+            by_rank=tuple(by_rank),
+            by_bucket=tuple(sum(losses.missing) for losses, _ in buckets),
+            by_parameter=parts,
+        )
+
+
+def _parts(losses: Losses, sizes: Mapping[str, int], num_ranks: int) -> dict[str, float]:
+    """The lost part of each parameter of a bucket."""
+    found, start = {}, 0
+    for name, size in sizes.items():
+        first, end = losses.ranges[:, 1], losses.ranges[:, 2]
+        overlap = np.minimum(end, start + size) - np.maximum(first, start)
+        found[name] = float(overlap[overlap > 0].sum()) / max(1, size * (num_ranks - 1))
+        start += size
+    return found

@@ -1,0 +1,224 @@
+"""A rank's way to the servers of its job: found through c10d's store, opened at the first launch, used on a lane."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from paceline.comm import SERVERS, TOKEN
+from paceline.comm.collectives import device_for_metadata, launch_broadcast
+from paceline.comm.lane import Lane, LaneWork
+from paceline.comm.pending import PendingWork
+from paceline.comm.rendezvous import Rendezvous
+from paceline.errors import ConfigurationError
+from paceline.process_group.connections import store_of_job, timeout_of
+from paceline.reductions.parameter_servers.pieces import Cutting, spans_of
+from paceline.reductions.reduction import Message
+from paceline.servers.link import Answers, Link, Rank
+from paceline.servers.wire import DType, Frame, Kind
+
+_DTYPES = {
+    torch.float32: DType.FLOAT32,
+    torch.float64: DType.FLOAT64,
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+}
+supported = frozenset(_DTYPES)
+
+
+class Connection:
+    """Connections of one model over one process group.
+
+    Args:
+        process_group: The ranks; used once, for a broadcast.
+        parameters: Whose gradients are pushed, in registration order.
+        device: Of the gradients.
+        addresses: Of the servers; None: every rank names those of its launcher, and all are used.
+        on_open: Called once on the lane, when all servers have answered.
+
+    Contract:
+        Collective: making one, and `launch`; neither blocks.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        parameters: Sequence[Parameter],
+        device: torch.device,
+        addresses: Sequence[str] | None,
+        on_open: Callable[[Connection], None],
+    ) -> None:
+        self._group = process_group
+        self._parameters = parameters
+        self._addresses = addresses
+        self._on_open = on_open
+        self._timeout: timedelta = timeout_of(process_group)
+        self._store = store_of_job("ParameterServers")
+        self._token = torch.tensor(
+            [secrets.randbits(62)], device=device_for_metadata(process_group, device)
+        )  # rank 0's, so it is the same whatever failed before on one of the ranks
+        self._token_sent = launch_broadcast(self._token, process_group, source=0)
+        self._num_pushed = 0
+        self._link: Link | None = None
+        self._cutting: Cutting | None = None
+        self._lane = Lane(f"paceline servers lane of rank {process_group.rank()}")
+        self._let_go = weakref.finalize(self, self._lane.close, 0.0)
+
+    @property
+    def link(self) -> Link:
+        assert self._link is not None, "on the lane, after `open`"
+        return self._link
+
+    @property
+    def cutting(self) -> Cutting:
+        assert self._cutting is not None, "on the lane, after `open`"
+        return self._cutting
+
+    @property
+    def is_open(self) -> bool:
+        return self._link is not None
+
+    def run(self, perform: Callable[[], None]) -> PendingWork:
+        """Do something with `link` on the lane, behind all that was launched. Does not block."""
+
+        def opened() -> None:
+            self._open()
+            perform()
+
+        work = LaneWork(opened, [], "parameter_servers")
+        self._lane.launch(work, at_once=False)
+        return PendingWork(work)
+
+    def launch(self, message: Message, answer: Tensor, before: Callable[[], None] | None = None) -> Pushed:
+        """Start pushing a bucket and pulling what comes of it. Collective; does not block.
+
+        Args:
+            message: The bucket; its body stays as it is until the result is done.
+            answer: Filled with the servers' answers; like the body, or the body itself.
+            before: Called on the lane, before anything is pushed.
+        """
+        pushed = Pushed(message, answer)
+        pushed.start(self, before)
+        return pushed
+
+    def push(self, message: Message, body: Tensor, answer: Tensor) -> Answers:
+        """Hand a bucket in the host's memory to the link. On the lane."""
+        pieces = self.cutting.pieces_of(message)
+        answers = Answers(len(pieces))
+        dtype = _DTYPES[body.dtype]
+        for piece in pieces:
+            parts = (piece.keys, *spans_of(body, piece))
+            frame = Frame(Kind.PUSH, self._num_pushed, piece.num_keys, dtype, parts)
+            self._num_pushed += 1
+            self.link.ask(piece.server, frame, answers, spans_of(answer, piece))
+        return answers
+
+    def _open(self) -> None:
+        """Find the servers and connect. Collective; blocks; on the lane."""
+        if self._link is not None:
+            return
+        self._token_sent.wait()
+        session = f"{int(self._token.item()):x}"
+        rank, size = self._group.rank(), self._group.size()
+        timeout_s = self._timeout.total_seconds()
+        store = dist.PrefixStore(f"paceline/servers/{session}", self._store)
+        addresses = self._addresses or _of_all_launchers(store, rank, size, self._timeout)
+        cutting = Cutting(self._parameters, len(addresses))
+        who = Rank(rank, size, session, timeout_s, os.environ.get(TOKEN, ""))
+        self._link, self._cutting = Link(addresses, who), cutting
+        weakref.finalize(self, Link.close, self._link, 0.0)  # servers are told that the model is gone
+        self._on_open(self)
+
+
+def _of_all_launchers(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Sequence[str]:
+    """Every server that a launcher has told its ranks of, in the order of the ranks."""
+    rendezvous = Rendezvous(store, rank, size, timeout, "finding the parameter servers")
+    rendezvous.publish("servers", os.environ.get(SERVERS, ""))
+    named = [address for words in rendezvous.collect("servers") for address in words.decode().split(",")]
+    found = [address for address in dict.fromkeys(named) if address]
+    if not found:
+        raise ConfigurationError(
+            "ParameterServers has no servers: start the job with paceline run --servers 2, or servers by themselves "
+            "(paceline serve) and name them, by --servers 10.0.0.5:7000 or ParameterServers(addresses=...). "
+            "See docs/guide/parameter-servers.md."
+        )
+    return found
+
+
+class Pushed:
+    """The handle of a bucket: first it is handed to the link, on the lane; then answered."""
+
+    def __init__(self, message: Message, answer: Tensor) -> None:
+        self._message = message
+        self._answer = answer
+        self._on_host = answer
+        self._answers: Answers | None = None
+        self._work: PendingWork | None = None
+        self._lock = threading.Lock()
+        self._is_finished = False
+
+    def start(self, connection: Connection, before: Callable[[], None] | None) -> None:
+        """Launch it on the lane."""
+        body = self._message.body
+
+        def perform() -> None:
+            connection._open()
+            if before is not None:
+                before()
+            sent = body.detach()
+            if body.device.type != "cpu":
+                sent = sent.to("cpu")
+                self._on_host = torch.empty_like(sent)
+            self._answers = connection.push(self._message, sent, self._on_host)
+
+        work = LaneWork(perform, [body], "parameter_servers")
+        connection._lane.launch(work, at_once=False)
+        self._work = PendingWork(work)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """As `Pending.wait`."""
+        assert self._work is not None, "it was started"
+        until_s = None if timeout_s is None else time.perf_counter() + timeout_s
+        if not self._work.wait(timeout_s):
+            return False
+        assert self._answers is not None, "the lane's work is done"
+        left_s = None if until_s is None else max(1e-3, until_s - time.perf_counter())
+        if not self._answers.wait(left_s):
+            return False
+        with self._lock:
+            if not self._is_finished and self._on_host is not self._answer:
+                self._answer.copy_(self._on_host)
+            self._is_finished = True
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """As `Pending.on_done`."""
+
+        def when_launched() -> None:
+            if self._answers is not None:
+                self._answers.on_done(callback)
+
+        assert self._work is not None, "it was started"
+        self._work.on_done(when_launched)
+
+
+def ask_all(link: Link, frame_of: Callable[[int], Frame]) -> list[Any]:
+    """Ask every server; the answers' bodies by server. Blocks; on the lane."""
+    asked = [Answers(1) for _ in range(link.num_servers)]
+    for number, answers in enumerate(asked):
+        link.ask(number, frame_of(number), answers)
+    for answers in asked:
+        answers.wait()
+    return [answers.bodies[0] for answers in asked]

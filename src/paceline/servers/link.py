@@ -1,0 +1,353 @@
+"""A rank's connections to all servers: one thread sends what is asked and receives the answers.
+
+Rules
+1. Requests to one server keep their order; those to different servers are under way at the same time.
+2. Whatever goes wrong ends the link: every answer that is awaited, and everything asked later, raises the same.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline import version
+from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError, ServerLostError
+from paceline.host.exit import end_before_exit
+from paceline.host.processes import ProcessCard
+from paceline.servers.connection import Connection, Place, fresh_place
+from paceline.servers.handshake import enter
+from paceline.servers.wire import Frame, Kind, pack, unpack
+
+_TICK_S = 0.25
+_GRACE_S = 2.0  # a server that misses a rank says so by itself, a little later than a rank's timeout
+
+
+class Answers:
+    """What has been asked together: a `Pending`."""
+
+    def __init__(self, num_expected: int) -> None:
+        self._left = num_expected
+        self._lock = threading.Lock()
+        self._has_ended = threading.Event()
+        self._error: Exception | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self.bodies: list[Any] = []
+        """Of answers that were given no place."""
+        if not num_expected:
+            self._has_ended.set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all are there, or for `timeout_s` seconds; returns whether they are. Raises what went wrong."""
+        if not self._has_ended.wait(timeout_s):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once all are there, on the link's thread, or now."""
+        with self._lock:
+            if not self._has_ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def note(self, error: Exception | None = None) -> None:
+        """One more is there, or none will come. By the link alone."""
+        with self._lock:
+            self._left -= 1
+            if (self._left > 0 and error is None) or self._has_ended.is_set():
+                return
+            self._error = error
+            self._has_ended.set()
+            callbacks = self._callbacks
+        for callback in callbacks:
+            callback()
+
+
+@dataclass
+class _Asked:
+    """A request that is answered."""
+
+    answers: Answers
+    place: Sequence[Any] | None
+    asked_s: float
+
+
+@dataclass(eq=False)
+class _Server:
+    """One of them."""
+
+    number: int
+    address: str
+    connection: Connection
+    asked: dict[tuple[Kind, int], _Asked]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Who connects.
+
+    Attributes:
+        rank: This one.
+        num_ranks: How many.
+        session: Words that all ranks of the model have in common, and nobody else.
+        timeout_s: How long others may take.
+        token: The job's.
+    """
+
+    rank: int
+    num_ranks: int
+    session: str
+    timeout_s: float
+    token: str
+
+
+class Link:
+    """Connections to servers.
+
+    Args:
+        addresses: "host:port" of each, in the same order on every rank.
+        who: This rank.
+
+    Contract:
+        Local; blocks until every server has answered.
+
+    Raises:
+        ServerLostError: One cannot be reached.
+        ConfigurationError: One is none, has another token, or another version.
+    """
+
+    def __init__(self, addresses: Sequence[str], who: Rank) -> None:
+        self._who = who
+        self._selector = selectors.DefaultSelector()
+        self._servers: list[_Server] = []
+        self._todo: deque[tuple[_Server, Frame]] = deque()
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._is_closing = False
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        try:
+            for number, address in enumerate(addresses):
+                asked: dict[tuple[Kind, int], _Asked] = {}
+                connected = _connect(number, address, who)
+                server = _Server(number, address, Connection(connected, self._place_for(asked)), asked)
+                self._selector.register(connected, selectors.EVENT_READ, server)
+                self._servers.append(server)
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._thread = threading.Thread(
+            target=self._run, name=f"paceline servers of rank {who.rank}", daemon=True
+        )
+        self._thread.start()
+        end_before_exit(self, Link.close)
+        hello = {
+            "version": version.__version__,
+            "session": who.session,
+            "rank": who.rank,
+            "num_ranks": who.num_ranks,
+            "timeout_s": who.timeout_s,
+            "name": str(ProcessCard.of_this_process()),
+        }
+        answers = Answers(len(addresses))
+        for number in range(len(addresses)):
+            self.ask(number, Frame(Kind.HELLO, body=(pack(hello),)), answers)
+        if not answers.wait(who.timeout_s):
+            raise ServerLostError(
+                f"a parameter server did not answer rank {who.rank} for {who.timeout_s:g} s"
+            )
+
+    @property
+    def num_servers(self) -> int:
+        return len(self._servers)
+
+    @property
+    def bytes_sent(self) -> tuple[int, ...]:
+        """To each server, so far."""
+        return tuple(server.connection.bytes_sent for server in self._servers)
+
+    @property
+    def bytes_received(self) -> tuple[int, ...]:
+        """From each server, so far."""
+        return tuple(server.connection.bytes_received for server in self._servers)
+
+    def ask(
+        self, server: int, frame: Frame, answers: Answers | None = None, place: Sequence[Any] | None = None
+    ) -> None:
+        """Send a frame. Does not wait.
+
+        Args:
+            server: Its number.
+            frame: Its body stays as it is until the answer is there (where there is none: for good).
+            answers: Whom to tell of the answer; None: there is none.
+            place: Where the answer's body goes; None: into `answers.bodies`.
+        """
+        with self._lock:
+            if self._error is None:
+                to = self._servers[server]
+                if answers is not None:
+                    to.asked[frame.kind, frame.number] = _Asked(answers, place, time.monotonic())
+                self._todo.append((to, frame))
+                error = None
+            else:
+                error = self._error
+        if error is not None:
+            if answers is not None:
+                answers.note(error)
+            return
+        self._wake_up()
+
+    def close(self, timeout_s: float) -> None:
+        """Leave: servers are told."""
+        for number in range(self.num_servers):
+            self.ask(number, Frame(Kind.BYE))
+        with self._lock:
+            self._is_closing = True
+        self._wake_up()
+        self._thread.join(timeout_s)
+
+    def _wake_up(self) -> None:
+        try:
+            self._wake.send(b"x")
+        except OSError:  # it is full: the thread wakes up anyway; or closed
+            return
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over():
+                for key, events in self._selector.select(_TICK_S):
+                    if key.data is None:
+                        self._woken.recv(4096)
+                    else:
+                        self._serve(key.data, events)
+                self._queue()
+                self._look_at_the_time()
+        except PacelineError as error:
+            self._end(error)
+        finally:
+            self._close_sockets()
+
+    def _is_over(self) -> bool:
+        with self._lock:
+            if not self._is_closing or self._todo:
+                return False
+        return not any(server.connection.wants_to_send for server in self._servers)
+
+    def _queue(self) -> None:
+        while True:
+            with self._lock:
+                if not self._todo:
+                    return
+                server, frame = self._todo.popleft()
+            server.connection.queue(frame)
+            self._want(server)
+
+    def _serve(self, server: _Server, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                for frame in server.connection.receive():
+                    self._take(server, frame)
+            if events & selectors.EVENT_WRITE:
+                server.connection.send()
+        except OSError as error:
+            raise self._lost(server, f"has closed the connection: its process has ended ({error})") from error
+        self._want(server)
+
+    def _want(self, server: _Server) -> None:
+        wanted = selectors.EVENT_WRITE if server.connection.wants_to_send else 0
+        self._selector.modify(server.connection.socket, selectors.EVENT_READ | wanted, server)
+
+    def _place_for(self, asked: Mapping[tuple[Kind, int], _Asked]) -> Place:
+        def place(frame: Frame, num_bytes: int) -> Sequence[Any]:
+            with self._lock:
+                found = asked.get((frame.kind, frame.number))
+            return fresh_place(frame, num_bytes) if found is None or found.place is None else found.place
+
+        return place
+
+    def _take(self, server: _Server, frame: Frame) -> None:
+        if frame.kind is Kind.FAILED:
+            raise _error_of(unpack(frame.body[0]), f"parameter server {server.number} at {server.address}")
+        with self._lock:
+            asked = server.asked.pop((frame.kind, frame.number), None)
+        if asked is None:
+            raise ProtocolError(f"parameter server {server.number} answers what was not asked")
+        if asked.place is None:
+            asked.answers.bodies += frame.body
+        asked.answers.note()
+
+    def _look_at_the_time(self) -> None:
+        limit_s = time.monotonic() - self._who.timeout_s - _GRACE_S
+        for server in self._servers:
+            with self._lock:
+                first = next(iter(server.asked.values()), None)
+            if first is not None and first.asked_s < limit_s:
+                raise self._lost(
+                    server, f"has not answered for {self._who.timeout_s:g} s: its process may be stopped"
+                )
+
+    def _lost(self, server: _Server, words: str) -> ServerLostError:
+        return ServerLostError(f"parameter server {server.number} at {server.address} {words}")
+
+    def _end(self, error: Exception) -> None:
+        with self._lock:
+            self._error = error
+            asked = [each for server in self._servers for each in server.asked.values()]
+            for server in self._servers:
+                server.asked.clear()
+            self._todo.clear()
+        for each in asked:
+            each.answers.note(error)
+
+    def _close_sockets(self) -> None:
+        with self._lock:
+            self._error = self._error or ProtocolError("the connections to the parameter servers were closed")
+        self._selector.close()
+        for server in self._servers:
+            server.connection.close()
+        self._wake.close()
+        self._woken.close()
+
+
+def _connect(number: int, address: str, who: Rank) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    where = f"parameter server {number} at {address}"
+    try:
+        connected = socket.create_connection((host.strip("[]"), int(port)), min(who.timeout_s, 30.0))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{address!r} is no address of a parameter server. Name host and port: 10.0.0.5:7000"
+        ) from error
+    except OSError as error:
+        raise ServerLostError(
+            f"{where} cannot be reached ({error.strerror or error}): nothing that ranks can reach listens there"
+        ) from error
+    try:
+        enter(connected, who.token, where)
+    except OSError as error:
+        connected.close()
+        raise ServerLostError(f"{where} did not say who it is ({error})") from error
+    except BaseException:
+        connected.close()
+        raise
+    return connected
+
+
+def _error_of(words: dict[str, Any], who: str) -> PacelineError:
+    rank = words.get("rank")
+    text = f"{words.get('words')} ({who} says so)"
+    if words.get("kind") == "lost":
+        return PeerLostError(text, rank if isinstance(rank, int) else None)
+    return ConfigurationError(text) if words.get("kind") == "configuration" else ProtocolError(text)

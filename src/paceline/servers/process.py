@@ -1,0 +1,102 @@
+"""A parameter server as a process, which `paceline run --servers` and `paceline serve` are.
+
+It writes one line, the address that it listens on, and serves until it is stopped: by a signal, or, with
+`--until-closed`, by the end of its standard input, which the kernel closes however its launcher ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+
+from paceline.comm import TOKEN
+from paceline.errors import ConfigurationError
+from paceline.servers.server import Server
+
+_BACKLOG = 1024
+
+
+def main() -> None:
+    """Parse what the launcher says, and serve."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.servers")
+    parser.add_argument("--address", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--until-closed", action="store_true")
+    options = parser.parse_args()
+    try:
+        serve(options.address, options.port, until_closed=options.until_closed)
+    except ConfigurationError as error:
+        sys.exit(str(error))
+
+
+def serve(address: str, port: int, *, until_closed: bool = False) -> None:
+    """Listen, write where to standard output, serve. Blocks until it is stopped.
+
+    Raises:
+        ConfigurationError: It cannot listen there.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
+    listener = listen(address, port)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    sys.stdout.write(f"{shown}:{port}\n")
+    sys.stdout.flush()
+    server = Server(listener, os.environ.get(TOKEN, ""))
+    if until_closed:
+        server.watch(sys.stdin)
+    server.run()
+
+
+def serve_on(place: str) -> None:
+    """As `serve`, for an address as a user types it, `10.0.0.5:7000`.
+
+    Raises:
+        ConfigurationError: It is none; or others reach it, and there is no token that they would have to know.
+    """
+    host, colon, port = place.rpartition(":")
+    host = host.strip("[]")
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigurationError(
+            f"--listen {place} is no address. Name an address of this machine and a port: --listen 10.0.0.5:7000"
+        )
+    if not is_loopback and not os.environ.get(TOKEN):
+        raise ConfigurationError(
+            f"--listen {place} can be reached from other machines, and there is no token by which to tell the job's "
+            f"ranks from strangers. Give servers and ranks the same: {TOKEN}=$(openssl rand -hex 16)"
+        )
+    serve(host, int(port))
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket on one address.
+
+    Raises:
+        ConfigurationError: It cannot be.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(
+            f"a parameter server cannot listen on {address}, port {port}: {error.strerror or error}. Name an address "
+            "of this machine, and a port that is free (0 takes any)."
+        ) from error
+    return listener
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)

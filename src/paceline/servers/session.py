@@ -1,0 +1,205 @@
+"""What a server does for the ranks of one model: frames in, frames out. Opens no socket and reads no clock.
+
+Rules
+1. Ranks push the same pieces in the same order, and number them. A piece is answered, to all, when all have pushed it.
+2. If a rank is gone, late, or pushes something else than another one did, all ranks are told whose fault it is, and the
+   session is over: nothing is answered but that.
+3. With an optimizer, a step is provisional until the next one begins, or state is fetched: then ranks say whether they
+   have used it. So ranks may abandon a step whose backward failed on one of them (`SteppedKeys`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.errors import ConfigurationError, ProtocolError
+from paceline.servers.ordered_sum import Bytes, OrderedSum
+from paceline.servers.wire import KEY, WIDTHS, Frame, Kind, pack, pack_state, unpack, unpack_state
+
+Outgoing = list[tuple[int, Frame]]
+"""To which rank, what."""
+
+
+class Steps(Protocol):
+    """What steps an optimizer with sums; `stepping.SteppedKeys`."""
+
+    def set_parameters(self, keys: list[int], values: Bytes) -> None: ...
+
+    def begin(self, words: dict[str, Any]) -> None: ...
+
+    def step(self, keys: list[int], gradients: Bytes) -> Bytes: ...
+
+    def fetch(self, words: dict[str, Any]) -> tuple[dict[str, Any], list[Bytes]]: ...
+
+    def load(self, words: dict[str, Any], state: memoryview) -> None: ...
+
+
+@dataclass
+class _Push:
+    """A piece that some ranks have pushed."""
+
+    first_rank: int
+    keys: bytes
+    num_bytes: int
+    total: OrderedSum
+    since_s: float
+
+
+class Session:
+    """The ranks of one model on one server.
+
+    Args:
+        num_ranks: How many.
+        timeout_s: From the first push of a piece to the last.
+        make_steps: Makes what steps an optimizer, of the words of SET_UP.
+
+    Attributes:
+        names: Of the ranks that have come: where their process is, for messages.
+        failure: What all ranks are told, once it is over.
+    """
+
+    def __init__(
+        self, num_ranks: int, timeout_s: float, make_steps: Callable[[dict[str, Any]], Steps]
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.names: dict[int, str] = {}
+        self.failure: Frame | None = None
+        self._timeout_s = timeout_s
+        self._make_steps = make_steps
+        self._steps: Steps | None = None
+        self._pushes: dict[int, _Push] = {}
+        self._said: dict[str, tuple[int, bytes, set[int]]] = {}  # by subject: who first, what, and who since
+        self._left: dict[int, str] = {}
+
+    def receive(self, rank: int, frame: Frame, now_s: float) -> Outgoing:
+        """Take a frame of a rank; what is to be sent."""
+        if self.failure is not None:
+            return [(rank, self.failure)]
+        try:
+            return self._receive(rank, frame, now_s)
+        except (ProtocolError, ConfigurationError) as error:
+            kind = "configuration" if isinstance(error, ConfigurationError) else "protocol"
+            return self._fail(kind, rank, str(error))
+        except Exception as error:  # noqa: BLE001  other sessions of this server go on
+            return self._fail("protocol", rank, f"a server could not take what rank {rank} sent: {error!r}")
+
+    def _receive(self, rank: int, frame: Frame, now_s: float) -> Outgoing:
+        if frame.kind is Kind.PUSH:
+            return self._push(rank, frame, now_s)
+        body = frame.body[0] if frame.body else b""
+        if frame.kind is Kind.SET_UP:
+            if self._agree("optimizer", rank, bytes(body)) == 1:
+                self._steps = self._make_steps(unpack(body))
+        elif frame.kind is Kind.BEGIN:
+            if self._agree("settings of the optimizer", rank, bytes(body)) == self.num_ranks:
+                del self._said["settings of the optimizer"]
+                self._stepping().begin(unpack(body))
+        elif frame.kind is Kind.PARAMETERS:
+            keys, values = _keys_and_rest(frame)
+            self._stepping().set_parameters(np.frombuffer(keys, "<u4").tolist(), values)
+        elif frame.kind is Kind.LOAD:
+            self._stepping().load(*unpack_state(body))
+        elif frame.kind is Kind.FETCH:
+            words, state = self._stepping().fetch(unpack(body))
+            return [(rank, Frame(Kind.FETCH, frame.number, body=(pack_state(words), *state)))]
+        elif frame.kind is Kind.BYE:
+            return self.leave(rank, "left: its program ended, or dropped the model, while others went on")
+        else:
+            raise ProtocolError(f"a server does not take a frame of kind {frame.kind.name}")
+        return []
+
+    def _push(self, rank: int, frame: Frame, now_s: float) -> Outgoing:
+        keys, values = _keys_and_rest(frame)
+        if values.nbytes % WIDTHS[frame.dtype]:
+            raise ProtocolError(f"{values.nbytes} bytes are no whole number of {frame.dtype.name} elements")
+        if frame.number not in self._pushes:
+            if self._left:
+                gone, words = next(iter(self._left.items()))
+                return self._fail("lost", gone, self._story(gone, words))
+            total = OrderedSum(self.num_ranks, frame.dtype)
+            self._pushes[frame.number] = _Push(rank, bytes(keys), values.nbytes, total, now_s)
+        push = self._pushes[frame.number]
+        if rank in push.total.arrived:
+            raise ProtocolError(f"rank {rank} pushed piece {frame.number} twice")
+        if bytes(keys) != push.keys or values.nbytes != push.num_bytes:
+            raise ProtocolError(
+                f"rank {rank} pushed {values.nbytes} bytes of {len(keys) // KEY.size} keys as piece {frame.number}, "
+                f"and rank {push.first_rank} {push.num_bytes} bytes of {len(push.keys) // KEY.size}, or other keys. "
+                "Ranks push the same in the same order: do they hold the same model?"
+            )
+        push.total.add(rank, values)
+        if not push.total.is_complete:
+            return []
+        del self._pushes[frame.number]
+        answer = push.total.result()
+        if self._steps is not None:
+            answer = self._steps.step(np.frombuffer(push.keys, "<u4").tolist(), answer)
+        reply = Frame(Kind.PUSH, frame.number, dtype=frame.dtype, body=(answer,))
+        return [(each, reply) for each in range(self.num_ranks)]
+
+    def _agree(self, subject: str, rank: int, said: bytes) -> int:
+        """All ranks say the same about a subject; how many have."""
+        first, words, ranks = self._said.setdefault(subject, (rank, said, set()))
+        if words != said:
+            raise ConfigurationError(
+                f"rank {rank} has another {subject} than rank {first}: {bytes(said[:300]).decode(errors='replace')} "
+                f"instead of {bytes(words[:300]).decode(errors='replace')}. All ranks make the same one, and change "
+                "its settings (the rate, say) at the same step."
+            )
+        ranks.add(rank)
+        return len(ranks)
+
+    def _stepping(self) -> Steps:
+        if self._steps is None:
+            raise ProtocolError("this session has no optimizer")
+        return self._steps
+
+    # ---- who is gone
+
+    def leave(self, rank: int, words: str) -> Outgoing:
+        """A rank has gone; that is a failure if others wait for it, now or later."""
+        if self.failure is not None or rank in self._left:
+            return []
+        self._left[rank] = words
+        if any(rank not in push.total.arrived for push in self._pushes.values()):
+            return self._fail("lost", rank, self._story(rank, words))
+        return []
+
+    def lose(self, rank: int, words: str) -> Outgoing:
+        """A rank's connection broke without a word; all others are told at once."""
+        if self.failure is not None or rank in self._left:
+            return []
+        self._left[rank] = words
+        return self._fail("lost", rank, self._story(rank, words))
+
+    def check(self, now_s: float) -> Outgoing:
+        """Whether a rank is late; to be called now and then."""
+        if self.failure is not None:
+            return []
+        for number, push in self._pushes.items():
+            if now_s - push.since_s > self._timeout_s:
+                missing = [rank for rank in range(self.num_ranks) if rank not in push.total.arrived]
+                late = f"has not pushed piece {number} {self._timeout_s:g} s after rank {push.first_rank} did"
+                return self._fail("lost", missing[0], "; ".join(self._story(rank, late) for rank in missing))
+        return []
+
+    def _story(self, rank: int, words: str) -> str:
+        if rank not in self.names:
+            return f"rank {rank} has never connected"
+        return f"rank {rank} {self.names[rank]} {words}"
+
+    def _fail(self, kind: str, rank: int, words: str) -> Outgoing:
+        self.failure = Frame(Kind.FAILED, body=(pack({"kind": kind, "rank": rank, "words": words}),))
+        self._pushes.clear()
+        return [(each, self.failure) for each in range(self.num_ranks) if each not in self._left]
+
+
+def _keys_and_rest(frame: Frame) -> tuple[bytes, Bytes]:
+    body = np.asarray(frame.body[0] if frame.body else np.empty(0, np.uint8))
+    cut = frame.num_keys * KEY.size
+    rest = body[cut:]
+    return body[:cut].tobytes(), rest if rest.ctypes.data % 8 == 0 else rest.copy()

@@ -1,0 +1,124 @@
+"""Frames between ranks and servers: a header of fixed length, then bytes that are gradients, or words in JSON.
+
+Nothing that arrives is ever executed or unpickled: a frame is numbers, or JSON of which known fields are read.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from paceline.errors import ProtocolError
+
+HEADER = struct.Struct("<BBHIIQ")  # kind, dtype, 0, number, number of keys, bytes that follow
+MAX_BODY_BYTES = 1 << 30
+KEY = struct.Struct("<I")
+
+
+class Kind(IntEnum):
+    """What a frame is. The first four go to a server and back, by their number; others have no answer."""
+
+    HELLO = 1  # words: who a rank is, in which session; the answer: words
+    PUSH = 2  # keys, then gradients; the answer: sums, or stepped parameters
+    SET_UP = 3  # words: an optimizer and its keys; the answer: nothing, when all ranks have sent the same
+    FETCH = 4  # words; the answer: words, then state
+    BEGIN = 5  # words: a step begins, and whether the one before was used
+    PARAMETERS = 6  # keys, then their values
+    LOAD = 7  # words, then state
+    FAILED = 8  # words: from a server; the session is over
+    BYE = 9  # from a rank that ends well
+
+
+class DType(IntEnum):
+    """Of a push."""
+
+    FLOAT32 = 0
+    FLOAT64 = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+
+
+WIDTHS = {DType.FLOAT32: 4, DType.FLOAT64: 8, DType.FLOAT16: 2, DType.BFLOAT16: 2}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message.
+
+    Attributes:
+        kind: What it is.
+        number: By which an answer is matched; of a push, how many its rank had sent before.
+        num_keys: So many numbers of keys come first in the body.
+        dtype: Of the elements.
+        body: Parts that follow each other on the wire.
+    """
+
+    kind: Kind
+    number: int = 0
+    num_keys: int = 0
+    dtype: DType = DType.FLOAT32
+    body: tuple[Any, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(memoryview(part).nbytes for part in self.body)
+
+    @property
+    def header(self) -> bytes:
+        return HEADER.pack(self.kind, self.dtype, 0, self.number, self.num_keys, self.num_bytes)
+
+
+def header_of(received: bytes) -> tuple[Frame, int]:
+    """A frame without its body, and how many bytes that has.
+
+    Raises:
+        ProtocolError: Nobody who speaks this protocol sends that.
+    """
+    kind, dtype, zero, number, num_keys, num_bytes = HEADER.unpack(received)
+    try:
+        frame = Frame(Kind(kind), number, num_keys, DType(dtype))
+    except ValueError as error:
+        raise ProtocolError(f"a frame of an unknown kind or dtype was received ({error})") from error
+    if zero or num_bytes > MAX_BODY_BYTES or num_keys * KEY.size > num_bytes:
+        raise ProtocolError(
+            f"a frame of {num_bytes} bytes with {num_keys} keys was received; at most {MAX_BODY_BYTES} bytes may be"
+        )
+    return frame, num_bytes
+
+
+def pack(words: Mapping[str, Any]) -> bytes:
+    """Words for a frame's body."""
+    return json.dumps(words, separators=(",", ":")).encode()
+
+
+def unpack(body: Any) -> dict[str, Any]:
+    """What `pack` was given.
+
+    Raises:
+        ProtocolError: It is something else.
+    """
+    try:
+        words = json.loads(bytes(body))
+    except ValueError as error:
+        raise ProtocolError(f"words were expected, and something else was received: {error}") from error
+    if not isinstance(words, dict):
+        raise ProtocolError("words were expected, and something else was received")
+    return words
+
+
+def pack_state(words: Mapping[str, Any]) -> bytes:
+    """Words that bytes follow: with their length in front."""
+    packed = pack(words)
+    return KEY.pack(len(packed)) + packed
+
+
+def unpack_state(body: Any) -> tuple[dict[str, Any], memoryview]:
+    """Words of `pack_state`, and the bytes behind them."""
+    view = memoryview(body).cast("B")
+    if len(view) < KEY.size or (length := KEY.unpack(view[: KEY.size])[0]) > len(view) - KEY.size:
+        raise ProtocolError("a state was expected, and something else was received")
+    return unpack(view[KEY.size : KEY.size + length]), view[KEY.size + length :]

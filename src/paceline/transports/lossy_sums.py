@@ -1,0 +1,59 @@
+"""The sum over those contributions to a shard that arrived, and what the others were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def add_survivors(
+    result: Any, own: Any, staged: Any, arrived: Any, rank: int, per_chunk: int, is_scaled: bool
+) -> None:
+    """Write to `result` the sum over ranks of what arrived, or with `is_scaled` the estimate of the sum of all.
+
+    With k of the other ranks' n contributions here the estimate is own + n/k * (their sum). Where nothing is missing,
+    both are the plain sum in the order of the ranks, and the same bits on every run.
+
+    Args:
+        result: Shape (N,), floating.
+        own: This rank's, shape (N,).
+        staged: The others', shape (P, N); the row of `rank`, and chunks that did not arrive, hold anything.
+        arrived: Shape (P, chunks): which chunks of whose row hold data.
+        rank: This one.
+        per_chunk: Elements of a chunk; the last may be shorter.
+        is_scaled: Whether to make up for what is missing.
+    """
+    ranks = len(arrived)
+    others = [peer for peer in range(ranks) if peer != rank]
+    first = own if rank == 0 else staged[0]
+    np.copyto(result, first)
+    for peer in range(1, ranks):
+        result += own if peer == rank else staged[peer]
+    here = arrived[others].astype(np.int64).sum(axis=0)
+    for chunk in np.flatnonzero(here < ranks - 1):
+        part = slice(chunk * per_chunk, (chunk + 1) * per_chunk)
+        if here[chunk] == 0 and is_scaled:
+            result[part] = own[part] * ranks
+            continue
+        result[part] = 0
+        for peer in others:
+            if arrived[peer, chunk]:
+                result[part] += staged[peer, part]
+        if is_scaled:
+            result[part] *= (ranks - 1) / here[chunk]
+        result[part] += own[part]
+
+
+def lost_ranges(missing: Any, owner_first: int, owner_stop: int, per_chunk: int) -> Any:
+    """Return what of a shard is missing: a row a lost chunk, shape (L, 3): source rank, first element, end.
+
+    Args:
+        missing: Shape (P, chunks): of whom which chunk is missing.
+        owner_first: The shard's first element in the vector.
+        owner_stop: Its end.
+        per_chunk: Elements of a chunk.
+    """
+    sources, chunks = np.nonzero(missing)
+    first = owner_first + chunks * per_chunk
+    return np.stack([sources, first, np.minimum(first + per_chunk, owner_stop)], axis=1)

@@ -1,0 +1,162 @@
+"""What `BoundedLoss` does about losses: ranks of one process, a pattern that says what is lost, closed forms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+from paceline.errors import ConfigurationError
+from paceline.lab.studies.in_process_ranks import RankReductions
+from paceline.reductions import BoundedLoss
+from paceline.transports.lossy_in_memory import LossyMemory
+
+RANKS, PER_CHUNK = 4, 8
+SIZES = {"first": (5, 8), "second": (40,)}  # 80 elements: shards of 20, chunks of 8, 8 and 4
+
+
+def parameters():
+    return {name: Parameter(torch.zeros(size)) for name, size in SIZES.items()}
+
+
+def gradients(seed):
+    """Whole numbers, so that sums are exact; times 4, so that means are whole, too."""
+    dice = torch.Generator().manual_seed(seed)
+    return [
+        [4.0 * torch.randint(-50, 50, size, generator=dice) for size in SIZES.values()] for _ in range(RANKS)
+    ]
+
+
+def at_random(ratio, seed):
+    def pattern(collective, source, owner, chunks):
+        return np.random.default_rng((seed, collective, source, owner)).random(chunks) < ratio
+
+    return pattern
+
+
+def ranks_with(pattern, compensation, named=None):
+    world = LossyMemory(RANKS, pattern, chunk_bytes=4 * PER_CHUNK)
+    return RankReductions(
+        named or parameters(),
+        RANKS,
+        lambda: BoundedLoss(
+            0.5, compensation=compensation, connect=lambda group: world.transports[group.rank()]
+        ),
+    )
+
+
+def flat(tensors):
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def residuals(ranks):
+    """Each rank's, over both parameters."""
+    states = [reduction.state_dict()["residual"] for reduction in ranks._reductions]
+    return [flat(state[name] for name in SIZES) for state in states]
+
+
+def mean(of_ranks):
+    return sum(flat(tensors) for tensors in of_ranks) / RANKS
+
+
+def test_feedback_loses_nothing_over_time():
+    """After every step: what was reduced so far and what the ranks keep is what they gave so far, exactly."""
+    ranks = ranks_with(at_random(0.4, 0), "feedback")
+    given = reduced = torch.zeros(80)
+    for step in range(6):
+        here = gradients(step)
+        given = given + mean(here)
+        reduced = reduced + flat(ranks.reduce(here))
+        kept = sum(residuals(ranks))
+        assert kept.abs().sum() > 0
+        assert torch.equal(given, reduced + kept)
+
+
+def test_without_compensation_a_lost_contribution_is_zero():
+    ranks = ranks_with(lambda _, source, _owner, chunks: np.arange(chunks) == (source == 1), "none")
+    here = gradients(0)
+    lost = [flat(tensors) / RANKS for tensors in here]
+    expected = mean(here)
+    for shard in range(
+        RANKS
+    ):  # rank 1 loses the second chunk of each shard but its own, the others the first
+        for source in range(RANKS):
+            begin = 20 * shard + (8 if source == 1 else 0)
+            if source != shard:
+                expected[begin : begin + 8] -= lost[source][begin : begin + 8]
+    assert torch.equal(flat(ranks.reduce(here)), expected)
+    report = ranks._reductions[0].losses
+    assert (report.lost, report.sent) == (12, 36)
+    assert report.by_rank == (3, 3, 3, 3)
+    assert report.by_bucket == (12,)
+    assert report.by_parameter == {"first": 8 / 20, "second": 8 / 20}
+
+
+def test_the_report_says_of_which_parameter_something_was_lost():
+    """Rank 3 loses the second chunk of shard 1: elements 28 to 35, all of the first parameter."""
+    ranks = ranks_with(
+        lambda _, source, owner, chunks: (np.arange(chunks) == 1) & (source == 3 and owner == 1), "survivors"
+    )
+    ranks.reduce(gradients(0))
+    for reduction in ranks._reductions:
+        assert reduction.losses.by_parameter == {"first": 8 / (3 * 40), "second": 0.0}
+        assert reduction.losses.by_rank == (0, 1, 0, 0)
+
+
+def test_survivors_estimate_the_mean_and_nothing_else_shrinks_it():
+    """Over many patterns: the estimate's mean is the mean (four standard errors), without compensation it is not."""
+    here = gradients(3)
+    found = {}
+    for compensation in ("survivors", "none"):
+        each = torch.stack(
+            [flat(ranks_with(at_random(0.3, seed), compensation).reduce(here)) for seed in range(60)]
+        )
+        error = each.mean(0) - mean(here)
+        found[compensation] = (error / (each.std(0) / 60**0.5 + 1e-3)).pow(2).mean().sqrt()
+    assert found["survivors"] < 1.5
+    assert found["none"] > 3
+
+
+def test_what_was_not_finite_changes_no_residual():
+    ranks = ranks_with(at_random(0.4, 0), "feedback")
+    ranks.reduce(gradients(0))
+    before = residuals(ranks)
+    broken = gradients(1)
+    for of_rank in broken:
+        of_rank[0][0, 0] = float("inf")
+    ranks.reduce(broken)
+    assert all(torch.equal(one, other) for one, other in zip(residuals(ranks), before, strict=True))
+
+
+def test_residuals_follow_the_loss_scale():
+    ranks = ranks_with(at_random(0.4, 0), "feedback")
+    ranks.reduce(gradients(0))
+    before = sum(residuals(ranks))
+    for reduction in ranks._reductions:
+        reduction.loss_scale = lambda: 2.0
+        reduction.begin_step()
+    assert torch.equal(sum(residuals(ranks)), 2 * before)
+
+
+def test_state_goes_into_a_checkpoint_and_only_fits_there():
+    named = parameters()
+    ranks, again = (ranks_with(at_random(0.4, 0), "feedback", named) for _ in range(2))
+    ranks.reduce(gradients(0))
+    for old, new in zip(ranks._reductions, again._reductions, strict=True):
+        new.load_state_dict(old.state_dict())
+    again._reductions[0].losses = None
+    assert all(torch.equal(one, other) for one, other in zip(residuals(ranks), residuals(again), strict=True))
+    state = ranks._reductions[0].state_dict()
+    with pytest.raises(ConfigurationError, match="not of BoundedLoss"):
+        BoundedLoss().load_state_dict(state)
+    state["residual"]["first"] = torch.zeros(3)
+    with pytest.raises(ConfigurationError, match="first differ in size"):
+        again._reductions[0].load_state_dict(state)
+    assert BoundedLoss().state_dict() == {}
+    BoundedLoss().load_state_dict({})
+
+
+def test_an_unknown_compensation_is_refused():
+    with pytest.raises(ConfigurationError, match="none of 'survivors'"):
+        BoundedLoss(compensation="zero")

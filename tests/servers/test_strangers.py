@@ -1,0 +1,99 @@
+"""Who reaches a server's port without the job's token, or speaks another protocol, gets nowhere and disturbs nobody."""
+
+import socket
+
+import pytest
+
+from paceline import version
+from paceline.errors import ConfigurationError, ServerLostError
+from paceline.servers.handshake import FROM_RANK, FROM_SERVER, GREETING, RefusedError
+from paceline.servers.link import Answers, Link, Rank
+from paceline.servers.process import listen, serve_on
+from paceline.servers.wire import HEADER, DType, Frame, Kind
+from running_servers import in_threads
+
+
+def rank(token="secret", number=0, num_ranks=1, session="s"):
+    return Rank(number, num_ranks, session, 5.0, token)
+
+
+def talk(address, words):
+    """What a server says to these words before it closes the connection."""
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), 5.0) as stranger:
+        heard = stranger.recv(FROM_SERVER)
+        stranger.sendall(words)
+        with pytest.raises((ConnectionResetError, ConnectionAbortedError, StopIteration)):
+            if not stranger.recv(100):
+                raise StopIteration
+    return heard
+
+
+def test_strangers_are_dropped_and_the_job_goes_on():
+    with in_threads(1, "secret") as addresses:
+        link = Link(addresses, rank())
+        for words in (
+            b"x" * FROM_RANK,
+            b"GET / HTTP/1.1\r\n\r\n" + b" " * FROM_RANK,
+            HEADER.pack(2, 0, 0, 0, 0, 8) * 4,
+        ):
+            assert talk(addresses[0], words).startswith(GREETING)
+        with pytest.raises(RefusedError, match="another PACELINE_TOKEN"):
+            Link(addresses, rank("guess"))
+        answers, body = Answers(1), bytearray(8)
+        link.ask(0, Frame(Kind.PUSH, 0, 0, DType.FLOAT64, (b"\0" * 8,)), answers, [body])
+        assert answers.wait(5.0)
+        link.close(2.0)
+
+
+def test_a_rank_that_is_there_already_or_has_another_version_is_told(monkeypatch):
+    with in_threads(1) as addresses:
+        first = Link(addresses, rank("", 0, 2))
+        for again in (rank("", 0, 2), rank("", 1, 3), rank("", 7, 2)):
+            with pytest.raises(ConfigurationError, match="cannot join a session of 2 ranks"):
+                Link(addresses, again)
+        first.close(2.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(version, "__version__", "0.0.0")
+            patch.setattr("paceline.servers.server.version", type("other", (), {"__version__": "9.9.9"}))
+            with pytest.raises(
+                ConfigurationError, match=r"rank 0 has Paceline 0\.0\.0, and the parameter server 9\.9\.9"
+            ):
+                Link(addresses, rank("", session="t"))
+
+
+def test_something_else_at_the_address_is_refused():
+    listener = listen("127.0.0.1", 0)
+    try:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.settimeout(5.0)
+        import threading
+
+        def greet():
+            connected, _ = listener.accept()
+            connected.sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n" * 3)
+            connected.close()
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(RefusedError, match="it is no parameter server"):
+            Link([address], rank())
+        thread.join()
+    finally:
+        listener.close()
+    with pytest.raises(ConfigurationError, match="is no address of a parameter server"):
+        Link(["nowhere:x"], rank())
+    with pytest.raises(ServerLostError, match="cannot be reached"):
+        Link([address], rank())
+
+
+def test_serving_refuses_what_cannot_be(monkeypatch):
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    for place in ("7000", "127.0.0.1:", "127.0.0.1:port", "127.0.0.1:70000"):
+        with pytest.raises(ConfigurationError, match="is no address"):
+            serve_on(place)
+    with pytest.raises(ConfigurationError, match="there is no token"):
+        serve_on("10.0.0.5:7000")
+    monkeypatch.setenv("PACELINE_TOKEN", "secret")
+    with pytest.raises(ConfigurationError, match="cannot listen on 203"):
+        serve_on("203.0.113.7:7000")
