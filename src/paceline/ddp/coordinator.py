@@ -57,6 +57,7 @@ class Setting:
         process_groups: Over whom; several take turns, bucket by bucket.
         reduction: What combining means.
         caps: When a bucket is full.
+        searches_caps: Whether other caps are tried.
         chosen_caps: What was asked for, equal on all ranks also where defaults depend on the rank.
         delayed: Parameters that are reduced after all others.
         weight: What this rank's batch counts, by the forward's inputs, in steps outside of windows.
@@ -69,6 +70,7 @@ class Setting:
     process_groups: list[ProcessGroup]
     reduction: Reduction
     caps: BucketCaps
+    searches_caps: bool
     chosen_caps: object
     delayed: list[Parameter]
     weight: Callable[..., float] | None
@@ -179,7 +181,9 @@ class StepCoordinator:
     def build_reducer(self, managed: ManagedParameters) -> None:
         """Reduce the gradients of these parameters from now on. Local."""
         wrapped, setting = self.wrapped, self.setting
-        options = ReducerOptions(setting.caps, wrapped.find_unused_parameters, wrapped.static_graph)
+        options = ReducerOptions(
+            setting.caps, wrapped.find_unused_parameters, wrapped.static_graph, setting.searches_caps
+        )
         self.reducer = setting.make_reducer(managed, options, self.reduce_groups, self.peers, self.buffers)
         self.reducer.synchronizes = self._synchronizes
         self.reducer.reduction = setting.reduction
