@@ -97,7 +97,7 @@ def collective_calls(source, package):
             is_collective = first not in {"torch", "np", "functools"} and tail not in NO_GROUPS.get(
                 package, ()
             )
-        elif node.attr in {"send", "recv"} and tail in OTHER_SENDERS.get(package, ()):
+        elif node.attr in {"send", "recv"} and tail in SOCKETS.get(package, ()):
             is_collective = False
         else:
             is_collective = node.attr in METHODS
