@@ -3,10 +3,12 @@
 Rules
 1. Requests to one server keep their order; those to different servers are under way at the same time.
 2. Whatever goes wrong ends the link: every answer that is awaited, and everything asked later, raises the same.
+3. A rank that has lost a server tells the others, which tell all ranks: else they would blame the rank, which leaves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import threading
@@ -26,6 +28,7 @@ from paceline.servers.wire import Frame, Kind, pack, unpack
 
 _TICK_S = 0.25
 _GRACE_S = 2.0  # a server that misses a rank says so by itself, a little later than a rank's timeout
+_FAREWELL_S = 0.5
 PATIENCE_S = 60.0  # for connecting and setting up, at least: a server that is to step imports torch
 
 
@@ -242,6 +245,8 @@ class Link:
                 self._look_at_the_time()
         except PacelineError as error:
             self._end(error)
+            if isinstance(error, ServerLostError):
+                self._tell(error)
         finally:
             self._close_sockets()
 
@@ -267,6 +272,8 @@ class Link:
                     self._take(server, frame)
             if events & selectors.EVENT_WRITE:
                 server.connection.send()
+        except PacelineError:  # some of them are also an OSError
+            raise
         except OSError as error:
             raise self._lost(server, f"has closed the connection: its process has ended ({error})") from error
         self._want(server)
@@ -317,6 +324,17 @@ class Link:
         for each in asked:
             each.answers.note(error)
 
+    def _tell(self, error: ServerLostError) -> None:
+        """Rule 3, as far as the other servers listen."""
+        words = {"kind": "server", "rank": self._who.rank, "words": str(error)}
+        until_s = time.monotonic() + _FAREWELL_S
+        for server in self._servers:
+            server.connection.queue(Frame(Kind.FAILED, body=(pack(words),)))
+            with contextlib.suppress(OSError):
+                while server.connection.wants_to_send and time.monotonic() < until_s:
+                    server.connection.send()
+                    time.sleep(0.001)
+
     def _close_sockets(self) -> None:
         with self._lock:
             self._error = self._error or ProtocolError("the connections to the parameter servers were closed")
@@ -354,6 +372,8 @@ def _connect(number: int, address: str, who: Rank) -> socket.socket:
 def _error_of(words: dict[str, Any], who: str) -> PacelineError:
     rank = words.get("rank")
     text = f"{words.get('words')} ({who} says so)"
+    if words.get("kind") == "server":
+        return ServerLostError(text)
     if words.get("kind") == "lost":
         return PeerLostError(text, rank if isinstance(rank, int) else None)
     return ConfigurationError(text) if words.get("kind") == "configuration" else ProtocolError(text)

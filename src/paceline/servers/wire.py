@@ -29,7 +29,7 @@ class Kind(IntEnum):
     BEGIN = 5  # words: a step begins, and whether the one before was used
     PARAMETERS = 6  # keys, then their values
     LOAD = 7  # words, then state
-    FAILED = 8  # words: from a server; the session is over
+    FAILED = 8  # words: from a server, the session is over; from a rank, it has lost another server
     BYE = 9  # from a rank that ends well
 
 
