@@ -152,7 +152,8 @@ class Switch:
 
     def arrived(self, rank: int, now_us: int, most: int) -> list[Datagram]:
         """What has arrived at a host."""
-        arriving, here = self._arriving[rank], []
+        arriving = self._arriving[rank]
+        here: list[Datagram] = []
         while arriving and arriving[0][0] <= now_us and len(here) < most:
             here.append(heapq.heappop(arriving)[2])
         return here
