@@ -335,8 +335,9 @@ class StepCoordinator:
     def synchronize_gradients(self) -> None:
         """Reduce what earlier backwards have left in `.grad`. Collective; blocks."""
         self.reducer.prepare()
-        self.buffers.come_at_end = False
+        come_at_end, self.buffers.come_at_end = self.buffers.come_at_end, False
         self.reducer.run_without_autograd()
+        self.buffers.come_at_end = come_at_end  # with the backward of a forward that is still open
 
     def take_final_model(self, is_last_joiner: bool) -> None:
         """After `join`: everybody takes the model of a rank that trained to the end. Collective; blocks."""

@@ -12,7 +12,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -125,17 +125,16 @@ def _dots(
 
 
 def _combine(a: Tensor, b: Tensor, both: Tensor, chunks: Sequence[Chunk], others: Sequence[Tensor]) -> None:
-    """Replace these chunks of `a` by the combination, and hand them to `others`."""
-    for run in _runs(chunks):
-        combine_into(a, b, *both, run)
+    """Replace these chunks of `a` by the combination, and hand them to `others`.
+
+    The last first: of a large bucket, these are still in the cache after the dot products.
+    """
+    for first in reversed(range(0, len(chunks), _CHUNKS_AT_ONCE)):
+        run = chunks[first : first + _CHUNKS_AT_ONCE]
+        combine_into(a, b, both[0], both[1], run)
         span = slice(run[0].first, run[-1].last)
         for other in others:
             other[span].copy_(a[span])
-
-
-def _runs(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    for first in range(0, len(chunks), _CHUNKS_AT_ONCE):
-        yield chunks[first : first + _CHUNKS_AT_ONCE]
 
 
 @lru_cache(maxsize=1024)

@@ -30,9 +30,9 @@ class Status:
 
     def __init__(self, arena: Arena) -> None:
         # Views that Python reads and writes in a third of the time that an array's element takes.
-        self._arrivals = memoryview(arena.bytes[_ARRIVALS : _ARRIVALS + 4]).cast("I")
-        self._given_up = memoryview(arena.bytes[_GIVEN_UP : _GIVEN_UP + 4]).cast("I")
-        self._announcements = memoryview(arena.bytes[_ANNOUNCEMENTS : _ANNOUNCEMENTS + 2 * _ROW_BYTES])
+        self._arrivals = arena.bytes[_ARRIVALS : _ARRIVALS + 4].data.cast("I")
+        self._given_up = arena.bytes[_GIVEN_UP : _GIVEN_UP + 4].data.cast("I")
+        self._announcements = arena.bytes[_ANNOUNCEMENTS : _ANNOUNCEMENTS + 2 * _ROW_BYTES].data
         self._address = arena.address + _ARRIVALS
 
     def announce(self, barrier: int, integers: Sequence[int]) -> None:
