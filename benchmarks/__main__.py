@@ -35,7 +35,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
     ("overlap", "--rate", "1Gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
-    *([("forward_overlap",)] if os.geteuid() == 0 else []),
+    *([("forward_overlap",), ("bucket_caps",)] if os.geteuid() == 0 else []),
     ("optimizers",),
     ("adasum",),
     ("adasum", "--ranks", "4"),

@@ -116,7 +116,7 @@ def _stored(path: Path, first_seed: int) -> Found:
     stored = json.loads(path.read_text()) if path.exists() else {}
     if stored.pop("generator", None) != _generator() or stored["first_seed"] != first_seed:
         return Found(first_seed)
-    counts = {name: Counter(stored.pop(name)) for name in ("kinds", "options", "operations")}
+    counts: dict[str, Any] = {name: Counter(stored.pop(name)) for name in ("kinds", "options", "operations")}
     return Found(**stored, **counts)
 
 

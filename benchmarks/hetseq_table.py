@@ -110,7 +110,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     ticks = {float(at): str(at) for at in nodes}
     panel = Lines("over one node with equal shares", "nodes of 4 mixed GPUs", "speed-up", lines, ticks)
     last = summaries[str(max(nodes))]["speed_up"]
-    title = f"{max(nodes)} nodes: {last['auto']:.1f} times one by speed, {last['equal']:.1f} with equal ones"
+    title = f"{max(nodes)} nodes: {last['auto']:.1f} x one with shares by speed, {last['equal']:.1f} x with equal ones"
     return draw_figure(path, title, [panel])
 
 

@@ -104,7 +104,7 @@ def work(config: Config, addresses: Sequence[str]) -> None:
                 steps_s[side].append(taken_s)
     found = {}
     for side, trainee in trainees.items():
-        gradients = [p.grad for p in trainee.module.parameters()]
+        gradients = [p.grad for p in trainee.module.parameters() if p.grad is not None]
         mine = (
             steps_s[side],
             trainee.module.expected_error(gradients, config.num_workers),

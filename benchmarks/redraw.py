@@ -28,6 +28,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "adasum": None,
     "allreduce": allreduce_report.draw,
     "auto-compression": "auto_compression",
+    "bucket_caps": "bucket_caps",
     "compression": "compression",
     "forward-overlap": "forward_overlap",
     "hetseq_table": "hetseq_table",

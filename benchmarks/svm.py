@@ -10,6 +10,8 @@ elimination.
 `--clock cpu` counts the seconds of rank 0's process instead of the wall's: on a busy machine the waiting for a core is
 left out, the cost of shared caches is not. It says nothing about several ranks, which wait for each other.
 
+With `--hosts` the ranks are on hosts of an emulated cluster, one each; `--cpu` limits their cores, `--rate` the links.
+
 `gemm s` is the time that the matrix products behind the computed kernel values would take at the peak measured here.
 """
 
@@ -33,7 +35,7 @@ from benchmarks.svm_data import HELP, Split, load
 from paceline.lab.bench.protocol import WrongAnswerError
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import LoopbackRanks
+from paceline.lab.bench.ranks import choose_place
 from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import OURS, look_of
 from paceline.lab.report.panels import Dots
@@ -59,6 +61,7 @@ class Config:
     sides: tuple[str, ...]
     cache_megabytes: float
     clock: str
+    place: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -267,6 +270,9 @@ def main(
     clock: Annotated[
         str, typer.Option(help="wall, or cpu: seconds of the process, for a busy machine.")
     ] = "wall",
+    hosts: Annotated[int | None, typer.Option(help="Of an emulated cluster, in place of --ranks.")] = None,
+    rate: Annotated[str | None, typer.Option(help="Of an emulated host's link, such as 1Gbit.")] = None,
+    cpu: Annotated[str | None, typer.Option(help="Of an emulated host, such as 45% of a core.")] = None,
     name: Annotated[str, typer.Option(help="Of the result's files.")] = "svm",
     quick: Quick = False,
     as_json: AsJson = False,
@@ -278,11 +284,13 @@ def main(
         side for side in sides.split(",") if side != "sklearnex" or importlib.util.find_spec("sklearnex")
     ]
     load_before, outcomes = load_average(), {}
-    for set_name in names:
-        config = Config(
-            set_name, str(folder) if folder else None, ranks, rounds, tuple(chosen), cache_size, clock
-        )
-        outcomes[set_name] = LoopbackRanks(ranks).run(measure, config, f"svm, {set_name}")[0]
+    with choose_place(hosts, None if hosts else ranks, rate=rate, cpu=cpu) as place:
+        where = str(folder.absolute()) if folder else None
+        for set_name in names:
+            config = Config(
+                set_name, where, place.num_ranks, rounds, tuple(chosen), cache_size, clock, place.describe()
+            )
+            outcomes[set_name] = place.run(measure, config, f"svm, {set_name}")[0]
     result = report(outcomes, config, f"{name}{'-quick' if quick else ''}", load_before)
     publish(result, results_folder, as_json)
     draw(result.record(), figure_path(result, results_folder))

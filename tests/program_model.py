@@ -39,7 +39,7 @@ class InTurns(Auto):
         super()._start_over(codecs, num_ranks)
         course = self._decision.course
         decided, tried_out = course.decided, course.tried_out
-        course.decided = lambda _: decided(codecs[0])  # type: ignore[method-assign]
+        course.decided = lambda chosen: decided(codecs[0])  # type: ignore[method-assign] # noqa: ARG005
         course.tried_out = lambda *_: tried_out(1.0, 2.0 if course.num_steps % 2 else 0.5)  # type: ignore[method-assign]
 
 
@@ -71,7 +71,7 @@ def _reduce_into_another(bucket: Any) -> torch.futures.Future[Tensor]:
     """The mean as a tensor of its own; nothing of use is left in the bucket."""
     sent = bucket.buffer() / dist.get_world_size()
     bucket.buffer().fill_(torch.nan)
-    future = dist.all_reduce(sent, async_op=True).get_future()  # type: ignore[union-attr]
+    future = dist.all_reduce(sent, async_op=True).get_future()
     return future.then(lambda done: done.value()[0].clone())  # type: ignore[no-any-return]
 
 
@@ -107,6 +107,8 @@ LEFT: list[Any] = []  # outputs in a global
 class Block(nn.Module):
     """A narrow pair of layers, run in one of several ways."""
 
+    level: Tensor
+
     def __init__(self, kind: str, width: int) -> None:
         super().__init__()
         self.kind = kind
@@ -125,8 +127,9 @@ class Block(nn.Module):
             reentrant: Tensor = checkpoint(_twice, x, tied, use_reentrant=True)
             return reentrant if torch.is_grad_enabled() else _twice(x, tied)
         if self.kind == "state":
-            x = x * self.level
-            self.level = 0.9 * self.level + 0.1 * x.detach().mean(0)
+            level = self.level
+            x = x * level
+            self.level = 0.9 * level + 0.1 * x.detach().mean(0)
             return x
         if self.kind == "twice":
             x = self.layers(x)
@@ -246,7 +249,7 @@ def wrap(program: Program, net: nn.Module) -> DistributedDataParallel:
 
         given["mixed_precision"] = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = DistributedDataParallel(copy.deepcopy(net), **given)
-    model.is_late = program.slow_rank == dist.get_rank()
+    model.__dict__["is_late"] = program.slow_rank == dist.get_rank()
     if "hook" in program.options:
         model.register_comm_hook(None, HOOKS[program.options["hook"]])
     return model

@@ -47,7 +47,7 @@ def as_processes(number: int) -> Iterator[tuple[list[str], list[subprocess.Popen
         for _ in range(number)
     ]
     try:
-        yield [process.stdout.readline().strip() for process in started], started
+        yield [process.stdout.readline().strip() for process in started if process.stdout], started
     finally:
         for process in started:
             process.kill()

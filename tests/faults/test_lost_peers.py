@@ -79,10 +79,12 @@ def check(outcomes, victim, how):
 @pytest.mark.parametrize(
     ("num_ranks", "victim", "where", "store"),
     [
+        (2, 0, "backward", "file"),
         (2, 1, "backward", "tcp"),
+        (2, 1, "forward", "file"),
         (2, 0, "end of backward", "tcp"),
         (4, 2, "backward", "tcp"),
-        (4, 0, "forward", "file"),
+        (4, 0, "forward", "tcp"),
         (4, 3, "end of backward", "file"),
     ],
 )

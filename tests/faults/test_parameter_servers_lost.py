@@ -9,7 +9,6 @@ import torch
 
 from models import Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
-from paceline.optim import ServerOptimizer
 from paceline.reductions import ParameterServers
 from ranks import Ranks
 from running_servers import as_processes
@@ -22,7 +21,7 @@ def strike(rank, _num_ranks, addresses, victim, pid, number):
     """Two good steps; in the third, when some buckets are on their way, rank 0 strikes a server or `victim` itself."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Mlp(), reduction=ParameterServers(addresses), bucket_cap_mb=0.0005)
-    optimizer = ServerOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before, begun_s, target = None, 0.0, pid or os.getpid()
     try:
         for step in range(4):

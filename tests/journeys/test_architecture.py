@@ -29,6 +29,8 @@ SHARED_NAMES = {"broadcast", "reduce", "gather", "scatter"}
 NO_GROUPS = {
     "svm": {"world", "_world", "self"}
 }  # paceline.svm.world.World, whose collectives go through comm
+# Sockets and what sends on them; import-linter keeps torch from the servers. And a generator.
+SOCKETS = {"servers": {"connected", "connection", "_wake", "_woken"}, "ddp": {"_course"}}
 FUNCTIONS = {
     *("all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_object"),
     *("all_gather_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast"),
@@ -95,6 +97,8 @@ def collective_calls(source, package):
             is_collective = first not in {"torch", "np", "functools"} and tail not in NO_GROUPS.get(
                 package, ()
             )
+        elif node.attr in {"send", "recv"} and tail in SOCKETS.get(package, ()):
+            is_collective = False
         else:
             is_collective = node.attr in METHODS
         if is_collective:
@@ -144,6 +148,7 @@ def test_the_search_sees_every_form_of_a_call(source):
         ("import torch\ntorch.gather(values, 0, order)", "compression"),
         ("import functools\nfunctools.reduce(max, sizes)", "ddp"),
         ("self._world.gather(mine, doing)", "svm"),
+        ("client.connected.send(piece)", "servers"),
         ("from paceline.comm.collectives import launch_sum\nlaunch_sum(tensor, group)", "ddp"),
     ],
 )

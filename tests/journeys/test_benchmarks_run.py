@@ -36,6 +36,7 @@ def benchmark(*arguments: str, folder: Path) -> Finished:
         ["memory", "--sides", "torch,ours"],
         ["overlap"],
         ["forward_overlap"],
+        ["bucket_caps"],
         ["compression"],
         ["auto_compression"],
         ["unequal"],

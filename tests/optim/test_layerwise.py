@@ -20,9 +20,9 @@ SHAPES = [(3, 5), (7,), (), (2, 3, 4), (SMALL_ELEMENTS + 1,), (0, 3), (300, 65),
 def lars(w, g, s, lr, m, b, h, nesterov, most, layerwise, sign):
     """The ten lines: one parameter, one step."""
     ratio = h * w.norm() / (g.norm() + b * w.norm())
-    ratio = min(ratio, math.inf if most is None else most)
-    if not layerwise or w.norm() == 0 or g.norm() == 0:
+    if w.norm() == 0 or g.norm() == 0:
         ratio = 1.0
+    ratio = min(ratio, math.inf if most is None else most) if layerwise else 1.0
     u = ratio * (sign * g + b * w)
     s["v"] = m * s.get("v", 0) + u
     return w - lr * (u + m * s["v"] if nesterov else s["v"])
@@ -36,9 +36,8 @@ def lamb(w, g, s, lr, betas, eps, b, corrects, bounds, most, layerwise, sign):
     c1, c2 = ((1 - beta ** s["t"]) if corrects else 1.0 for beta in betas)
     u = (s["m"] / c1) / ((s["v"] / c2).sqrt() + eps) + b * w
     norm = min(max(w.norm(), bounds[0]), bounds[1])
-    ratio = min(norm / u.norm(), math.inf if most is None else most)
-    if not layerwise or norm == 0 or u.norm() == 0:
-        ratio = 1.0
+    ratio = norm / u.norm() if norm != 0 and u.norm() != 0 else 1.0
+    ratio = min(ratio, math.inf if most is None else most) if layerwise else 1.0
     return w - lr * ratio * u
 
 
@@ -210,6 +209,41 @@ def test_the_step_is_a_fraction_of_the_norm():
             options = {"trust_coefficient": 1.0} if optimizer is LARS else {"eps": 0.0}
             optimizer([parameter], lr=0.01, **options).step()
             assert (parameter.detach() - before).norm() / before.norm() == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("size", [SMALL_ELEMENTS, SMALL_ELEMENTS + 1, layerwise.LARGE_ELEMENTS + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_of_any_scale(dtype, size):
+    """Squares that overflow or vanish in the gradients' precision change no step: summed together, or one by one."""
+    scales = [1e-28, 1e-25, 3e-23, 1e-22, 1e-19, 1.0, 1e18, 1e25, 1e36]
+    if dtype == torch.float64:
+        scales += [1e-200, 1e-160, 1e160, 1e200]
+    direction = torch.randn(size, generator=generator(5), dtype=torch.float64)
+    direction[0] = 0.0  # times an infinite factor it would not be a number
+    for momentum in (0.0, 0.9):
+        parameters = [nn.Parameter(torch.randn(size, generator=generator(6)).to(dtype)) for _ in scales]
+        before = parameters[0].detach().double().clone()
+        for parameter, scale in zip(parameters, scales, strict=True):
+            parameter.grad = (scale * direction).to(dtype)
+        LARS(parameters, lr=1.0, momentum=momentum, trust_coefficient=0.01).step()
+        for parameter in parameters:
+            step = (parameter.detach().double() - before).norm() / before.norm()
+            assert step == pytest.approx(0.01, rel=0.1 if dtype == torch.bfloat16 else 1e-3)
+
+
+def test_norms_at_the_ends():
+    """Weights of any scale; what has no elements, is zero, infinite or no number; a factor that would be infinite."""
+    for size in (5, SMALL_ELEMENTS + 1):
+        ones = torch.ones(size)
+        found = norms([1e30 * ones, 1e-40 * ones, 0 * ones, math.inf * ones, ones[:0]])[0]
+        root = math.sqrt(size)
+        assert found[:3] == pytest.approx([1e30 * root, 1e-40 * root, 0.0], rel=1e-4)
+        assert found[3:] == [math.inf, 0.0]
+        assert math.isnan(norms([math.nan * ones])[0][0])
+        weight = nn.Parameter(1e30 * ones)
+        weight.grad = 1e-40 * ones
+        LARS([weight], lr=1.0).step()
+        assert weight.isfinite().all()
 
 
 GROUPED = [{"momentum": 0.5, "weight_decay": 0.1}, {"layerwise": False, "lr": 0.01, "nesterov": True}]

@@ -195,9 +195,6 @@ def synchronized_between(rank, _num_ranks, seed):
     return bits(model)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="synchronize_gradients() forgets that the open forward's buffers are to be sent"
-)
 def test_sync_gradients_between_forward_and_backward_keeps_buffers_in_line():
     """The end of that backward brings rank 0's buffers, as of any other. Found by the random programs."""
     first, second = pool(2).run(synchronized_between, 9)

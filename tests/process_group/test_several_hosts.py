@@ -76,11 +76,8 @@ def reduced(ours, rank, num_ranks, seed):
     return shape, results, others
 
 
-CHOSEN = [("01", None), ("0011", None), ("0101", None), ("0012", None)]
-NAMED = [("01", "ring"), ("0012", "ring"), ("0101", "halving_doubling"), ("0012", "halving_doubling")]
-
-
-@pytest.mark.parametrize(("hosts", "only"), [*CHOSEN, *NAMED])
+@pytest.mark.parametrize("only", [None, "ring", "halving_doubling"])
+@pytest.mark.parametrize("hosts", ["01", "0011", "0101", "0012"])
 def test_reductions_over_hosts(hosts, only):
     """One and two ranks a host, hosts of unequal size, ranks in any order: exact sums, one value on all ranks."""
     num_ranks = len(hosts)

@@ -241,3 +241,13 @@ def test_chunks_hold_every_element_once(sizes, data):
 def test_refused(inputs, words):
     with pytest.raises(ConfigurationError, match=words):
         combine(inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gradient_below_the_limit_counts_as_zero(dtype):
+    """Of one direction: the mean down to a norm ratio of 2^-100, below it the longer one as it is; in either order."""
+    long = torch.tensor([3.0, 0.0, 4.0], dtype=dtype)
+    for exponent, factor in ((-98, 0.5), (-99, 0.5), (-101, 1.0), (-110, 1.0)):
+        short = long * 2.0**exponent
+        for pair in ([[long], [short]], [[short], [long]]):
+            assert torch.equal(combine(pair)[0], factor * long)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 
 import numpy as np
@@ -71,6 +72,28 @@ def test_single_precision_rows_reach_the_optimum():
     assert mine.gap_[0] == pytest.approx(true.gap, abs=1e-9)
     assert true.objective == pytest.approx(best.objective, rel=1e-6)
     assert true.imbalance < 1e-9
+    assert mine.objective_[0] == pytest.approx(true.objective, rel=1e-12)
+
+
+def test_the_objective_after_single_precision_rows_is_in_double():
+    """Of several pairs of classes, some solved as a whole; of regression, dense and sparse."""
+    X, y = two_classes(3600, 4, noise=0.5)
+    y[:200] = 2
+    many = ours.SVC(C=5.0, gamma=0.5).fit(X, y)
+    for k, pair in enumerate(itertools.combinations(range(3), 2)):
+        part = np.isin(y, pair)
+        alone = ours.SVC(C=5.0, gamma=0.5).fit(X[part], y[part])
+        true = truth(X[part], y[part], alone, 5.0, gamma=0.5).objective
+        assert alone.objective_[0] == pytest.approx(true, rel=1e-12)
+        assert many.objective_[k] == pytest.approx(true, rel=1e-6)
+    z, X = X[:1700, 1] + np.sin(X[:1700, 0]), X[:1700]
+    for rows in (X, sp.csr_matrix(X)):
+        model = ours.SVR(C=2.0, gamma=0.5).fit(rows, z)
+        beta = np.zeros(len(z))
+        beta[model.support_] = model.dual_coef_[0]
+        K = pairwise_kernels(X, metric="rbf", gamma=0.5)
+        true = 0.5 * beta @ K @ beta - z @ beta + 0.1 * np.abs(beta).sum()
+        assert model.objective_ == pytest.approx(true, rel=1e-12)
 
 
 @pytest.mark.parametrize("form", [np.asarray, sp.csr_matrix, sp.csr_array], ids=["dense", "matrix", "array"])

@@ -112,3 +112,12 @@ def test_both_formats_hold_the_same(tmp_path):
     dense, sparse = read_table(tmp_path / "a.csv"), read_table(tmp_path / "a.svm", 4)
     assert np.allclose(dense.X, sparse.X.toarray())
     assert np.array_equal(dense.y, sparse.y)
+
+
+def test_compile_now(capsys):
+    """What it has compiled, no fit waits for: another look finds nothing to do."""
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            main(["svm", "compile"])
+        assert ended.value.code == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "0 functions compiled in 0.0 s"

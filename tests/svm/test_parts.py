@@ -5,13 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numba
 import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from sklearn.metrics.pairwise import pairwise_kernels
+from sklearn.metrics.pairwise import pairwise_kernels, rbf_kernel
 
-from paceline.svm import SVC, gradients
+from paceline.host.memory import available_bytes
+from paceline.svm import SVC, estimator, gradients
+from paceline.svm.compilation import shown
+from paceline.svm.compiled import LANES
 from paceline.svm.elimination import Elimination
 from paceline.svm.gradients import RowsOnDevice
 from paceline.svm.kernels import Kernel, expand
@@ -223,3 +227,83 @@ def test_importing_paceline_imports_neither_numba_nor_scikit_learn():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout == "set()\n"
+
+
+def test_the_cache_grows_by_what_comes_back():
+    """A row computed again for want of room makes room for one more, up to the limit; other rows do not."""
+    cache = RowCache(num_samples=10, num_columns=4, budget_bytes=3 * 16, dtype=np.float32, most_bytes=5 * 16)
+    assert (len(cache.rows), cache.most_rows) == (3, 5)
+    for ids in ([0, 1, 2], [3, 4, 5]):
+        cache.slots_for(np.array(ids))
+    assert len(cache.rows) == 3
+    slots, missing = cache.slots_for(np.array([0, 1, 3, 4]))
+    assert (len(cache.rows), cache.num_repeats) == (5, 2)
+    assert missing.tolist() == [True, True, False, False]
+    assert len(set(slots.tolist())) == 4
+    cache.slots_for(np.array([2, 5]))  # 2 comes back, too, but there may not be more
+    assert len(cache.rows) == 5
+    cache.clear(2)
+    assert len(cache.rows) == 10
+
+
+def test_auto_computes_fewer_rows_again(monkeypatch):
+    """As much memory as pays: kernel values as with a large cache would be, within a few; and the same optimum."""
+    X, y = two_classes(3_300, 6, noise=1.0)
+    monkeypatch.setattr(estimator, "_CACHE_BYTES", 4e6)
+    fits = [SVC(C=50.0, elimination="none", cache_size=size).fit(X, y) for size in (4, 500, "auto")]
+    tight, roomy, auto = (fit.counters_[0].num_kernel_values for fit in fits)
+    assert roomy < auto < 0.8 * tight
+    assert fits[2].objective_[0] == pytest.approx(fits[1].objective_[0], rel=1e-5)
+    monkeypatch.setattr(estimator, "available_bytes", lambda: 0.0)
+    assert SVC(C=50.0, elimination="none").fit(X, y).counters_[0].num_kernel_values == tight
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 3e-6), (np.float64, 1e-13)])
+def test_sums_over_sparse_rows(dtype, bound):
+    """Support vectors that fill no panel, rows without features, several expansions at once."""
+    generator = np.random.default_rng(0)
+    dense = generator.normal(size=(LANES + 40, 30)) * (generator.random((LANES + 40, 30)) < 0.2)
+    dense[LANES + 10] = 0.0
+    support, rows = (sp.csr_matrix(part.astype(dtype)) for part in np.split(dense, [LANES + 7]))
+    factors = generator.normal(size=(3, LANES + 7))
+    sums = expand(
+        Kernel("rbf", 0.3),
+        SparseSamples.of(support, np.arange(LANES + 7)),
+        factors,
+        SparseSamples.of(rows, np.arange(33)),
+    )
+    wanted = factors @ rbf_kernel(
+        support.toarray().astype(np.float64), rows.toarray().astype(np.float64), gamma=0.3
+    )
+    assert np.abs(sums - wanted).max() < bound * np.abs(factors).sum()
+
+
+def test_compiling_is_shown(capsys, monkeypatch):
+    """A line at the end, if asked for; on a terminal also on the way; nothing if nothing is compiled."""
+    add_one = numba.njit(lambda x: x + 1)
+    with shown(always=True) as listener:
+        add_one(1)
+    assert (listener.num_functions, listener.seconds > 0) == (1, True)
+    assert "compiling for this machine, 1 functions" in capsys.readouterr().err
+    with shown(always=True):
+        add_one(1)
+    assert capsys.readouterr().err == ""
+    with shown():
+        add_one(1.0)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with shown():
+        add_one(1j)
+    assert capsys.readouterr().err.count("\r") == 2
+
+
+def test_how_much_memory_there_is(tmp_path):
+    """The kernel's word, or the container's limit if that is less; 0 where nobody says."""
+    meminfo = tmp_path / "meminfo"
+    assert available_bytes(meminfo, tmp_path) == 0.0
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    4 kB\n")
+    assert available_bytes(meminfo, tmp_path) == 4096.0
+    (tmp_path / "memory.current").write_text("1000\n")
+    for limit, found in (("max", 4096.0), ("3000", 2000.0), ("500", 0.0)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert available_bytes(meminfo, tmp_path) == found

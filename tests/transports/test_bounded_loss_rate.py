@@ -10,7 +10,7 @@ RATE, MEGABYTES, PAYLOAD = 100e6, 2.0, 1432
 
 @pytest.mark.parametrize(
     ("ranks", "lose", "ratio"),
-    [(4, 0.0, 0.96), (4, 0.01, 0.93), (4, 0.03, 0.88), (2, 0.0, 0.96), (8, 0.0, 0.94)],
+    [(4, 0.0, 0.96), (4, 0.01, 0.93), (4, 0.03, 0.85), (2, 0.0, 0.96), (8, 0.0, 0.94)],
 )
 def test_a_sum_takes_about_as_long_as_its_bytes_on_the_wire(ranks, lose, ratio):
     """`ratio` of the time is the transfer of bytes with their headers, what was lost sent twice; 2 MB, two phases."""

@@ -23,7 +23,10 @@ _Tol = Annotated[float, typer.Option(help="Largest violation of optimality.")]
 _Epsilon = Annotated[float, typer.Option(help="Half width of the tube (regress).")]
 _Nu = Annotated[float, typer.Option(help="Bound of the outliers (novelty).")]
 _Elimination = Annotated[str, typer.Option(help="adaptive, none, or such as multi-5% or single-500.")]
-_CacheSize = Annotated[float, typer.Option(help="Megabytes for kernel rows on each rank.")]
+_CacheSize = Annotated[
+    str,
+    typer.Option(help="Megabytes for kernel rows on each rank, or auto: as many as pay, of what is there."),
+]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON to stdout.")]
 
 
@@ -42,7 +45,7 @@ def fit(
     epsilon: _Epsilon = 0.1,
     nu: _Nu = 0.5,
     elimination: _Elimination = "adaptive",
-    cache_size: _CacheSize = 500,
+    cache_size: _CacheSize = "auto",
     figure: Annotated[Path | None, typer.Option(help="Draw the convergence here, say gap.png.")] = None,
     as_json: _AsJson = False,
 ) -> None:
@@ -115,7 +118,7 @@ def cross_validate(
     epsilon: _Epsilon = 0.1,
     nu: _Nu = 0.5,
     elimination: _Elimination = "adaptive",
-    cache_size: _CacheSize = 500,
+    cache_size: _CacheSize = "auto",
     as_json: _AsJson = False,
 ) -> None:
     """Score a model on parts of a file that it was not fitted to."""
@@ -130,6 +133,15 @@ def cross_validate(
     print(f"{name} over {folds} folds: mean {result['mean']:.4f} ({scores})")
 
 
+@app.command("compile")
+def compile_now() -> None:
+    """Compile the solver's code for this machine now, so that no first fit waits for it: in an image, say."""
+    from paceline.svm.ahead_of_time import compile_all
+
+    found = compile_all()
+    print(f"{found.num_functions} functions compiled in {found.seconds:.1f} s")
+
+
 def _parameters(
     task: str,
     kernel: str,
@@ -139,11 +151,15 @@ def _parameters(
     epsilon: float,
     nu: float,
     elimination: str,
-    cache_size: float,
+    cache_size: str,
 ) -> dict[str, Any]:
     from paceline.errors import ConfigurationError
 
-    shared = {"kernel": kernel, "tol": tol, "elimination": elimination, "cache_size": cache_size}
+    shared: dict[str, Any] = {"kernel": kernel, "tol": tol, "elimination": elimination}
+    try:
+        shared["cache_size"] = "auto" if cache_size == "auto" else float(cache_size)
+    except ValueError:
+        raise ConfigurationError(f"--cache-size {cache_size} is not auto or a number of megabytes.") from None
     try:
         shared["gamma"] = gamma if gamma in ("scale", "auto") else float(gamma)
     except ValueError:

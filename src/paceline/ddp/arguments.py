@@ -293,6 +293,28 @@ def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
         )
 
 
+def check_cap_search(
+    bucket_cap_mb: Any, bucket_cap_mb_list: Any, reduction: Reduction, overlap_forward: Any
+) -> bool:
+    """Whether bucket caps are to be searched.
+
+    Raises:
+        ConfigurationError: With something else that keeps to buckets, or looks at the time of steps itself.
+    """
+    if not isinstance(bucket_cap_mb, str):
+        return False
+    not_here = {
+        f"bucket_cap_mb_list={bucket_cap_mb_list!r}": bucket_cap_mb_list is not None,
+        f"gradients combined by {reduction!r} (only the mean)": type(reduction) is not reductions.Mean,
+        "overlap_forward (its pieces do not depend on buckets)": bool(overlap_forward),
+    }
+    if found := [what for what, is_there in not_here.items() if is_there]:
+        raise ConfigurationError(
+            f'bucket_cap_mb="auto" is not possible with {"; nor with ".join(found)}. Leave out either.'
+        )
+    return True
+
+
 def check_forward_overlap(
     wanted: bool | str,
     module: Module,

@@ -57,6 +57,7 @@ class Setting:
         process_groups: Over whom; several take turns, bucket by bucket.
         reduction: What combining means.
         caps: When a bucket is full.
+        searches_caps: Whether other caps are tried.
         chosen_caps: What was asked for, equal on all ranks also where defaults depend on the rank.
         delayed: Parameters that are reduced after all others.
         weight: What this rank's batch counts, by the forward's inputs, in steps outside of windows.
@@ -69,6 +70,7 @@ class Setting:
     process_groups: list[ProcessGroup]
     reduction: Reduction
     caps: BucketCaps
+    searches_caps: bool
     chosen_caps: object
     delayed: list[Parameter]
     weight: Callable[..., float] | None
@@ -179,7 +181,9 @@ class StepCoordinator:
     def build_reducer(self, managed: ManagedParameters) -> None:
         """Reduce the gradients of these parameters from now on. Local."""
         wrapped, setting = self.wrapped, self.setting
-        options = ReducerOptions(setting.caps, wrapped.find_unused_parameters, wrapped.static_graph)
+        options = ReducerOptions(
+            setting.caps, wrapped.find_unused_parameters, wrapped.static_graph, setting.searches_caps
+        )
         self.reducer = setting.make_reducer(managed, options, self.reduce_groups, self.peers, self.buffers)
         self.reducer.synchronizes = self._synchronizes
         self.reducer.reduction = setting.reduction
@@ -331,8 +335,9 @@ class StepCoordinator:
     def synchronize_gradients(self) -> None:
         """Reduce what earlier backwards have left in `.grad`. Collective; blocks."""
         self.reducer.prepare()
-        self.buffers.come_at_end = False
+        come_at_end, self.buffers.come_at_end = self.buffers.come_at_end, False
         self.reducer.run_without_autograd()
+        self.buffers.come_at_end = come_at_end  # with the backward of a forward that is still open
 
     def take_final_model(self, is_last_joiner: bool) -> None:
         """After `join`: everybody takes the model of a rank that trained to the end. Collective; blocks."""

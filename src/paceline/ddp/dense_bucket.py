@@ -323,7 +323,9 @@ class DenseBucket:
             self.views[slot].copy_(kept.values)
 
     def untouched_members(self) -> list[int]:
-        late = set(self.touched_slots()[self._num_touched_at_collect :]) if self._untouched else set()
+        if not self._untouched:
+            return []
+        late = set(self.touched_slots()[self._num_touched_at_collect :])
         self._untouched = [slot for slot in self._untouched if slot not in late]
         return [self.members[slot] for slot in self._untouched]
 

@@ -66,13 +66,16 @@ class GradientMemory:
         caps: How large a bucket may become.
         control: The words that travel behind the last bucket.
         allocate: Makes a buffer; a process group may have memory from which it sends without a copy.
+
+    Attributes:
+        caps: Other ones count from the next cut on.
     """
 
     def __init__(
         self, managed: ManagedParameters, caps: BucketCaps, control: ControlWords, allocate: Allocate
     ) -> None:
         self._managed = managed
-        self._caps = caps
+        self.caps = caps
         self._control = control
         self._has_been_cut = False
         self._flat: dict[Key, Tensor] = {}
@@ -100,7 +103,7 @@ class GradientMemory:
         alive = self._take_alive()
         first = [index for index in order if index not in managed.delayed]
         last = [index for index in order if index in managed.delayed]
-        plan = assign_buckets(managed.specs(), first + last, self._caps)
+        plan = assign_buckets(managed.specs(), first + last, self.caps)
         used = dict.fromkeys(self._flat, 0)
         buckets: list[Bucket] = []
         for place, members in enumerate(plan):

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # -0.0 has the bits of the least one
+_INTEGERS = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # -0.0 has the bits of the least one
 
 
 class Sample:

@@ -23,6 +23,7 @@ from paceline.numbers_given import number
 
 MEBIBYTE = 1024 * 1024
 DEFAULT_BUCKET_CAP_MB = 25
+AUTO = "auto"
 DEFAULT_FIRST_BUCKET_BYTES = MEBIBYTE
 MANY_HOSTS_CAP_MB = 5
 MANY_HOSTS_BUCKETS = 48
@@ -44,8 +45,12 @@ class BucketCaps:
     caps_bytes: tuple[int, ...]
 
     @classmethod
-    def from_arguments(cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps | None:
+    def from_arguments(
+        cls, cap_mb: float | str | None, cap_mb_list: Sequence[float] | None
+    ) -> BucketCaps | None:
         """Read torch's two arguments: a list wins; one cap holds for the first bucket too. None: use a default."""
+        if cap_mb == AUTO and cap_mb_list is None:
+            return None
         if cap_mb_list is not None:
             if not isinstance(cap_mb_list, list | tuple) or not cap_mb_list:
                 raise ConfigurationError(
@@ -82,11 +87,11 @@ class BucketCaps:
         return self.caps_bytes[min(bucket_number, len(self.caps_bytes) - 1)]
 
 
-def _cap_bytes(cap_mb: float, argument: str) -> int:
+def _cap_bytes(cap_mb: float | str, argument: str) -> int:
     if not 0 <= number(cap_mb) < math.inf:
         raise ConfigurationError(
-            f"{argument}: {cap_mb!r} cannot be a cap. It is a number of MiB, 0 or more, that make a bucket full; 25 is "
-            "the default."
+            f"{argument}: {cap_mb!r} cannot be a cap. It is a number of MiB, 0 or more, that make a bucket full (25 is "
+            'the default), or for bucket_cap_mb "auto": what makes the shortest steps.'
         )
     return int(float(cap_mb) * MEBIBYTE)
 

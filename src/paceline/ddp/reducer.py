@@ -35,6 +35,7 @@ from paceline.comm.peers import Peers
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.bucket import Bucket, Scales
 from paceline.ddp.buffers import Buffers
+from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.flight import Flight
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.forward_overlap.flight import PieceFlight
@@ -57,11 +58,13 @@ class ReducerOptions:
         caps: When a bucket is full.
         find_unused_parameters: Look for unused parameters when backward begins, from the first one on.
         static_graph: Every backward touches the same parameters equally often; learn how often from the first one.
+        searches_caps: `caps` are where to begin; those with the shortest steps are found in the first steps.
     """
 
     caps: BucketCaps
     find_unused_parameters: bool
     static_graph: bool
+    searches_caps: bool = False
 
 
 _under_way: list[Reducer] = []
@@ -86,6 +89,7 @@ class Reducer:
         out_of_memory: In the last backward that this rank gave up: who ran out of memory, if nothing else went wrong.
         synchronizes: Asked when a backward begins: whether it reduces gradients.
         on_reduced: Called for every parameter once its gradient is reduced (optimizers that step in backward).
+        cap_search: Tries bucket caps; None: they stay as they are.
         forward_overlap: Puts the end of steps off into the next forward; None: backward waits for its gradients.
     """
 
@@ -127,6 +131,8 @@ class Reducer:
         )
         allocate = functools.partial(allocate_zeros, group)
         self._memory = GradientMemory(managed, options.caps, self.verdict.control, allocate)
+        searches = options.searches_caps and self._num_ranks > 1
+        self.cap_search = CapSearch(options.caps, self._memory.size_bytes) if searches else None
         self._cut(range(len(managed) - 1, -1, -1))
         self.arrivals.record_order()
 
@@ -260,6 +266,8 @@ class Reducer:
                 self._finish(backward)
                 if not self.has_rebuilt_buckets:
                     self._rebuild()
+                elif self.cap_search is not None:
+                    self._try_caps(self.cap_search)
             else:
                 self._end_unsynchronized()
         except Exception as error:
@@ -411,6 +419,14 @@ class Reducer:
         self.has_rebuilt_buckets = True
         if order != self._order:
             self._cut(order)
+
+    def _try_caps(self, search: CapSearch) -> None:
+        """Cut the buckets anew if other caps are to be tried, or have been found to be better."""
+        device = self.verdict.control.words.device
+        caps = search.after_step(self.timings, device, self.process_groups[0], self._peers)
+        if caps is not None:
+            self._memory.caps = caps
+            self._cut(self._order)
 
     def rest(self) -> None:
         """No backward is under way any more."""

@@ -39,10 +39,15 @@ def gradient_views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """
     storage, offset = flat.untyped_storage(), flat.storage_offset()
     views: list[Tensor] = []
-    counter = flat.new_empty(0, dtype=parameters[0].dtype) if parameters else flat
+    small: Tensor | None = None
     for parameter in parameters:
         place = offset // 2 if parameter.is_complex() else offset
-        alias = torch.empty_like(counter) if is_large(parameter) else counter.detach()
-        views.append(alias.set_(storage, place, parameter.shape, dense_strides(parameter)))
+        shape, strides = parameter.shape, dense_strides(parameter)
+        alias = torch.empty(0, dtype=parameter.dtype, device=flat.device)
+        if is_large(parameter):
+            views.append(alias.set_(storage, place, shape, strides))
+        else:
+            small = alias.set_(storage, place, (0,), (1,)) if small is None else small
+            views.append(small.as_strided(shape, strides, place).detach())  # shares the counter, is no view
         offset += real_numel(parameter)
     return views

@@ -25,6 +25,7 @@ from paceline.compression import Compressor
 from paceline.data import Balance, GlobalBatches
 from paceline.ddp import arguments, inputs_outputs, sync_batch_norm
 from paceline.ddp.accumulation import Batch, Window
+from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.coordinator import Setting, StepCoordinator
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Shadow
@@ -67,6 +68,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         init_sync: Compare the ranks' modules and copy rank 0's values. False: no collective in the constructor.
         process_group: Over whom; a list of groups with the same ranks takes turns, bucket by bucket.
         bucket_cap_mb: MiB that make a bucket full; default 25 (for CPUs of several hosts 1 to 5), and 1 for the first.
+            "auto" (not torch's): the first 60 to 100 steps try smaller and larger ones, and the fastest stays.
         find_unused_parameters: Look for unused parameters from the first step on.
         check_reduction: Deprecated and ignored.
         gradient_as_bucket_view: Always so; the argument is accepted.
@@ -118,7 +120,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: Any = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -173,6 +175,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             managed = arguments.manage(module, self.parameters_to_ignore, self._delay_all_reduce_params)
             self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
             arguments.check_linear(managed, self._reduction)
+            self._searches_caps = arguments.check_cap_search(
+                bucket_cap_mb, bucket_cap_mb_list, self._reduction, overlap_forward
+            )
             if overlap_forward:
                 arguments.check_forward_overlap(
                     overlap_forward,
@@ -203,7 +208,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.device = self._module_parameters[0].device
         self.device_type = self.device.type
         self._caps = given_caps or self._default_caps(any_on_cpu=self.device_type == "cpu")
-        self._chosen_caps = given_caps or f"default on {'one host' if _is_on_one_host() else 'several hosts'}"
+        how = "searched" if self._searches_caps else "default"
+        self._chosen_caps = given_caps or f"{how} on {'one host' if _is_on_one_host() else 'several hosts'}"
         self.bucket_bytes_cap_default = given_caps is None
         self.bucket_bytes_cap_list = [] if bucket_cap_mb_list is None else list(self._caps.caps_bytes)
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
@@ -242,6 +248,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._process_groups,
             self._reduction,
             self._caps,
+            self._searches_caps,
             self._chosen_caps,
             self._delay_all_reduce_params,
             self._weight,
@@ -278,6 +285,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def _default_caps(self, any_on_cpu: bool) -> BucketCaps:
         size_bytes = sum(p.numel() * p.element_size() for p in self._module_parameters if p.requires_grad)
         return BucketCaps.default(size_bytes, any_on_cpu, _is_on_one_host())
+
+    @property
+    def cap_search(self) -> CapSearch | None:
+        """What `bucket_cap_mb="auto"` has tried and found: `tried`, `best_mb`. None without it, and for one rank."""
+        return self.reducer.cap_search
 
     @property
     def forward_overlap(self) -> ForwardOverlap | None:
@@ -456,6 +468,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             enable: False: do nothing.
             throw_on_early_termination: Raise on all ranks as soon as one has no more batches.
         """
+        if self.cap_search is not None:
+            raise ConfigurationError(
+                'join() and bucket_cap_mb="auto": a rank without batches has no steps to be timed. Give a number.'
+            )
         if self.forward_overlap is not None:
             raise ConfigurationError(
                 "join() and overlap_forward: a rank without batches has no forward to overlap with, and would keep the "

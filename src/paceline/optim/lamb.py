@@ -44,7 +44,7 @@ class LAMB(LayerwiseOptimizer):
         weight_decay: b.
         bias_correction: False leaves out the divisions by 1 - beta^t.
         weight_norm_bounds: The paper's lower and upper bound of |w| in the ratio.
-        max_trust_ratio: An upper bound of the ratio; None for none.
+        max_trust_ratio: An upper bound of the ratio, of the 1 as well, in groups with `layerwise=True`; None for none.
         layerwise: Use the ratio. Usually set for a group.
         maximize: Ascend.
 
@@ -145,6 +145,6 @@ def _ratios(w: list[Tensor], update: list[Tensor], cs: list[float], group: dict[
     (low, high), most = group["weight_norm_bounds"], group["max_trust_ratio"]
     of_weights, of_updates = norms(w, update)
     return [
-        trust_ratio(min(max(z, low), high), c * u, most)
+        trust_ratio(min(max(z, low), high), c * u, most, w[0].dtype)
         for z, u, c in zip(of_weights, of_updates, cs, strict=True)
     ]

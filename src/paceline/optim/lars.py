@@ -41,7 +41,7 @@ class LARS(LayerwiseOptimizer):
         weight_decay: b.
         trust_coefficient: h; the paper has 0.001 to 0.02.
         nesterov: Step along the gradient after the momentum.
-        max_trust_ratio: An upper bound of the ratio; None for none.
+        max_trust_ratio: An upper bound of the ratio, of the 1 as well, in groups with `layerwise=True`; None for none.
         layerwise: Use the ratio; False: plain momentum SGD. Usually set for a group.
         maximize: Ascend.
 
@@ -115,4 +115,8 @@ def _ratios(tensors: Tensors, group: dict[str, Any]) -> list[float]:
         return [1.0] * len(tensors.parameters)
     h, b, most = group["trust_coefficient"], group["weight_decay"], group["max_trust_ratio"]
     of_weights, of_gradients = norms(tensors.parameters, tensors.gradients)
-    return [trust_ratio(h * w, g and g + b * w, most) for w, g in zip(of_weights, of_gradients, strict=True)]
+    dtype = tensors.parameters[0].dtype
+    return [
+        trust_ratio(h * w, g and g + b * w, most, dtype)
+        for w, g in zip(of_weights, of_gradients, strict=True)
+    ]

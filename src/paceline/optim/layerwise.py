@@ -2,7 +2,8 @@
 
 Rules
 1. The ratio that a parameter's update is multiplied by is found for each parameter tensor ("layer") by itself.
-2. The ratio is 1 where the parameter's or the update's norm is 0, and in groups with `layerwise=False`.
+2. The ratio is 1 where the parameter's or the update's norm is 0 (less, if `max_trust_ratio` is), and in groups with
+   `layerwise=False`, which `max_trust_ratio` does not concern.
 3. No gradient (`.grad` is None): no update, and no change of state.
 4. The work of a step is a few passes over a group's tensors, by torch's foreach functions. On the host a large tensor
    is taken by itself, all passes before the next one's, while it is in the cache: a third less time. There a
@@ -106,10 +107,11 @@ def norms(*lists: list[Tensor]) -> list[list[float]]:
 
     Args:
         lists: Alike in lengths and shapes; of one dtype and device. Small tensors on the host are summed in double
-            precision, others in theirs, half precision in single: 4e-4 off for millions of elements.
+            precision, others in theirs, half precision in single: 4e-4 off for millions of elements. Where squares
+            may have overflowed or vanished there, the tensor is summed again, scaled, in double precision.
 
     Contract:
-        Local. On an accelerator it waits for the device, once.
+        Local. On an accelerator it waits for the device, once, and once more for each tensor that is summed again.
     """
     sizes = [tensor.numel() for tensor in lists[0]]
     on_host = lists[0][0].device.type == "cpu"
@@ -124,7 +126,29 @@ def norms(*lists: list[Tensor]) -> list[list[float]]:
         each = [norm for t in lists for norm in torch._foreach_norm([t[k] for k in large], 2.0, dtype)]
         found[:, large] = torch.stack(each).to("cpu", torch.float64).view(len(lists), -1)
     numbers: list[list[float]] = found.tolist()
+    summed = torch.float64 if lists[0][0].dtype == torch.float64 else torch.float32
+    again = range(len(sizes)) if summed == torch.float64 else large
+    for of_list, tensors in zip(numbers, lists, strict=True):
+        for k in again:
+            if not _is_in_range(of_list[k], sizes[k], torch.finfo(summed)):
+                of_list[k] = _scaled_norm(tensors[k])
     return numbers
+
+
+def _is_in_range(norm: float, size: int, numbers: torch.finfo) -> bool:
+    """Whether a norm may be believed: no square overflowed, and what vanished of them does not count."""
+    return math.sqrt(size * numbers.tiny / numbers.eps) < norm < math.inf or size == 0
+
+
+def _scaled_norm(tensor: Tensor) -> float:
+    """The norm, from elements divided by the largest; a pass more than needed, of zeros as well."""
+    if not tensor.numel():
+        return 0.0
+    least, most = torch.aminmax(tensor)
+    largest = float(torch.maximum(-least, most))
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    return largest * float(torch.linalg.vector_norm(tensor.double() / largest))
 
 
 def _by_segments(tensors: list[Tensor], lengths: Tensor) -> Tensor:
@@ -239,9 +263,12 @@ def check_max_trust_ratio(owner: str, group: dict[str, Any]) -> None:
         )
 
 
-def trust_ratio(of_weights: float, of_update: float, most: float | None) -> float:
-    """The quotient of two norms, at most `most`; rule 2 where one of them is 0."""
-    if of_weights == 0 or of_update == 0:
-        return 1.0
-    ratio = of_weights / of_update
-    return ratio if most is None or ratio <= most else most
+def trust_ratio(of_weights: float, of_update: float, most: float | None, dtype: torch.dtype) -> float:
+    """The quotient of two norms, at most `most`; rule 2 where one of them is 0.
+
+    At most the largest number of `dtype` (half precision: of float32) to the power of 3/4, too: a larger factor would
+    be infinite, and infinity times an element of 0 is not a number.
+    """
+    largest: float = float(torch.finfo(torch.float32 if dtype in _HALF else dtype).max) ** 0.75
+    ratio = 1.0 if of_weights == 0 or of_update == 0 else of_weights / of_update
+    return min(ratio, largest if most is None else min(most, largest))

@@ -56,7 +56,8 @@ class LossReport:
 
 def _parts(losses: Losses, sizes: Mapping[str, int], num_ranks: int) -> dict[str, float]:
     """The lost part of each parameter of a bucket."""
-    found, start = {}, 0
+    found: dict[str, float] = {}
+    start = 0
     for name, size in sizes.items():
         first, end = losses.ranges[:, 1], losses.ranges[:, 2]
         overlap = np.minimum(end, start + size) - np.maximum(first, start)

@@ -70,7 +70,7 @@ def enter(connected: socket.socket, token: str, where: str) -> None:
     connected.sendall(mine + _code(key, b"rank", nonce, mine))
     try:
         answer = _receive(connected, CODE_BYTES)
-    except OSError as error:
+    except ConnectionError as error:
         raise RefusedError(
             f"the parameter server at {where} refused this rank: it was started with another PACELINE_TOKEN. Give "
             "servers and ranks the same."

@@ -3,10 +3,12 @@
 Rules
 1. Requests to one server keep their order; those to different servers are under way at the same time.
 2. Whatever goes wrong ends the link: every answer that is awaited, and everything asked later, raises the same.
+3. A rank that has lost a server tells the others, which tell all ranks: else they would blame the rank, which leaves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import threading
@@ -26,6 +28,8 @@ from paceline.servers.wire import Frame, Kind, pack, unpack
 
 _TICK_S = 0.25
 _GRACE_S = 2.0  # a server that misses a rank says so by itself, a little later than a rank's timeout
+_FAREWELL_S = 0.5
+PATIENCE_S = 60.0  # for connecting and setting up, at least: a server that is to step imports torch
 
 
 class Answers:
@@ -77,7 +81,7 @@ class _Asked:
 
     answers: Answers
     place: Sequence[Any] | None
-    asked_s: float
+    until_s: float
 
 
 @dataclass(eq=False)
@@ -161,11 +165,8 @@ class Link:
         }
         answers = Answers(len(addresses))
         for number in range(len(addresses)):
-            self.ask(number, Frame(Kind.HELLO, body=(pack(hello),)), answers)
-        if not answers.wait(who.timeout_s):
-            raise ServerLostError(
-                f"a parameter server did not answer rank {who.rank} for {who.timeout_s:g} s"
-            )
+            self.ask(number, Frame(Kind.HELLO, body=(pack(hello),)), answers, patience_s=PATIENCE_S)
+        answers.wait()
 
     @property
     def num_servers(self) -> int:
@@ -182,7 +183,12 @@ class Link:
         return tuple(server.connection.bytes_received for server in self._servers)
 
     def ask(
-        self, server: int, frame: Frame, answers: Answers | None = None, place: Sequence[Any] | None = None
+        self,
+        server: int,
+        frame: Frame,
+        answers: Answers | None = None,
+        place: Sequence[Any] | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         """Send a frame. Does not wait.
 
@@ -191,12 +197,14 @@ class Link:
             frame: Its body stays as it is until the answer is there (where there is none: for good).
             answers: Whom to tell of the answer; None: there is none.
             place: Where the answer's body goes; None: into `answers.bodies`.
+            patience_s: The server may take so long, if that is longer than the rank's timeout.
         """
         with self._lock:
             if self._error is None:
                 to = self._servers[server]
                 if answers is not None:
-                    to.asked[frame.kind, frame.number] = _Asked(answers, place, time.monotonic())
+                    until_s = time.monotonic() + max(self._who.timeout_s + _GRACE_S, patience_s)
+                    to.asked[frame.kind, frame.number] = _Asked(answers, place, until_s)
                 self._todo.append((to, frame))
                 error = None
             else:
@@ -214,7 +222,8 @@ class Link:
         with self._lock:
             self._is_closing = True
         self._wake_up()
-        self._thread.join(timeout_s)
+        if threading.current_thread() is not self._thread:  # which may have collected the last reference
+            self._thread.join(timeout_s)
 
     def _wake_up(self) -> None:
         try:
@@ -236,6 +245,8 @@ class Link:
                 self._look_at_the_time()
         except PacelineError as error:
             self._end(error)
+            if isinstance(error, ServerLostError):
+                self._tell(error)
         finally:
             self._close_sockets()
 
@@ -261,6 +272,8 @@ class Link:
                     self._take(server, frame)
             if events & selectors.EVENT_WRITE:
                 server.connection.send()
+        except PacelineError:  # some of them are also an OSError
+            raise
         except OSError as error:
             raise self._lost(server, f"has closed the connection: its process has ended ({error})") from error
         self._want(server)
@@ -289,11 +302,11 @@ class Link:
         asked.answers.note()
 
     def _look_at_the_time(self) -> None:
-        limit_s = time.monotonic() - self._who.timeout_s - _GRACE_S
+        now_s = time.monotonic()
         for server in self._servers:
             with self._lock:
                 first = next(iter(server.asked.values()), None)
-            if first is not None and first.asked_s < limit_s:
+            if first is not None and first.until_s < now_s:
                 raise self._lost(
                     server, f"has not answered for {self._who.timeout_s:g} s: its process may be stopped"
                 )
@@ -311,6 +324,17 @@ class Link:
         for each in asked:
             each.answers.note(error)
 
+    def _tell(self, error: ServerLostError) -> None:
+        """Rule 3, as far as the other servers listen."""
+        words = {"kind": "server", "rank": self._who.rank, "words": str(error)}
+        until_s = time.monotonic() + _FAREWELL_S
+        for server in self._servers:
+            server.connection.queue(Frame(Kind.FAILED, body=(pack(words),)))
+            with contextlib.suppress(OSError):
+                while server.connection.wants_to_send and time.monotonic() < until_s:
+                    server.connection.send()
+                    time.sleep(0.001)
+
     def _close_sockets(self) -> None:
         with self._lock:
             self._error = self._error or ProtocolError("the connections to the parameter servers were closed")
@@ -325,7 +349,7 @@ def _connect(number: int, address: str, who: Rank) -> socket.socket:
     host, _, port = address.rpartition(":")
     where = f"parameter server {number} at {address}"
     try:
-        connected = socket.create_connection((host.strip("[]"), int(port)), min(who.timeout_s, 30.0))
+        connected = socket.create_connection((host.strip("[]"), int(port)), PATIENCE_S)
     except ValueError as error:
         raise ConfigurationError(
             f"{address!r} is no address of a parameter server. Name host and port: 10.0.0.5:7000"
@@ -348,6 +372,8 @@ def _connect(number: int, address: str, who: Rank) -> socket.socket:
 def _error_of(words: dict[str, Any], who: str) -> PacelineError:
     rank = words.get("rank")
     text = f"{words.get('words')} ({who} says so)"
+    if words.get("kind") == "server":
+        return ServerLostError(text)
     if words.get("kind") == "lost":
         return PeerLostError(text, rank if isinstance(rank, int) else None)
     return ConfigurationError(text) if words.get("kind") == "configuration" else ProtocolError(text)

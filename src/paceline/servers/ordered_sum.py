@@ -72,4 +72,5 @@ def _narrowed(values: NDArray[Any], dtype: DType) -> Bytes:
             return values.astype(np.float16).view(np.uint8)
     bits = values.view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded).astype(np.uint16).view(np.uint8)
+    found: Bytes = np.where(np.isnan(values), np.uint16(0x7FC0), rounded).astype(np.uint16).view(np.uint8)
+    return found

@@ -94,7 +94,8 @@ class Session:
         if frame.kind is Kind.SET_UP:
             if self._agree("optimizer", rank, bytes(body)) == 1:
                 self._steps = self._make_steps(unpack(body))
-        elif frame.kind is Kind.BEGIN:
+            return [(rank, Frame(Kind.SET_UP, frame.number))]
+        if frame.kind is Kind.BEGIN:
             if self._agree("settings of the optimizer", rank, bytes(body)) == self.num_ranks:
                 del self._said["settings of the optimizer"]
                 self._stepping().begin(unpack(body))
@@ -108,6 +109,9 @@ class Session:
             return [(rank, Frame(Kind.FETCH, frame.number, body=(pack_state(words), *state)))]
         elif frame.kind is Kind.BYE:
             return self.leave(rank, "left: its program ended, or dropped the model, while others went on")
+        elif frame.kind is Kind.FAILED:  # it has lost another server
+            words = unpack(body)
+            return self._fail("server", rank, f"{words.get('words')} (rank {rank} says so)")
         else:
             raise ProtocolError(f"a server does not take a frame of kind {frame.kind.name}")
         return []

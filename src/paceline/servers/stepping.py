@@ -163,4 +163,5 @@ def _copy(state: dict[str, Any]) -> dict[str, Any]:
 
 def _bytes(tensor: Tensor) -> Bytes:
     found: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return found.copy()
+    copied: Bytes = found.copy()
+    return copied

@@ -24,12 +24,12 @@ class Kind(IntEnum):
 
     HELLO = 1  # words: who a rank is, in which session; the answer: words
     PUSH = 2  # keys, then gradients; the answer: sums, or stepped parameters
-    SET_UP = 3  # words: an optimizer and its keys; the answer: nothing, when all ranks have sent the same
+    SET_UP = 3  # words: an optimizer and its keys; the answer: nothing, once it is there
     FETCH = 4  # words; the answer: words, then state
     BEGIN = 5  # words: a step begins, and whether the one before was used
     PARAMETERS = 6  # keys, then their values
     LOAD = 7  # words, then state
-    FAILED = 8  # words: from a server; the session is over
+    FAILED = 8  # words: from a server, the session is over; from a rank, it has lost another server
     BYE = 9  # from a rank that ends well
 
 

@@ -10,7 +10,9 @@ Which module answers what, from the outside in:
     the solver      problem, solver, gradients, row_cache, stopping (the optimality check, and limits)
     working set     working_set (which variables), sub_problem and smo (how they are optimised)
     elimination     elimination (when), reconstruction (which samples, and their gradients)
-    kernels         kernels (blocks), kernel_rows (single rows), gaussian; compiled and thread_pool run them
+    kernels         kernels (blocks), kernel_rows (single rows), sparse_expansion (sums over sparse rows), gaussian;
+                    compiled and thread_pool run them
+    the compiler    compiled (numba's options), compilation (shows it), ahead_of_time (before anybody waits)
     command line    file_job
 """
 

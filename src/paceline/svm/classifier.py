@@ -36,7 +36,8 @@ class SVC(PairwiseVotes, KernelMachine):
         coef0: Of `poly` and `sigmoid`.
         shrinking: Whether samples may be eliminated on the way.
         tol: Largest violation of optimality, over all samples.
-        cache_size: Megabytes for kernel rows on each rank; at least one working set's rows are kept.
+        cache_size: Megabytes for kernel rows on each rank; at least one working set's rows are kept. `auto` is 500, and
+            as many rows more as would else be computed again, within half of the memory that is there.
         class_weight: Factors of C by class, or `balanced`.
         verbose: Print a line a working set to stderr on rank 0; or a function that takes a `Progress`.
         max_iter: Limit of pair updates (LIBSVM's iterations) for each pair of classes; -1 for none.
@@ -81,7 +82,7 @@ class SVC(PairwiseVotes, KernelMachine):
         coef0: float = 0.0,
         shrinking: bool = True,
         tol: float = 1e-3,
-        cache_size: float = 500,
+        cache_size: float | str = "auto",
         class_weight: Any = None,
         verbose: Any = False,
         max_iter: int = -1,
@@ -187,9 +188,18 @@ class SVC(PairwiseVotes, KernelMachine):
         self.intercept_ = -sign * self._offsets
         self.n_iter_ = np.array([solution.counters.num_steps for solution in solutions], np.int32)
         self.gap_ = np.array([solution.gap for solution in solutions])
-        self.objective_ = np.array([solution.objective for solution in solutions])
         if self.probability:
             self._calibrate(data, matrix)
+
+    def _shown(self, objectives: list[float]) -> Any:
+        return np.array(objectives)
+
+    def _coefficients_of(self, problem: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        one, other = (classes[problem] for classes in self._pairs())
+        ends = np.cumsum(self.n_support_)
+        first, second = (np.arange(ends[c] - self.n_support_[c], ends[c]) for c in (one, other))
+        beta = np.concatenate([self._table[other - 1, first], self._table[one, second]])
+        return np.concatenate([first, second]), beta
 
     def _calibrate(self, data: TrainingSet, matrix: Samples) -> None:
         """Fit a sigmoid for each pair to decision values of samples left out. Collective."""

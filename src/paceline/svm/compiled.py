@@ -4,7 +4,11 @@ Rules
 1. A loop that must be vectorised runs over a slice from 0, in SIMD lanes: `a[t0 + t]` and scalar minima are not.
 2. Compiled code is kept on disk beside this file (or in numba's own cache folder): only the first process of a
    machine waits for the compiler.
-3. No NaN or infinity reaches these loops (`fastmath` assumes so); the finite number `FAR` takes their place.
+3. A first fit waits for the compiler, so code is compiled for one form of samples and one kernel at a time: what does
+   not apply is passed as None, and numba leaves out what follows `if x is not None`, x an argument.
+4. The files of the cache are renewed when the file of the function itself changes, not when one that it calls does:
+   after changing a function that another file calls, remove `__pycache__` or set NUMBA_CACHE_DIR.
+5. No NaN or infinity reaches these loops (`fastmath` assumes so); the finite number `FAR` takes their place.
 """
 
 from __future__ import annotations
@@ -28,19 +32,15 @@ _OPTIONS: dict[str, Any] = {
 
 
 def compiled(function: _F) -> _F:
-    """Compile when first called, and keep the code on disk."""
-    return cast("_F", numba.njit(**_OPTIONS)(function))
+    """Compile when first called from Python, and keep the code on disk.
 
-
-def inlined(function: _F) -> _F:
-    """As `compiled`, inside whatever calls it: to pass a dozen arrays takes as long as a short loop over them."""
-    return cast("_F", numba.njit(forceinline=True, **_OPTIONS)(function))
-
-
-def borrowing(function: _F) -> _F:
-    """As `compiled`, without counting references: for short loops over slices; nothing can be allocated.
-
-    Counting takes two atomic operations a slice. numba compiles some functions of its own so; its users' manual does
-    not name the option.
+    References are not counted, so nothing can be allocated: counting takes two atomic operations a slice, and several
+    times as long to compile. numba compiles some functions of its own so; its users' manual does not name the option.
     """
     return cast("_F", cast("Any", numba.njit)(_nrt=False, **_OPTIONS)(function))
+
+
+def inner(function: _F) -> _F:
+    """As `compiled`, for what only compiled code calls: without the code that unpacks Python's arguments."""
+    options = {**_OPTIONS, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return cast("_F", cast("Any", numba.njit)(**options)(function))

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
+from paceline.host.memory import available_bytes
+from paceline.svm.compilation import shown
 from paceline.svm.elimination import Elimination
 from paceline.svm.kernels import Kernel, expand
 from paceline.svm.placement import is_for_one, solve
@@ -23,6 +25,8 @@ from paceline.svm.training_set import TrainingSet, agreed, world_for
 from paceline.svm.validation import Validation, called
 from paceline.svm.world import Alone, World
 
+_CACHE_BYTES = 500e6
+_MEMORY_RATIO = 0.5  # of the memory that is there, which the ranks' caches may grow to together
 _WIDE = 64  # features from which products cost more than exponentials
 
 
@@ -53,7 +57,7 @@ class KernelMachine(Validation):
         self._sparse = sp.issparse(X)
         self._gamma = self._resolved_gamma(world, X)
         self._kernel = Kernel(self._kernel_name(), self._gamma, float(self.coef0), float(self.degree))
-        with thread_pool():
+        with thread_pool(), shown(always=bool(self.verbose) and not callable(self.verbose)):
             self._solve_all(data, self._what_the_kernel_sees(data))
 
     def _is_for_one(self, X: Any, y: Any) -> bool:
@@ -126,7 +130,8 @@ class KernelMachine(Validation):
         return SolverSettings(
             tol=float(self.tol),
             max_steps=int(self.max_iter),
-            cache_bytes=float(self.cache_size) * 1e6,
+            cache_bytes=_CACHE_BYTES if self.cache_size == "auto" else float(self.cache_size) * 1e6,
+            most_cache_bytes=_MEMORY_RATIO * available_bytes() if self.cache_size == "auto" else 0.0,
             elimination=Elimination.named(self.elimination if self.shrinking else "none"),
             report=self.verbose if callable(self.verbose) else (_show if self.verbose else None),
         )
@@ -182,6 +187,7 @@ class KernelMachine(Validation):
         self._num_rows = data.num_rows
         self.fit_status_ = int(not all(solution.converged for solution in solutions))
         self.counters_ = tuple(solution.counters for solution in solutions)
+        self._objectives = [(solution.objective, solution.linear_part) for solution in solutions]
         return np.searchsorted(data.all_ids, columns.ids)
 
     def _keep_one(self, data: TrainingSet, solution: Solution) -> None:
@@ -192,7 +198,36 @@ class KernelMachine(Validation):
         self.n_support_ = np.array([len(self.support_)], np.int32)
         self.n_iter_: Any = solution.counters.num_steps
         self.gap_: Any = solution.gap
-        self.objective_: Any = solution.objective
+
+    @property
+    def objective_(self) -> Any:
+        """Dual objective (to be minimised), in double precision.
+
+        After a fit whose kernel rows were in single precision it is computed when first asked for, from the kernel
+        values of all support vectors with each other: it may take a part of the time of the fit.
+        """
+        if not hasattr(self, "_objectives"):
+            raise AttributeError(f"{type(self).__name__} is not fitted yet, so it has no objective_")
+        for k, (_, linear_part) in enumerate(self._objectives):
+            if linear_part is not None:
+                self._objectives[k] = 0.5 * self._squared_length(k) + linear_part, None
+        return self._shown([objective for objective, _ in self._objectives])
+
+    def _shown(self, objectives: list[float]) -> Any:
+        """Objectives of all problems in the form of the attribute."""
+        return objectives[0]
+
+    def _coefficients_of(self, problem: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Which support vectors a problem has, and their coefficients."""
+        return np.arange(len(self.support_)), self._table[0]
+
+    def _squared_length(self, problem: int) -> float:
+        """The quadratic part, b'Kb, of a problem, in double precision."""
+        members, beta = self._coefficients_of(problem)
+        support = self._sampled(self.support_vectors_[members]).astype(np.float64)
+        with thread_pool():
+            sums = expand(self._kernel, support, beta[None], support)
+        return float(sums[0] @ beta)
 
     # -- predict
 

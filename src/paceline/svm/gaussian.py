@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import compiled
+from paceline.svm.compiled import compiled, inner
 
 _f32, _f64 = np.float32, np.float64
+Scratch = tuple[
+    Any, Any
+]  # for one row, in single and in double precision; None is the precision that is not used
 _LOG2_E = 1.4426950408889634
 # ln(2)^k / k!
 _T1, _T2, _T3, _T4 = 0.6931471805599453, 0.24022650695910072, 0.05550410866482158, 0.009618129107628477
@@ -22,9 +25,21 @@ _T9, _T10, _T11 = 1.0178086009239696e-7, 7.0549116208011209e-9, 4.44553827187081
 _T12, _T13 = 2.5678435993488196e-11, 1.3691488853904124e-12
 
 
-@compiled
+def scratch_for(num: int, dtype: Any) -> Scratch:
+    """Scratch for rows of up to `num` kernel values: bits, the same memory as numbers, polynomials."""
+    bits = np.empty(num, np.int32 if dtype == np.float32 else np.int64)
+    found = bits, bits.view(dtype), np.empty(num, dtype)
+    return (found, None) if dtype == np.float32 else (None, found)
+
+
+@inner
 def values_single(
-    dots: NDArray[np.float32], square: float, squares: NDArray[Any], gamma: float, out: NDArray[Any]
+    dots: NDArray[np.float32],
+    square: float,
+    squares: NDArray[Any],
+    gamma: float,
+    scratch: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
+    out: NDArray[Any],
 ) -> None:
     """Write exp(-gamma * |w - x|^2) of one w with N x to `out`, in single precision; `out` may be `dots`.
 
@@ -33,14 +48,13 @@ def values_single(
         square: |w|^2.
         squares: |x|^2, shape (N,).
         gamma: Of the kernel.
+        scratch: As `scratch_for` makes it; overwritten.
         out: Shape (N,).
     """
     N = len(dots)
     scale, half = _f32(2.0 * gamma * _LOG2_E), _f32(-gamma * _LOG2_E)
     w = half * _f32(square)
-    bits = np.empty(N, np.int32)
-    power = bits.view(np.float32)
-    p = np.empty(N, np.float32)
+    bits, power, p = scratch[0][:N], scratch[1][:N], scratch[2][:N]
     for t in range(N):
         z = scale * _f32(dots[t]) + (w + half * _f32(squares[t]))
         z = min(_f32(0.0), z)
@@ -55,17 +69,20 @@ def values_single(
         out[t] = p[t] * power[t]
 
 
-@compiled
+@inner
 def values_double(
-    dots: NDArray[np.float64], square: float, squares: NDArray[Any], gamma: float, out: NDArray[Any]
+    dots: NDArray[np.float64],
+    square: float,
+    squares: NDArray[Any],
+    gamma: float,
+    scratch: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
+    out: NDArray[Any],
 ) -> None:
     """As `values_single`, in double precision."""
     N = len(dots)
     scale, half = 2.0 * gamma * _LOG2_E, -gamma * _LOG2_E
     w = half * square
-    bits = np.empty(N, np.int64)
-    power = bits.view(np.float64)
-    p = np.empty(N, np.float64)
+    bits, power, p = scratch[0][:N], scratch[1][:N], scratch[2][:N]
     for t in range(N):
         z = scale * dots[t] + (w + half * squares[t])
         z = min(0.0, z)
@@ -81,12 +98,30 @@ def values_double(
         out[t] = p[t] * power[t]
 
 
+@inner
+def values(
+    dots: NDArray[Any],
+    square: float,
+    squares: NDArray[Any],
+    gamma: float,
+    single: Any,
+    double: Any,
+    out: NDArray[Any],
+) -> None:
+    """As `values_single` or `values_double`: whose scratch is not None. Only that one is compiled."""
+    if single is not None:
+        values_single(dots, square, squares, gamma, single, out)
+    if double is not None:
+        values_double(dots, square, squares, gamma, double, out)
+
+
 @compiled
 def gaussian_rows(
     dots: NDArray[Any],
     squares: tuple[NDArray[Any], NDArray[Any]],
     gamma: float,
-    is_single: bool,
+    scratch: Scratch,
+    spare: NDArray[Any],
     out: NDArray[Any],
     slots: NDArray[np.int64],
     first: int,
@@ -101,7 +136,8 @@ def gaussian_rows(
         dots: <w, x>, shape (M, N).
         squares: |w|^2, shape (M,), and |x|^2, shape (N,).
         gamma: Of the kernel.
-        is_single: Which precision.
+        scratch: For rows of N; says which precision.
+        spare: Room for a row that is not kept, shape (N,).
         out: Kernel rows, shape (R, C).
         slots: Which rows of `out`, shape (M,); a row with -1 is not kept.
         first: The first column to write.
@@ -109,14 +145,10 @@ def gaussian_rows(
         total: `total[first:first + N]` grows by factors times rows, in double precision.
     """
     M, N = dots.shape
-    spare = np.empty(N, out.dtype)
     sums = total[first : first + N] if len(factors) else total[:0]
     for k in range(M):
         o = out[slots[k], first : first + N] if slots[k] >= 0 else spare
-        if is_single:
-            values_single(dots[k], squares[0][k], squares[1], gamma, o)
-        else:
-            values_double(dots[k], squares[0][k], squares[1], gamma, o)
+        values(dots[k], squares[0][k], squares[1], gamma, scratch[0], scratch[1], o)
         if len(factors):
             factor = factors[k]
             for t in range(N):

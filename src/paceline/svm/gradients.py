@@ -46,14 +46,14 @@ class Gradients:
 
     Args:
         problem: This rank's part.
-        cache_bytes: For kernel rows.
+        cache_bytes: For kernel rows, at first and at most.
         dtype: Of kernel rows.
 
     Attributes:
         num_kernel_values: Kernel values computed so far.
     """
 
-    def __init__(self, problem: Problem, cache_bytes: float, dtype: Any) -> None:
+    def __init__(self, problem: Problem, cache_bytes: tuple[float, float], dtype: Any) -> None:
         self._problem, self._cache_bytes = problem, cache_bytes
         self._device = device_for(problem.kernel, problem.samples)
         self._on_device: tuple[Samples, RowsOnDevice] | None = None  # of which samples
@@ -62,7 +62,8 @@ class Gradients:
         self.num_kernel_values = 0
 
     def _new_cache(self, dtype: Any) -> RowCache:
-        return RowCache(self._problem.num_samples, len(self._problem.samples), self._cache_bytes, dtype)
+        least, most = self._cache_bytes
+        return RowCache(self._problem.num_samples, len(self._problem.samples), least, dtype, most)
 
     def is_short_of_memory(self, num_support: int) -> bool:
         """Whether eliminating samples pays.
@@ -71,7 +72,7 @@ class Gradients:
         rows, as many will be computed again in an iteration or two. Otherwise it is as with renting or buying skis:
         wait until that many were computed again, which at worst is twice the best choice.
         """
-        return len(self._rows.rows) < num_support / 2 or self._rows.num_repeats > num_support
+        return self._rows.most_rows < num_support / 2 or self._rows.num_repeats > num_support
 
     @property
     def num_evictions(self) -> int:

@@ -1,7 +1,8 @@
 """Single kernel rows from samples that are stored feature by feature, and the store that computes them when needed.
 
 For problems so small that few of their kernel rows are ever needed: a row costs a pass over the features that the
-sample has, and no matrix product has to be prepared. All but `source_of` and `row_store` is compiled.
+sample has, and no matrix product has to be prepared. What begins with @inner is compiled, for
+one form of samples and one kernel at a time.
 """
 
 from __future__ import annotations
@@ -12,131 +13,117 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import compiled, inlined
-from paceline.svm.gaussian import values_double, values_single
+from paceline.svm.compiled import inner
+from paceline.svm.gaussian import scratch_for, values
 from paceline.svm.kernels import Kernel
 from paceline.svm.sample_forms import DenseSamples, GramSamples, Samples, SparseSamples
 
-DENSE, SPARSE, GRAM = 0, 1, 2
-_KINDS = {"rbf": 0, "linear": 1, "poly": 2, "sigmoid": 3, "precomputed": 4}
-_SINGLE = 5  # rbf in single precision
-
 
 class Source(NamedTuple):
-    """Samples twice, by row and by feature, and the kernel between them; what is not of the form is empty.
+    """Samples and the kernel between them. What does not apply is None, and code for it is not compiled.
 
     Attributes:
-        form: Dense, sparse or a Gram matrix.
-        rows: Dense rows, or the Gram matrix, shape (N, D).
-        columns: Dense features, shape (D, N).
-        indptr: Of sparse rows, shape (N + 1,).
-        indices: Of sparse rows.
-        data: Of sparse rows.
-        column_indptr: Of sparse features, shape (D + 1,).
-        column_indices: Of sparse features, ascending.
-        column_data: Of sparse features.
+        gram: A Gram matrix, shape (N, N).
+        dense: Rows, shape (N, D), and features, shape (D, N).
+        sparse: Rows in CSR form and features in CSC form, each as (indptr, indices ascending, data).
         squares: Squared lengths, shape (N,).
-        kind: Of the kernel.
-        gamma: Of the kernel.
-        coef0: Of the kernel.
-        degree: Of the kernel.
+        gaussian: gamma.
+        polynomial: gamma, coef0 and degree.
+        tangent: gamma and coef0.
     """
 
-    form: int
-    rows: NDArray[Any]
-    columns: NDArray[Any]
-    indptr: NDArray[np.int64]
-    indices: NDArray[np.int64]
-    data: NDArray[np.float64]
-    column_indptr: NDArray[np.int64]
-    column_indices: NDArray[np.int64]
-    column_data: NDArray[np.float64]
+    gram: Any
+    dense: Any
+    sparse: Any
     squares: NDArray[Any]
-    kind: int
-    gamma: float
-    coef0: float
-    degree: float
+    gaussian: Any
+    polynomial: Any
+    tangent: Any
 
 
-def source_of(kernel: Kernel, samples: Samples, dtype: Any = np.float64) -> Source:
+def source_of(kernel: Kernel, samples: Samples | None, dtype: Any = np.float64) -> Source:
     """The samples in the form that `kernel_row` reads. Gram samples must be numbered from 0 in order.
 
     Args:
         kernel: Between the samples.
-        samples: All of a problem.
+        samples: All of a problem; None if all kernel values are known.
         dtype: Of dense rows, and so of their kernel values.
     """
-    none, no_numbers, no_index = np.zeros((0, 0)), np.zeros(0), np.zeros(0, np.int64)
-    shape = {
-        "kind": _KINDS[kernel.name],
-        "gamma": kernel.gamma,
-        "coef0": kernel.coef0,
-        "degree": kernel.degree,
-    }
-    empty: dict[str, Any] = {
-        "rows": none,
-        "columns": none,
-        **dict.fromkeys(("indptr", "indices", "column_indptr", "column_indices"), no_index),
-        **dict.fromkeys(("data", "column_data"), no_numbers),
-        "squares": np.ascontiguousarray(samples.squares, np.float64),
-        **shape,
-    }
+    gram = dense = sparse = gaussian = polynomial = tangent = None
+    if samples is None:
+        return Source(None, None, None, np.zeros(0), None, None, None)
+    if isinstance(samples, GramSamples):
+        gram = np.ascontiguousarray(samples.rows, np.float64)
+        return Source(gram, None, None, np.zeros(0), None, None, None)
     if isinstance(samples, SparseSamples):
+        dtype = np.float64
         rows = samples.rows.astype(np.float64)
         columns = sp.csc_matrix(rows)
         columns.sort_indices()
-        return Source(
-            **{
-                **empty,
-                "form": SPARSE,
-                "indptr": rows.indptr.astype(np.int64),
-                "indices": rows.indices.astype(np.int64),
-                "data": rows.data,
-                "column_indptr": columns.indptr.astype(np.int64),
-                "column_indices": columns.indices.astype(np.int64),
-                "column_data": columns.data,
-            }
+        sparse = tuple(
+            part
+            for one in (rows, columns)
+            for part in (one.indptr.astype(np.int64), one.indices.astype(np.int64), one.data)
         )
-    if isinstance(samples, GramSamples):
-        rows = np.ascontiguousarray(samples.rows, np.float64)
-        return Source(**{**empty, "form": GRAM, "rows": rows})
-    assert isinstance(samples, DenseSamples)
-    rows = np.ascontiguousarray(samples.rows, dtype)
-    if dtype == np.float32 and kernel.name == "rbf":
-        empty |= {"kind": _SINGLE, "squares": empty["squares"].astype(dtype)}
-    return Source(**{**empty, "form": DENSE, "rows": rows, "columns": np.ascontiguousarray(rows.T)})
-
-
-@compiled
-def kernel_row(source: Source, i: int, first: int, last: int, out: NDArray[np.float64]) -> None:
-    """Write the kernel values of sample i with samples first to last (exclusive) to `out`, shape (last - first,)."""
-    if source.form == GRAM:
-        row = source.rows[i]
-        for t in range(last - first):
-            out[t] = row[first + t]
-        return
-    if source.form == SPARSE:
-        _sparse_products(source, i, first, last, out)
     else:
-        _dense_products(source, i, first, last, out)
-    _apply(source, i, first, last, out)
+        assert isinstance(samples, DenseSamples)
+        rows = np.ascontiguousarray(samples.rows, dtype)
+        dense = rows, np.ascontiguousarray(rows.T)
+    if kernel.name == "rbf":
+        gaussian = float(kernel.gamma)
+    elif kernel.name == "poly":
+        polynomial = float(kernel.gamma), float(kernel.coef0), float(kernel.degree)
+    elif kernel.name == "sigmoid":
+        tangent = float(kernel.gamma), float(kernel.coef0)
+    squares = np.ascontiguousarray(samples.squares, dtype)
+    return Source(None, dense, sparse, squares, gaussian, polynomial, tangent)
 
 
-@compiled
-def diagonal_of(source: Source, out: NDArray[np.float64]) -> None:
-    """Write the kernel values of the first samples with themselves to `out`, shape (N,)."""
-    if source.kind in (0, _SINGLE):
-        out[:] = 1.0
-        return
-    for i in range(len(out)):
-        kernel_row(source, i, i, i + 1, out[i : i + 1])
+class Room(NamedTuple):
+    """Scratch for computing kernel rows.
+
+    Attributes:
+        which: Shape (D,), int64.
+        single: As in `gaussian.Scratch`.
+        double: Likewise.
+    """
+
+    which: NDArray[np.int64]
+    single: Any
+    double: Any
 
 
-@compiled
-def _dense_products(source: Source, i: int, first: int, last: int, out: NDArray[np.float64]) -> None:
-    x, columns = source.rows[i], source.columns
+def room_for(source: Source, num: int, dtype: Any) -> Room:
+    """Scratch for rows of up to `num` samples."""
+    width = source.dense[0].shape[1] if source.dense is not None else 0
+    return Room(np.empty(width, np.int64), *scratch_for(num, dtype))
+
+
+@inner
+def kernel_row(source: Source, i: int, first: int, last: int, room: Room, out: NDArray[Any]) -> None:
+    """Write the kernel values of sample i with samples first to last (exclusive) to `out`, shape (last - first,)."""
+    _products(source.gram, source.dense, source.sparse, i, first, last, room.which, out)
+    _apply(source.gaussian, source.polynomial, source.tangent, source.squares, i, first, room, out)
+
+
+@inner
+def _products(
+    gram: Any, dense: Any, sparse: Any, i: int, first: int, last: int, which: NDArray[np.int64], out: Any
+) -> None:
+    if gram is not None:
+        for t in range(last - first):
+            out[t] = gram[i, first + t]
+    if dense is not None:
+        _dense_products(dense[0][i], dense[1], first, last, which, out)
+    if sparse is not None:
+        _sparse_products(sparse, i, first, last, out)
+
+
+@inner
+def _dense_products(
+    x: NDArray[Any], columns: NDArray[Any], first: int, last: int, which: NDArray[np.int64], out: NDArray[Any]
+) -> None:
     n = last - first
-    which = np.empty(len(x), np.int64)
     num = 0
     for f in range(len(x)):  # what is zero costs nothing
         if x[f] != 0.0:
@@ -163,30 +150,43 @@ def _dense_products(source: Source, i: int, first: int, last: int, out: NDArray[
             e += 1
 
 
-@compiled
-def _sparse_products(source: Source, i: int, first: int, last: int, out: NDArray[np.float64]) -> None:
+@inner
+def _sparse_products(sparse: Any, i: int, first: int, last: int, out: NDArray[Any]) -> None:
+    indptr, indices, data, column_indptr, column_indices, column_data = sparse
     for t in range(last - first):
         out[t] = 0.0
-    for e in range(source.indptr[i], source.indptr[i + 1]):
-        v = source.data[e]
-        begin, end = source.column_indptr[source.indices[e]], source.column_indptr[source.indices[e] + 1]
-        at = begin + np.searchsorted(source.column_indices[begin:end], first)
-        while at < end and source.column_indices[at] < last:
-            out[source.column_indices[at] - first] += v * source.column_data[at]
+    for e in range(indptr[i], indptr[i + 1]):
+        v = data[e]
+        at, end = column_indptr[indices[e]], column_indptr[indices[e] + 1]
+        stop = end
+        while at < stop:  # bisect: the first that is not before `first`
+            middle = (at + stop) // 2
+            if column_indices[middle] < first:
+                at = middle + 1
+            else:
+                stop = middle
+        while at < end and column_indices[at] < last:
+            out[column_indices[at] - first] += v * column_data[at]
             at += 1
 
 
-@compiled
-def _apply(source: Source, i: int, first: int, last: int, out: NDArray[Any]) -> None:
+@inner
+def _apply(
+    gaussian: Any,
+    polynomial: Any,
+    tangent: Any,
+    squares: NDArray[Any],
+    i: int,
+    first: int,
+    room: Room,
+    out: NDArray[Any],
+) -> None:
     """Turn products into kernel values, in place."""
-    n = last - first
-    gamma, coef0 = source.gamma, source.coef0
-    if source.kind == _SINGLE:
-        values_single(out, source.squares[i], source.squares[first:last], gamma, out)
-    elif source.kind == 0:
-        values_double(out, source.squares[i], source.squares[first:last], gamma, out)
-    elif source.kind == 2:
-        degree = source.degree
+    n = len(out)
+    if gaussian is not None:
+        values(out, squares[i], squares[first : first + n], gaussian, room.single, room.double, out)
+    if polynomial is not None:
+        gamma, coef0, degree = polynomial
         if 1 <= degree <= 8 and degree == np.floor(degree):
             for t in range(n):
                 base = gamma * out[t] + coef0
@@ -197,13 +197,27 @@ def _apply(source: Source, i: int, first: int, last: int, out: NDArray[Any]) -> 
         else:
             for t in range(n):
                 out[t] = (gamma * out[t] + coef0) ** degree
-    elif source.kind == 3:
+    if tangent is not None:
         for t in range(n):
-            out[t] = np.tanh(gamma * out[t] + coef0)
+            out[t] = np.tanh(tangent[0] * out[t] + tangent[1])
+
+
+class Shared(NamedTuple):
+    """Kernel rows of samples with their own of two ranges, kept for other problems.
+
+    Attributes:
+        rows: Shape (M, width).
+        slot: By sample of the source, row of `rows` or -1.
+        num: How many rows are used, shape (1,).
+    """
+
+    rows: NDArray[np.float64]
+    slot: NDArray[np.int64]
+    num: NDArray[np.int64]
 
 
 class RowStore(NamedTuple):
-    """Kernel rows of a problem whose samples are two ranges of a source, and what other problems may use of them.
+    """Kernel rows of a problem whose samples are one or two ranges of a source.
 
     Attributes:
         bounds: (a, b, c, d): the samples are a to b and c to d (exclusive) of the source; c = d if there is one range.
@@ -211,9 +225,8 @@ class RowStore(NamedTuple):
         owner: Sample of this problem in each row of `rows`, or -1.
         slot_of: By sample of this problem, row of `rows` or -1.
         next_slot: Where the next row goes, shape (1,).
-        shared: Kernel rows of samples with their own of the two ranges, kept for other problems, shape (M, width).
-        shared_slot: By sample of the source, row of `shared` or -1.
-        num_shared: How many rows of `shared` are used, shape (1,).
+        shared: What other problems may use of them, a `Shared`; None if there is one range.
+        room: For rows of P.
     """
 
     bounds: tuple[int, int, int, int]
@@ -221,24 +234,25 @@ class RowStore(NamedTuple):
     owner: NDArray[np.int64]
     slot_of: NDArray[np.int64]
     next_slot: NDArray[np.int64]
-    shared: NDArray[np.float64]
-    shared_slot: NDArray[np.int64]
-    num_shared: NDArray[np.int64]
+    shared: Any
+    room: Room
 
 
-def row_store(num: int, rows: NDArray[Any]) -> RowStore:
-    """An empty store for one range, of which nothing is shared.
+def row_store(source: Source, num: int, rows: NDArray[Any]) -> RowStore:
+    """An empty store for one range.
 
     Args:
+        source: Whose kernel rows.
         num: Samples.
         rows: Room for rows, shape (R, P).
     """
-    none, counter = np.zeros((0, 0)), np.zeros(1, np.int64)
+    counter = np.zeros(1, np.int64)
     unknown, free = np.full(num, -1, np.int64), np.full(len(rows), -1, np.int64)
-    return RowStore((0, num, num, num), rows, free, unknown, counter, none, unknown.copy(), counter.copy())
+    room = room_for(source, rows.shape[1], rows.dtype)
+    return RowStore((0, num, num, num), rows, free, unknown, counter, None, room)
 
 
-@compiled
+@inner
 def fetch(source: Source, store: RowStore, t: int) -> int:
     """Compute sample t's kernel row, over the oldest; returns how many values that took."""
     slot_of, owner, next_slot = store.slot_of, store.owner, store.next_slot
@@ -248,63 +262,75 @@ def fetch(source: Source, store: RowStore, t: int) -> int:
         slot_of[owner[slot]] = -1
     owner[slot] = t
     slot_of[t] = slot
-    return _compute(source, store, t, store.rows[slot])
+    row = store.rows[slot]
+    for k in range(len(slot_of), len(row)):
+        row[k] = 0.0
+    return _compute(source, store.bounds, store.shared, store.room, t, row)
 
 
-@compiled
-def fill_from_gram(gram: NDArray[np.float64], store: RowStore) -> None:
-    """Write all kernel rows, of which there is room for each, where all kernel values are known."""
+@inner
+def fill_from_gram(gram: Any, store: RowStore) -> None:
+    """Write all kernel rows, of which there is room for each, if all kernel values are known: else gram is None."""
+    if gram is None:
+        return
     a, b, c, d = store.bounds
     n_a, n = b - a, (b - a) + (d - c)
     for t in range(n):
         known, row = gram[a + t if t < n_a else c + t - n_a], store.rows[t]
-        one, other, rest = row[:n_a], row[n_a:n], row[n:]
-        one[:], other[:], rest[:] = known[a:b], known[c:d], 0.0
+        for k in range(n_a):
+            row[k] = known[a + k]
+        for k in range(n_a, n):
+            row[k] = known[c + k - n_a]
+        for k in range(n, len(row)):
+            row[k] = 0.0
         store.slot_of[t] = store.owner[t] = t
 
 
-@inlined
-def _compute(source: Source, store: RowStore, t: int, row: NDArray[Any]) -> int:
+@inner
+def _compute(
+    source: Source, bounds: tuple[int, int, int, int], shared: Any, room: Room, t: int, row: NDArray[Any]
+) -> int:
     """Write sample t's kernel row; returns how many values had to be computed."""
-    a, b, c, d = store.bounds
-    shared, shared_slot, num_shared = store.shared, store.shared_slot, store.num_shared
+    a, b, c, d = bounds
     n_a, n = b - a, (b - a) + (d - c)
-    is_first = t < n_a
-    p = a + t if is_first else c + t - n_a
-    own, own_first, own_last = (row[:n_a], a, b) if is_first else (row[n_a:n], c, d)
-    for k in range(n, len(row)):
-        row[k] = 0.0
-    num_values = 0
-    if shared_slot[p] >= 0:
-        known = shared[shared_slot[p]]
-        for k in range(len(own)):
-            own[k] = known[k]
-    else:
-        kernel_row(source, p, own_first, own_last, own)
-        num_values += len(own)
-        if num_shared[0] < len(shared):
-            shared_slot[p] = num_shared[0]
-            known = shared[num_shared[0]]
+    num_values = n
+    if shared is None:
+        kernel_row(source, a + t, a, b, room, row[:n])
+    if shared is not None:
+        is_first = t < n_a
+        p = a + t if is_first else c + t - n_a
+        own, first, last = (row[:n_a], a, b) if is_first else (row[n_a:n], c, d)
+        other, other_first, other_last = (row[n_a:n], c, d) if is_first else (row[:n_a], a, b)
+        if shared.slot[p] >= 0:
+            known = shared.rows[shared.slot[p]]
             for k in range(len(own)):
-                known[k] = own[k]
-            num_shared[0] += 1
-    if d > c:
-        if is_first:
-            kernel_row(source, p, c, d, row[n_a:n])
+                own[k] = known[k]
+            num_values -= len(own)
         else:
-            kernel_row(source, p, a, b, row[:n_a])
-        num_values += n - len(own)
+            kernel_row(source, p, first, last, room, own)
+            if shared.num[0] < len(shared.rows):
+                shared.slot[p] = shared.num[0]
+                known = shared.rows[shared.num[0]]
+                for k in range(len(own)):
+                    known[k] = own[k]
+                shared.num[0] += 1
+        kernel_row(source, p, other_first, other_last, room, other)
     return num_values
 
 
-@compiled
+@inner
 def gradients_from_rows(
-    source: Source, store: RowStore, weights: NDArray[np.float64], g: NDArray[np.float64]
+    source: Source,
+    store: RowStore,
+    weights: NDArray[np.float64],
+    spare: NDArray[Any],
+    g: NDArray[np.float64],
 ) -> int:
-    """Write the sum of all kernel rows times weights to `g`, shape (P,); returns how many values were computed."""
-    a, b, c, d = store.bounds
-    n_a, n = b - a, (b - a) + (d - c)
-    spare = np.zeros(len(g), store.rows.dtype)
+    """Write the sum of all kernel rows times weights to `g`, shape (P,); returns how many values were computed.
+
+    `spare` is room for a row.
+    """
+    n = len(store.slot_of)
     num_values = 0
     for t in range(len(g)):
         g[t] = 0.0
@@ -312,15 +338,11 @@ def gradients_from_rows(
         weight = weights[t]
         if weight == 0.0:
             continue
+        row = spare
         if store.slot_of[t] >= 0:
             row = store.rows[store.slot_of[t]]
         else:
-            row = spare
-            p = a + t if t < n_a else c + t - n_a
-            kernel_row(source, p, a, b, row[:n_a])
-            if d > c:
-                kernel_row(source, p, c, d, row[n_a:n])
-            num_values += n
+            num_values += _compute(source, store.bounds, store.shared, store.room, t, spare)
         for k in range(n):
             g[k] += weight * row[k]
     return num_values

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm.compiled import compiled
-from paceline.svm.gaussian import gaussian_rows
-from paceline.svm.sample_forms import Samples
+from paceline.svm.gaussian import gaussian_rows, scratch_for
+from paceline.svm.sample_forms import GramSamples, Samples, SparseSamples
+from paceline.svm.sparse_expansion import expand_sparse
 from paceline.svm.thread_pool import for_each
 
 _TILE, _WIDEST = 512, 4096
@@ -61,7 +62,6 @@ class Kernel:
 
         A row whose slot is -1 is not kept: it never leaves the processor's cache.
         """
-        is_single = out.dtype == np.float32
         left_squares, right_squares = left.squares.astype(out.dtype), right.squares.astype(out.dtype)
         panels = [(k, left.take(slice(k, k + _TILE))) for k in range(0, len(left), _TILE)]
         width = min(_WIDEST, _TILE * _TILE // max(1, min(len(left), _TILE)))
@@ -69,6 +69,7 @@ class Kernel:
         def tile_from(first: int) -> None:
             tile = right.take(slice(first, first + width))
             scratch = np.empty(min(len(left), _TILE) * len(tile), out.dtype)
+            row_scratch, spare = scratch_for(len(tile), out.dtype), np.empty(len(tile), out.dtype)
             for k, panel in panels:
                 dots = scratch[: len(panel) * len(tile)].reshape(len(panel), len(tile))
                 panel.dots(tile, dots)
@@ -79,7 +80,8 @@ class Kernel:
                         dots,
                         squares,
                         self.gamma,
-                        is_single,
+                        row_scratch,
+                        spare,
                         out,
                         slots[chosen],
                         first,
@@ -90,6 +92,14 @@ class Kernel:
                     copy_rows(self._of_dots(dots), out, slots[chosen], first, factors[chosen], total)
 
         for_each(tile_from, range(0, len(right), width))
+
+    def diagonal(self, samples: Samples) -> NDArray[np.float64]:
+        """Kernel values of samples with themselves, shape (N,); columns of a Gram matrix are they, in order."""
+        if isinstance(samples, GramSamples):
+            return np.ascontiguousarray(samples.rows.diagonal(), np.float64)
+        if self.name == "rbf":
+            return np.ones(len(samples))
+        return np.asarray(self._of_dots(samples.squares), np.float64)
 
     def _of_dots(self, dots: NDArray[Any]) -> NDArray[Any]:
         if self.name == "poly":
@@ -147,6 +157,9 @@ def expand(
     Returns:
         Shape (E, N).
     """
+    if kernel.name == "rbf" and isinstance(support, SparseSamples):
+        assert isinstance(samples, SparseSamples)
+        return expand_sparse(kernel.gamma, support, coefficients, samples)
     total = np.zeros((len(coefficients), len(samples)))
     is_one = len(coefficients) == 1
     slots = np.full(_ROWS, -1) if is_one else np.arange(_ROWS)

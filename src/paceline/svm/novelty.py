@@ -48,7 +48,7 @@ class OneClassSVM(OutlierMixin, KernelMachine):  # type: ignore[misc]
         tol: float = 1e-3,
         nu: float = 0.5,
         shrinking: bool = True,
-        cache_size: float = 500,
+        cache_size: float | str = "auto",
         verbose: Any = False,
         max_iter: int = -1,
         elimination: str = "adaptive",

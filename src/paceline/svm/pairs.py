@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm import placement
-from paceline.svm.compiled import compiled
 from paceline.svm.kernels import Kernel
 from paceline.svm.placement import solve
 from paceline.svm.problem import Problem, Solution, SolverSettings, feasible
@@ -163,7 +162,6 @@ def _problems(bounds: NDArray[np.int64], costs: NDArray[np.float64]) -> SmallPro
     return SmallProblems(bounds, first, -sign, lower, upper, np.zeros_like(sign))
 
 
-@compiled
 def _tabulate(
     problems: SmallProblems,
     one: NDArray[np.int64],
@@ -171,10 +169,8 @@ def _tabulate(
     table: NDArray[np.float64],
 ) -> None:
     """Write the coefficients of problems of the classes `one` and `other` to scikit-learn's table of all samples."""
-    for k in range(len(one)):
-        a, b, c, d = problems.bounds[k]
-        first = problems.first[k]
-        for t in range(b - a):
-            table[other[k] - 1, a + t] = problems.beta[0, first + t]
-        for t in range(d - c):
-            table[one[k], c + t] = problems.beta[0, first + b - a + t]
+    beta, starts = problems.beta[0], problems.first.tolist()
+    ranges = zip(problems.bounds.tolist(), starts, one.tolist(), other.tolist(), strict=False)
+    for (a, b, c, d), first, i, j in ranges:
+        middle, end = first + b - a, first + b - a + d - c
+        table[j - 1, a:b], table[i, c:d] = beta[first:middle], beta[middle:end]

@@ -125,15 +125,24 @@ def whole_problem(problem: Problem, world: World) -> Problem:
 
 def _packed(solution: Solution) -> NDArray[np.float64]:
     """A solution as one array to send."""
-    head = [solution.offset, solution.objective, solution.gap, solution.converged]
+    linear_part = np.nan if solution.linear_part is None else solution.linear_part
+    head = [solution.offset, solution.objective, solution.gap, solution.converged, linear_part]
     return np.concatenate([np.array([*head, *solution.counters], np.float64), solution.beta])
 
 
 def _unpacked(numbers: NDArray[np.float64]) -> Solution:
     """The solution that `_packed` made an array of."""
-    head, counters, beta = np.split(numbers, [4, 4 + len(Counters._fields)])
-    offset, objective, gap, converged = head.tolist()
-    return Solution(beta, offset, objective, gap, bool(converged), Counters(*map(int, counters)))
+    head, counters, beta = np.split(numbers, [5, 5 + len(Counters._fields)])
+    offset, objective, gap, converged, linear_part = head.tolist()
+    return Solution(
+        beta,
+        offset,
+        objective,
+        gap,
+        bool(converged),
+        Counters(*map(int, counters)),
+        None if np.isnan(linear_part) else linear_part,
+    )
 
 
 def in_order(samples: Samples, ids: NDArray[np.int64]) -> Samples:

@@ -140,6 +140,7 @@ class SolverSettings:
         tol: Stop when the largest violation over all samples is at most this.
         max_steps: Stop after as many pair updates; -1 for no limit.
         cache_bytes: For kernel rows, on each rank.
+        most_cache_bytes: Up to how much the cache of a large problem may grow, if that is more.
         elimination: When samples are dropped from work.
         working_set: Variables that are optimised together; None chooses by the size of the problem.
         report: Told the progress after every working set, on rank 0.
@@ -148,6 +149,7 @@ class SolverSettings:
     tol: float = 1e-3
     max_steps: int = -1
     cache_bytes: float = 500e6
+    most_cache_bytes: float = 0.0
     elimination: Elimination = field(default_factory=lambda: Elimination.named("adaptive"))
     working_set: int | None = None
     report: Callable[[Progress], None] | None = None
@@ -191,10 +193,11 @@ class Solution(NamedTuple):
     Attributes:
         beta: Coefficients of this rank's samples, summed over a sample's variables, shape (N,).
         offset: The decision function is sum_j beta_j K(x_j, x) - offset.
-        objective: 1/2 b'Kb + p'b, over all ranks.
+        objective: 1/2 b'Kb + p'b, over all ranks, as the gradients have it.
         gap: Largest violation over all samples, in double precision; the optimum is reached if it is at most `tol`.
         converged: Whether it is.
         counters: What it took.
+        linear_part: p'b, if some gradients are of single precision, so that b'Kb is not exact; else None.
     """
 
     beta: NDArray[np.float64]
@@ -203,6 +206,7 @@ class Solution(NamedTuple):
     gap: float
     converged: bool
     counters: Counters
+    linear_part: float | None = None
 
 
 def feasible(

@@ -50,7 +50,7 @@ class SVR(RegressorMixin, KernelMachine):  # type: ignore[misc]
         C: float = 1.0,
         epsilon: float = 0.1,
         shrinking: bool = True,
-        cache_size: float = 500,
+        cache_size: float | str = "auto",
         verbose: Any = False,
         max_iter: int = -1,
         elimination: str = "adaptive",

@@ -4,6 +4,8 @@ Rules
 1. Memory is not touched before a row is written to it, and a fit leaves its memory to the next one: to touch fresh
    pages takes longer than to compute what goes there.
 2. A row for which there is no room is used while it is computed, and not kept.
+3. Each row that is computed again for want of room makes room for one more, up to a limit: then the cache grows to the
+   rows that come back, the support vectors', and not before. Room for them is set aside at the start, untouched.
 """
 
 from __future__ import annotations
@@ -35,21 +37,28 @@ class RowCache:
     Args:
         num_samples: Of the whole problem, over all ranks.
         num_columns: Active samples of this rank.
-        budget_bytes: How much the rows may take.
+        budget_bytes: How much the rows may take at first.
         dtype: float32 or float64.
+        most_bytes: How much they may take in the end, if that is more.
 
     Attributes:
         num_evictions: Rows that had to give way so far.
         num_repeats: Rows that were computed again for want of room.
     """
 
-    def __init__(self, num_samples: int, num_columns: int, budget_bytes: float, dtype: Any) -> None:
+    def __init__(
+        self, num_samples: int, num_columns: int, budget_bytes: float, dtype: Any, most_bytes: float = 0.0
+    ) -> None:
         self._num_samples = num_samples
         self._width = max(1, num_columns)
         itemsize = np.dtype(dtype).itemsize
-        num_rows = min(int(budget_bytes // (itemsize * self._width)), num_samples)
+        num_rows = min(int(max(budget_bytes, most_bytes) // (itemsize * self._width)), num_samples)
         num_bytes = num_rows * self._width * itemsize
         self._memory = _memory(num_bytes)
+        self._num_allowed = int(budget_bytes // itemsize)  # numbers that the rows may have by now
+        self._num_touched = 0
+        self._owner: NDArray[np.int64]
+        self._stamp: NDArray[np.int64]
         self._flat: NDArray[Any] = self._memory[:num_bytes].view(dtype)
         self._slot_of = np.full(num_samples, -1, np.int64)
         self.num_evictions = self.num_repeats = 0
@@ -62,6 +71,11 @@ class RowCache:
     def rows(self) -> NDArray[Any]:
         """All rows, shape (slots, num_columns); valid until the next `compact` or `clear`."""
         return self._flat[: len(self._owner) * self._width].reshape(len(self._owner), self._width)
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows there may be in the end."""
+        return min(len(self._flat) // self._width, self._num_samples)
 
     def slots_for(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Places for the rows of some distinct samples.
@@ -78,7 +92,7 @@ class RowCache:
         self._stamp[slots[~missing]] = self._clock
         new = np.flatnonzero(missing)
         if len(new):
-            self.num_repeats += int(self._was_computed[ids[new]].sum())
+            self._grow(int(self._was_computed[ids[new]].sum()))
             self._was_computed[ids[new]] = True
             places = self._places(len(new))
             new = new[: len(places)]
@@ -88,11 +102,23 @@ class RowCache:
             slots[new] = places
         return slots, missing
 
+    def _grow(self, num_repeats: int) -> None:
+        """So many rows are computed again: make room for as many more, if there may be more."""
+        self.num_repeats += num_repeats
+        self._num_allowed += num_repeats * self._width
+        more = np.full(self._num_slots() - len(self._owner), -1, np.int64)
+        if len(more):
+            self._owner, self._stamp = np.append(self._owner, more), np.append(self._stamp, more)
+
+    def _num_slots(self) -> int:
+        return min(self._num_allowed // self._width, self.most_rows)
+
     def _places(self, num: int) -> NDArray[np.int64]:
         """Up to `num` slots, free ones first, then those that were not used longest, but none of this moment."""
         num_free = min(num, len(self._owner) - self._num_used)
         places = np.arange(self._num_used, self._num_used + num_free)
         self._num_used += num_free
+        self._num_touched = max(self._num_touched, self._num_used * self._width)
         if num_free == num:
             return places
         old = np.flatnonzero(self._stamp < self._clock)
@@ -124,11 +150,11 @@ class RowCache:
 
     def release(self) -> None:
         """Let the next cache have the memory; this one must not be used any more."""
-        if not _spare and len(self._memory) <= _MOST_SPARE_BYTES:
+        if not _spare and self._num_touched * self._flat.itemsize <= _MOST_SPARE_BYTES:
             _spare.append(self._memory)
 
     def _forget_all(self) -> None:
-        num_slots = min(len(self._flat) // self._width, self._num_samples)
+        num_slots = self._num_slots()
         self._slot_of.fill(-1)
         self._owner = np.full(num_slots, -1, np.int64)
         self._stamp = np.full(num_slots, -1, np.int64)

@@ -147,12 +147,12 @@ class SparseSamples:
 
     def dots(self, others: SparseSamples, out: Array) -> None:
         right = others.rows
-        products = np.empty((LANES, len(others)), out.dtype)
+        products, acc = np.empty((LANES, len(others)), out.dtype), np.empty(LANES, out.dtype)
         for first in range(0, len(self), LANES):
             mine = self.rows[first : first + LANES]
             panel = np.zeros((mine.shape[1], LANES), out.dtype)
             panel[:, : mine.shape[0]] = mine.T.toarray()
-            sparse_dots(right.indptr, right.indices, right.data, panel, products)
+            sparse_dots(right.indptr, right.indices, right.data, panel, acc, products)
             out[first : first + LANES] = products[: mine.shape[0]]
 
     def to_arrays(self) -> list[Array]:
@@ -182,6 +182,7 @@ def sparse_dots(
     indices: NDArray[Any],
     data: NDArray[Any],
     panel: NDArray[Any],
+    acc: NDArray[Any],
     out: NDArray[Any],
 ) -> None:
     """Dot products of sparse rows with a dense panel.
@@ -191,10 +192,10 @@ def sparse_dots(
         indices: Column indices.
         data: Values.
         panel: LANES other rows side by side, shape (features, LANES).
+        acc: Scratch, shape (LANES,).
         out: The products, shape (LANES, N).
     """
     N = len(indptr) - 1
-    acc = np.empty(LANES, out.dtype)
     for i in range(N):
         for k in range(LANES):
             acc[k] = 0

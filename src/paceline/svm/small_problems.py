@@ -19,20 +19,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import FAR, LANES, compiled, inlined
+from paceline.svm.compiled import FAR, LANES, compiled, inner
 from paceline.svm.kernel_rows import (
-    GRAM,
+    Room,
     RowStore,
+    Shared,
     Source,
-    diagonal_of,
     fill_from_gram,
     gradients_from_rows,
+    room_for,
     source_of,
 )
 from paceline.svm.kernels import Kernel
 from paceline.svm.problem import Progress, SolverSettings
 from paceline.svm.sample_forms import DenseSamples, GramSamples, Samples
-from paceline.svm.smo import Variables, solve
+from paceline.svm.smo import LaneMemory, Variables, lane_memory, lanes_of, solve
 
 STEPS_A_CALL = 200_000  # pair updates, after which compiled code returns
 # Columns of `outcomes`: extremes of the gradients (`FAR` if there are none), sum and number of those of variables
@@ -68,20 +69,50 @@ class SmallProblems(NamedTuple):
         return np.diff(self.first)
 
 
-class Shared(NamedTuple):
-    """Kernel rows of samples with their own range, kept for other problems; see `RowStore`."""
+class Memory(NamedTuple):
+    """What solving a problem writes to; P is the number of its samples padded to LANES, S of variables a sample.
+
+    Attributes:
+        rows: For kernel rows.
+        slot_of: See `RowStore`; shape (at least P,).
+        owner: Likewise.
+        next_slot: Likewise; shape (1,).
+        by_variable: Linear parts, lower and upper bounds, coefficients, gradients; shape (5, at least S * P).
+        by_sample: Diagonal, weights, gradients, a spare row; shape (4, at least P).
+        lanes: For at least S * P variables.
+        room: For rows of at least P.
+    """
 
     rows: NDArray[np.float64]
-    slot: NDArray[np.int64]
-    num: NDArray[np.int64]
+    slot_of: NDArray[np.int64]
+    owner: NDArray[np.int64]
+    next_slot: NDArray[np.int64]
+    by_variable: NDArray[np.float64]
+    by_sample: NDArray[np.float64]
+    lanes: LaneMemory
+    room: Room
+
+    @classmethod
+    def of(cls, num_values: int, num_sides: int, width: int, source: Source) -> Memory:
+        """Memory for kernel rows of so many numbers, and problems of up to `width` samples, padding included."""
+        return cls(
+            np.empty(num_values),
+            np.empty(width, np.int64),
+            np.empty(width, np.int64),
+            np.zeros(1, np.int64),
+            np.empty((5, num_sides * width)),
+            np.empty((4, width)),
+            lane_memory(num_sides * width, np.float64),
+            room_for(source, width, np.float64),
+        )
 
 
 class Limits(NamedTuple):
-    """When to stop, and how many bytes kernel rows may take."""
+    """When to stop, and how many kernel values of a problem there is room for."""
 
     tol: float
     max_steps: int
-    cache_bytes: float
+    num_values: int
 
 
 def with_all_values(kernel: Kernel, samples: Samples, problems: SmallProblems, cache_bytes: float) -> Samples:
@@ -117,22 +148,29 @@ class DirectSolver:
         self._problems, self._settings, self._outcomes = problems, settings, outcomes
         self._source = source_of(kernel, samples)
         num, cache_bytes = len(samples), settings.cache_bytes
-        self._diagonal = np.empty(num)
-        diagonal_of(self._source, self._diagonal)
+        self._diagonal = kernel.diagonal(samples)
         sizes = np.unique(problems.sizes)
         rooms = [num_rows(int(size), cache_bytes) * (-(-int(size) // LANES) * LANES) for size in sizes]
-        self._memory = np.empty(max(rooms))
+        widest = -(-int(sizes.max()) // LANES) * LANES
+        self._memory = Memory.of(max(rooms), len(problems.linear), widest, self._source)
         ranges = problems.bounds[:, 1::2] - problems.bounds[:, ::2]
-        width = int(ranges.max()) if len(ranges) > 1 and not isinstance(samples, GramSamples) else 0
-        num_shared = min(num, int(cache_bytes * _SHARED_RATIO / (8 * width))) if width else 0
-        unknown = np.full(num, -1, np.int64)
-        self._shared = Shared(np.empty((num_shared, width)), unknown, np.zeros(1, np.int64))
+        self._shared: Shared | None = None
+        if ranges[:, 1].any():
+            is_shared = len(ranges) > 1 and not isinstance(samples, GramSamples)
+            width = int(ranges.max()) if is_shared else 0
+            num_shared = min(num, int(cache_bytes * _SHARED_RATIO / (8 * width))) if width else 0
+            unknown = np.full(num, -1, np.int64)
+            self._shared = Shared(np.empty((num_shared, width)), unknown, np.zeros(1, np.int64))
 
     def solve(self, which: NDArray[np.int64]) -> None:
         """Solve some; reports progress after every 200,000 pair updates, and at the end of each problem."""
         started_s = time.monotonic()
         settings, size = self._settings, 1 if self._settings.report else len(which)
-        limits = Limits(settings.tol, settings.step_limit(self._problems.linear.size), settings.cache_bytes)
+        limits = Limits(
+            settings.tol,
+            settings.step_limit(self._problems.linear.size),
+            int(settings.cache_bytes // 8),
+        )
         while len(which):
             done = solve_some(
                 self._source,
@@ -160,7 +198,6 @@ class DirectSolver:
             )
 
 
-@compiled
 def num_rows(num: int, cache_bytes: float) -> int:
     """Kernel rows of a problem of `num` samples that there is room for."""
     width = -(-num // LANES) * LANES
@@ -174,8 +211,8 @@ def solve_some(
     problems: SmallProblems,
     which: NDArray[np.int64],
     limits: Limits,
-    memory: NDArray[np.float64],
-    shared: Shared,
+    memory: Memory,
+    shared: Shared | None,
     outcomes: NDArray[np.float64],
 ) -> int:
     """Solve problems until all are solved, or `STEPS_A_CALL` pair updates were made: call again to go on.
@@ -186,7 +223,7 @@ def solve_some(
         problems: Their `beta` is changed.
         which: Numbers of the problems to solve.
         limits: For each.
-        memory: Room for kernel rows.
+        memory: Written over.
         shared: Changed.
         outcomes: What is known of each problem, shape (M, FIELDS); changed.
 
@@ -205,95 +242,114 @@ def solve_some(
     return len(which)
 
 
-@inlined
+@inner
 def _go_on(
     source: Source,
     diagonal: NDArray[np.float64],
     problems: SmallProblems,
     number: int,
     limits: Limits,
-    memory: NDArray[np.float64],
-    shared: Shared,
+    memory: Memory,
+    shared: Shared | None,
     outcomes: NDArray[np.float64],
 ) -> bool:
     """Go on with one problem; returns whether it is done."""
-    a, b, c, d = problems.bounds[number]
+    bounds = problems.bounds[number]
+    a, b, c, d = bounds[0], bounds[1], bounds[2], bounds[3]
     first = problems.first[number]
     S, n = len(problems.linear), problems.first[number + 1] - first
     P = -(-n // LANES) * LANES
-    linear, lower, upper, beta = np.zeros((S, P)), np.zeros((S, P)), np.zeros((S, P)), np.zeros((S, P))
+    own, total, per_sample = memory.by_variable, S * P, memory.by_sample
+    linear, lower, upper = own[0, :total], own[1, :total], own[2, :total]
+    beta, F, d_own = own[3, :total], own[4, :total], per_sample[0, :P]
     for s in range(S):
-        for t in range(n):
-            linear[s, t] = problems.linear[s, first + t]
-            lower[s, t], upper[s, t] = problems.lower[s, first + t], problems.upper[s, first + t]
-            beta[s, t] = problems.beta[s, first + t]
-    d_own = np.zeros(P)
+        for t in range(P):
+            v, is_there = s * P + t, t < n
+            linear[v] = problems.linear[s, first + t] if is_there else 0.0
+            lower[v] = problems.lower[s, first + t] if is_there else 0.0
+            upper[v] = problems.upper[s, first + t] if is_there else 0.0
+            beta[v] = problems.beta[s, first + t] if is_there else 0.0
+    for t in range(P):
+        d_own[t] = 0.0
+        if t < n:
+            d_own[t] = diagonal[a + t if t < b - a else c + t - (b - a)]
+    num = max(3, min(n, limits.num_values // P))
+    rows = memory.rows[: num * P].reshape((num, P))
+    unknown, free = memory.slot_of[:n], memory.owner[:num]
     for t in range(n):
-        d_own[t] = diagonal[a + t if t < b - a else c + t - (b - a)]
-    num = num_rows(n, limits.cache_bytes)
-    rows = memory[: num * P].reshape((num, P))
-    unknown, free = np.full(n, -1), np.full(num, -1)
+        unknown[t] = -1
+    for t in range(num):
+        free[t] = -1
+    memory.next_slot[0] = 0
     store = RowStore(
-        (a, b, c, d), rows, free, unknown, np.zeros(1, np.int64), shared.rows, shared.slot, shared.num
+        (a, b, c, d),
+        rows,
+        free,
+        unknown,
+        memory.next_slot,
+        shared,
+        memory.room,
     )
-    if source.form == GRAM and num >= n:
-        fill_from_gram(source.rows, store)
+    if num >= n:
+        fill_from_gram(source.gram, store)
     out = outcomes[number]
-    F = np.empty((S, P))
-    _evaluate(source, store, linear, lower, upper, beta, F, out)
+    variables = Variables(F, beta, lower, upper, d_own)
+    _evaluate(source, store, linear, variables, per_sample, out)
     steps = 0
     if out[MOST] - out[LEAST] > limits.tol and out[STEPS] < limits.max_steps:
-        variables = Variables(F.ravel(), beta.ravel(), lower.ravel(), upper.ravel(), d_own)
+        closed = memory.lanes
+        part = LaneMemory(
+            closed.closed_up[:total],
+            closed.closed_down[:total],
+            closed.gains[:total],
+            closed.least,
+            closed.most,
+        )
         most = min(limits.max_steps - int(out[STEPS]), STEPS_A_CALL)
-        steps, _, num_values = solve(source, store, variables, limits.tol, most)
+        lanes = lanes_of(store, variables, part)
+        steps, _, num_values = solve(source, store, variables, lanes, part, limits.tol, most)
         out[WORKING_SETS] += 1
         out[STEPS] += steps
         out[VALUES] += num_values
         # From scratch, because rounding adds up over many updates.
-        _evaluate(source, store, linear, lower, upper, beta, F, out)
+        _evaluate(source, store, linear, variables, per_sample, out)
     for s in range(S):
         for t in range(n):
-            problems.beta[s, first + t] = beta[s, t]
+            problems.beta[s, first + t] = beta[s * P + t]
     # Without a step no pair can be improved in double precision.
     return out[MOST] - out[LEAST] <= limits.tol or out[STEPS] >= limits.max_steps or steps == 0
 
 
-@inlined
+@inner
 def _evaluate(
     source: Source,
     store: RowStore,
     linear: NDArray[np.float64],
-    lower: NDArray[np.float64],
-    upper: NDArray[np.float64],
-    beta: NDArray[np.float64],
-    F: NDArray[np.float64],
+    variables: Variables,
+    per_sample: NDArray[np.float64],
     out: NDArray[np.float64],
 ) -> None:
     """Compute the gradients from all coefficients; write them to `F`, and what follows from them to `out`."""
-    S, P = linear.shape
-    weights, g = np.zeros(P), np.empty(P)
-    for s in range(S):
-        for t in range(P):
-            weights[t] += beta[s, t]
-    out[VALUES] += gradients_from_rows(source, store, weights, g)
+    F, beta, lower, upper, d_own = variables
+    P = len(d_own)
+    weights, g, spare = per_sample[1, :P], per_sample[2, :P], per_sample[3, :P]
+    for t in range(P):
+        weights[t] = 0.0
+        for v in range(t, len(F), P):
+            weights[t] += beta[v]
+    out[VALUES] += gradients_from_rows(source, store, weights, spare, g)
     least, most, total, num_free, objective = FAR, -FAR, 0.0, 0, 0.0
-    for s in range(S):
-        for t in range(P):
-            f = g[t] + linear[s, t]
-            F[s, t] = f
-            objective += 0.5 * beta[s, t] * (f + linear[s, t])
-            may_grow, may_shrink = beta[s, t] < upper[s, t], beta[s, t] > lower[s, t]
-            if may_grow:
-                least = min(least, f)
-            if may_shrink:
-                most = max(most, f)
-            if may_grow and may_shrink:
-                total += f
-                num_free += 1
-    out[LEAST], out[MOST], out[FREE_SUM], out[NUM_FREE], out[OBJECTIVE] = (
-        least,
-        most,
-        total,
-        num_free,
-        objective,
-    )
+    for v in range(len(F)):
+        f = g[v % P] + linear[v]
+        F[v] = f
+        objective += 0.5 * beta[v] * (f + linear[v])
+        may_grow, may_shrink = beta[v] < upper[v], beta[v] > lower[v]
+        if may_grow:
+            least = min(least, f)
+        if may_shrink:
+            most = max(most, f)
+        if may_grow and may_shrink:
+            total += f
+            num_free += 1
+    out[LEAST], out[MOST], out[FREE_SUM] = least, most, total
+    out[NUM_FREE], out[OBJECTIVE] = num_free, objective

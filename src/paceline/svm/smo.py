@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import FAR, LANES, borrowing, compiled
+from paceline.svm.compiled import FAR, LANES, compiled, inner
 from paceline.svm.kernel_rows import RowStore, Source, fetch
 
 _LEAST_CURVATURE = 1e-12
@@ -68,9 +68,57 @@ class LaneArrays(NamedTuple):
     most: NDArray[Any]
 
 
+class LaneMemory(NamedTuple):
+    """What `LaneArrays` needs besides, without lanes.
+
+    Attributes:
+        closed_up: Shape (S * P,), as the next two.
+        closed_down: See `LaneArrays`.
+        gains: Scratch.
+        least: Scratch, shape (LANES,).
+        most: Scratch, shape (LANES,).
+    """
+
+    closed_up: NDArray[Any]
+    closed_down: NDArray[Any]
+    gains: NDArray[Any]
+    least: NDArray[Any]
+    most: NDArray[Any]
+
+
+def lane_memory(num: int, dtype: Any) -> LaneMemory:
+    """For `num` variables, padding included."""
+    sizes = num, num, num, LANES, LANES
+    return LaneMemory(*(np.empty(size, dtype) for size in sizes))
+
+
+@inner
+def lanes_of(store: RowStore, variables: Variables, memory: LaneMemory) -> LaneArrays:
+    """The same memory in SIMD lanes; writes which variables are closed. Callable in Python, too, as `py_func`."""
+    P = store.rows.shape[1]
+    S, L = len(variables.F) // P, P // LANES
+    return LaneArrays(
+        store.rows.reshape((len(store.rows), L, LANES)),
+        store.slot_of,
+        variables.F.reshape((S, L, LANES)),
+        memory.closed_up.reshape((S, L, LANES)),
+        memory.closed_down.reshape((S, L, LANES)),
+        memory.gains.reshape((S, L, LANES)),
+        variables.diagonal.reshape((L, LANES)),
+        memory.least,
+        memory.most,
+    )
+
+
 @compiled
 def solve(
-    source: Source, store: RowStore, variables: Variables, tolerance: float, max_steps: int
+    source: Source,
+    store: RowStore,
+    variables: Variables,
+    lanes: LaneArrays,
+    memory: LaneMemory,
+    tolerance: float,
+    max_steps: int,
 ) -> tuple[int, float, int]:
     """Run until the largest violation is below `tolerance`, or for `max_steps`; may be called again to go on.
 
@@ -78,40 +126,23 @@ def solve(
         source: Samples and kernel.
         store: Their kernel rows, as far as known.
         variables: `F` and `beta` are changed.
+        lanes: `lanes_of` these; changed.
+        memory: What they were made of; changed.
         tolerance: As above.
         max_steps: Pair updates.
 
     Returns:
         Pair updates, by how much they lowered the objective, and the number of kernel values computed.
     """
-    F, beta, lower, upper, diagonal = variables
-    num_rows, P = store.rows.shape
-    S = len(F) // P
-    number = F.dtype
+    number = variables.F.dtype
     zero, far = number.type(0), number.type(FAR)
-    closed_up, closed_down, gain = np.full(S * P, far), np.full(S * P, -far), np.zeros(S * P, number)
-    for v in range(S * P):
-        if beta[v] < upper[v]:
-            closed_up[v] = zero
-        if beta[v] > lower[v]:
-            closed_down[v] = zero
-    # In SIMD lanes: (side, lanes of a side, lane).
-    form = (S, P // LANES, LANES)
-    lanes = LaneArrays(
-        store.rows.reshape((num_rows, *form[1:])),
-        store.slot_of,
-        F.reshape(form),
-        closed_up.reshape(form),
-        closed_down.reshape(form),
-        gain.reshape(form),
-        diagonal.reshape(form[1:]),
-        np.empty(LANES, number),
-        np.empty(LANES, number),
-    )
-    flat = closed_up, closed_down, gain
+    for v in range(len(variables.F)):
+        memory.closed_up[v] = zero if variables.beta[v] < variables.upper[v] else far
+        memory.closed_down[v] = zero if variables.beta[v] > variables.lower[v] else -far
+        memory.gains[v] = zero
     steps, decrease, num_values = 0, 0.0, 0
     while True:
-        done, by, missing = _update_pairs(lanes, variables, flat, store.rows, tolerance, max_steps - steps)
+        done, by, missing = _update_pairs(lanes, variables, memory, store.rows, tolerance, max_steps - steps)
         steps += done
         decrease += by
         if missing < 0:
@@ -119,11 +150,11 @@ def solve(
         num_values += fetch(source, store, missing)
 
 
-@borrowing
+@inner
 def _update_pairs(
     lanes: LaneArrays,
     variables: Variables,
-    flat: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
+    memory: LaneMemory,
     rows: NDArray[Any],
     tolerance: float,
     max_steps: int,
@@ -133,7 +164,7 @@ def _update_pairs(
     Args:
         lanes: What the passes read and write, in SIMD lanes.
         variables: The same memory without lanes, and the rest.
-        flat: `closed_up`, `closed_down` and `gains` without lanes.
+        memory: The lanes' memory without lanes.
         rows: Kernel rows without lanes.
         tolerance: As in `solve`.
         max_steps: Pair updates.
@@ -144,7 +175,7 @@ def _update_pairs(
     """
     F, beta, lower, upper, diagonal = variables
     by_lane, least, most, slot_of = lanes.F, lanes.least, lanes.most, lanes.slot_of
-    closed_up, closed_down, gain = flat
+    closed_up, closed_down, gain = memory.closed_up, memory.closed_down, memory.gains
     P = len(diagonal)
     number = F.dtype
     zero, far = number.type(0), number.type(FAR)
@@ -214,7 +245,7 @@ def _update_pairs(
         steps += 1
 
 
-@borrowing
+@inner
 def extremes(
     F: NDArray[Any],
     closed_up: NDArray[Any],
@@ -230,7 +261,7 @@ def extremes(
             most[lane] = max(most[lane], g[lane] + cd[lane])
 
 
-@borrowing
+@inner
 def follow(
     F: NDArray[Any],
     closed_up: NDArray[Any],
@@ -253,7 +284,7 @@ def follow(
             most[lane] = max(most[lane], b)
 
 
-@borrowing
+@inner
 def gains(
     F: NDArray[Any],
     closed_down: NDArray[Any],
@@ -278,7 +309,7 @@ def gains(
             most[lane] = max(most[lane], t)
 
 
-@borrowing
+@inner
 def least_of(lanes: NDArray[Any]) -> Any:
     """The smallest; four chains of comparisons, for each waits for the one before."""
     a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
@@ -287,7 +318,7 @@ def least_of(lanes: NDArray[Any]) -> Any:
     return min(a, b, c, d)
 
 
-@borrowing
+@inner
 def largest_of(lanes: NDArray[Any]) -> Any:
     """The largest."""
     a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]

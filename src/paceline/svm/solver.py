@@ -72,7 +72,8 @@ class Solver:
         self._optimality_check = OptimalityCheck(problem, world, self._chosen, settings.tol)
         self._working_set = WorkingSet(num_variables, settings.working_set)
         self._tally = Tally(settings, problem.num_samples, num_variables, self._working_set.size)
-        self._gradients = Gradients(problem, settings.cache_bytes, self._dtype)
+        cache_bytes = settings.cache_bytes, settings.most_cache_bytes / world.num_ranks
+        self._gradients = Gradients(problem, cache_bytes, self._dtype)
         self._sub_problem = SubProblem(problem.kernel)
         self._steps_at_test = 0
 
@@ -244,7 +245,7 @@ class Solver:
             self._sub_problem.forget()
 
     def _solution(self, gap: float) -> Solution:
-        offset, objective = self._optimality_check.conclusion(self._active)
+        offset, objective, linear_part = self._optimality_check.conclusion(self._active)
         counters = Counters(
             self._tally.num_working_sets,
             self._tally.num_steps,
@@ -259,4 +260,5 @@ class Solver:
             self._world.num_bytes,
         )
         converged = gap <= self._settings.tol
-        return Solution(self._active.beta.sum(axis=0), offset, objective, gap, converged, counters)
+        beta, is_exact = self._active.beta.sum(axis=0), self._dtype == np.float64
+        return Solution(beta, offset, objective, gap, converged, counters, None if is_exact else linear_part)

@@ -75,17 +75,19 @@ class OptimalityCheck:
         least, most, deviation = extremes * [1, -1, -1]
         return float(least), float(most), float(deviation)
 
-    def conclusion(self, everyone: Active) -> tuple[float, float]:
-        """Offset of the decision function, and dual objective, of all ranks' samples. Collective."""
+    def conclusion(self, everyone: Active) -> tuple[float, float, float]:
+        """Offset of the decision function, dual objective and its linear part, of all ranks' samples. Collective."""
         linear = self._problem.linear
         f = everyone.g + linear
         free = (everyone.beta > everyone.lower) & (everyone.beta < everyone.upper)
         objective = 0.5 * float((everyone.beta * (f + linear)).sum())
-        total, num, objective = self._world.total(
-            np.array([f[free].sum(), free.sum(), objective]), "summing up"
+        linear_part = float((everyone.beta * linear).sum())
+        total, num, objective, linear_part = self._world.total(
+            np.array([f[free].sum(), free.sum(), objective, linear_part]), "summing up"
         )
         least, most, _ = self.extremes(everyone, 0.0)
-        return float(total / num if num else (least + most) / 2), float(objective)
+        offset = float(total / num if num else (least + most) / 2)
+        return offset, float(objective), float(linear_part)
 
     def _correct(self, everyone: Active, positions: NDArray[np.int64]) -> float:
         """Compute gradients anew in double precision; returns how far the largest was off."""

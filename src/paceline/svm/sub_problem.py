@@ -6,19 +6,18 @@ computed row by row when first needed; where they are long or not dense, all at 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm.compiled import LANES, compiled
-from paceline.svm.kernel_rows import diagonal_of, row_store, source_of
+from paceline.svm.kernel_rows import row_store, source_of
 from paceline.svm.kernels import Kernel
 from paceline.svm.sample_forms import DenseSamples, Samples
-from paceline.svm.smo import Variables, solve
+from paceline.svm.smo import Variables, lane_memory, lanes_of, solve
 
 _NARROW = 48  # features from which a matrix product pays, though half of its values are never used
-_NO_SAMPLES = DenseSamples(np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros(0))
 
 
 class SubProblem:
@@ -67,17 +66,19 @@ class SubProblem:
         diagonal = np.ones(width)
         if isinstance(panel, DenseSamples) and panel.rows.shape[1] < _NARROW:
             source = source_of(self._kernel, panel, panel.dtype)
-            diagonal_of(source, diagonal[:num])
-            store = row_store(num, self._rows(num, width, panel.dtype))
+            diagonal[:num] = self._kernel.diagonal(panel)
+            store = row_store(source, num, self._rows(num, width, panel.dtype))
         else:
-            source = source_of(self._kernel, _NO_SAMPLES, panel.dtype)
+            source = source_of(self._kernel, None, panel.dtype)
             K: NDArray[Any] = self._block.among(panel, num_known)
             diagonal[:num] = K.diagonal()
-            store = row_store(num, K)
+            store = row_store(source, num, K)
             store.slot_of[:] = np.arange(num)
         rounded = padded[0].ravel().astype(store.rows.dtype), diagonal.astype(store.rows.dtype)
         variables = Variables(rounded[0], padded[1].ravel(), padded[2].ravel(), padded[3].ravel(), rounded[1])
-        steps, decrease, num_values = solve(source, store, variables, target, most_steps)
+        memory = lane_memory(len(variables.F), variables.F.dtype)
+        lanes = cast("Any", lanes_of).py_func(store, variables, memory)
+        steps, decrease, num_values = solve(source, store, variables, lanes, memory, target, most_steps)
         self._num_values += num_values
         return variables.beta.reshape(-1, width)[:, :num], steps, decrease
 

@@ -33,7 +33,8 @@ class Validation(BaseEstimator):  # type: ignore[misc]
         else:
             self._check_number("gamma", 0.0)
         self._check_number("tol", 0.0, is_open=True)
-        self._check_number("cache_size", 0.0, is_open=True)
+        if self.cache_size != "auto":
+            self._check_number("cache_size", 0.0, is_open=True)
         self._check_number("degree", 0.0)
         self._check_number("coef0", -np.inf)
         self._check_number("max_iter", -1)

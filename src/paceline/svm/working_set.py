@@ -93,31 +93,17 @@ def choose(nominations: Nominations, num: int) -> NDArray[np.float64]:
         rows = np.flatnonzero(~np.isnan(table[:, 0]))
         tie = scrambled(table[rows, 1].astype(np.int64))
         orders.append(rows[np.lexsort((tie, sign * table[rows, 0]))])
-    out = np.empty((num, FIELDS))
-    return out[: _in_turn(nominations.up, orders[0], nominations.low, orders[1], out)]
-
-
-@compiled
-def _in_turn(
-    up_table: NDArray[np.float64],
-    first: NDArray[np.int64],
-    low_table: NDArray[np.float64],
-    second: NDArray[np.int64],
-    out: NDArray[np.float64],
-) -> int:
-    """Write rows of both tables in turn to `out`, in the orders given, a variable once; returns how many."""
-    taken = set()
-    taken.add(-1.0)  # so that its type is known
-    num = 0
-    for k in range(max(len(first), len(second))):
-        for table, order in ((up_table, first), (low_table, second)):
-            if k < len(order) and num < len(out):
-                row = table[order[k]]
-                if row[1] not in taken:
-                    taken.add(row[1])
-                    out[num] = row
-                    num += 1
-    return num
+    length = max(map(len, orders))
+    table = np.full((length, 2, FIELDS), np.nan)  # both lists in turn
+    table[: len(orders[0]), 0], table[: len(orders[1]), 1] = (
+        nominations.up[orders[0]],
+        nominations.low[orders[1]],
+    )
+    in_turn = table.reshape(-1, FIELDS)
+    in_turn = in_turn[~np.isnan(in_turn[:, 0])]
+    is_first = np.zeros(len(in_turn), np.bool_)
+    is_first[np.unique(in_turn[:, 1], return_index=True)[1]] = True
+    return in_turn[is_first][:num]
 
 
 @dataclass(frozen=True)
@@ -212,9 +198,9 @@ def nominate(
 
     def candidates(values: NDArray[np.float64]) -> NDArray[np.float64]:
         chosen = best(values.ravel(), numbers, num)
-        out = np.empty((len(chosen), FIELDS))
-        _describe(chosen, numbers, active.g, active.linear, active.beta, active.lower, active.upper, out)
-        return out
+        at = np.divmod(chosen, len(active))  # side and sample
+        f, bounds = active.g[at[1]] + active.linear[at], (active.lower[at], active.upper[at])
+        return np.stack([f, numbers[chosen], active.beta[at], *bounds], axis=1)
 
     return Nominations(
         least=least,
@@ -252,25 +238,6 @@ def best(values: NDArray[np.float64], numbers: NDArray[np.int64], num: int) -> N
                 chosen = tied[np.argpartition(scrambled(numbers[tied]), num - 1)[:num]]
         return np.asarray(chosen[values[chosen] < FAR])
     return np.flatnonzero(values < FAR)
-
-
-@compiled
-def _describe(
-    chosen: NDArray[np.int64],
-    numbers: NDArray[np.int64],
-    g: NDArray[np.float64],
-    linear: NDArray[np.float64],
-    beta: NDArray[np.float64],
-    lower: NDArray[np.float64],
-    upper: NDArray[np.float64],
-    out: NDArray[np.float64],
-) -> None:
-    """Write the nominations of variables, given by their flat positions in `beta`, to `out`, shape (M, FIELDS)."""
-    for k in range(len(chosen)):
-        s, i = divmod(chosen[k], len(g))
-        out[k, 0] = g[i] + linear[s, i]
-        out[k, 1] = numbers[chosen[k]]
-        out[k, 2], out[k, 3], out[k, 4] = beta[s, i], lower[s, i], upper[s, i]
 
 
 @compiled

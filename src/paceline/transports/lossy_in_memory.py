@@ -70,7 +70,8 @@ class LossyMemory:
         per_chunk = self._chunk_bytes // given.itemsize
         shard = -(-size // num_ranks)
         result = np.empty(size, given.dtype)
-        ranges, expected = [np.empty((0, 3), np.int64)], []
+        ranges = [np.empty((0, 3), np.int64)]
+        expected: list[int] = []
         for owner in range(num_ranks):
             part = slice(min(size, owner * shard), min(size, (owner + 1) * shard))
             chunks = -(-(part.stop - part.start) // per_chunk)

@@ -136,6 +136,12 @@ class TorchSurface:
                 f"register_comm_hook: gradients are combined by reduction={self._reduction!r}, which the hook would "
                 "replace. Leave out either.",
             )
+        if self._steps.setting.searches_caps:
+            self._log_and_throw(
+                RuntimeError,
+                'register_comm_hook and bucket_cap_mb="auto": a hook may keep something of each bucket. Give '
+                "bucket_cap_mb a number.",
+            )
         if self._steps.forward_overlap is not None:
             self._log_and_throw(
                 RuntimeError,

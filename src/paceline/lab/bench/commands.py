@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigurationError
+from paceline.host.memory import available_bytes
 from paceline.lab.bench import allreduce_report
 from paceline.lab.bench.allreduce import ReduceConfig, run_launches
 from paceline.lab.bench.allreduce_sides import parse_reduce_sides, parse_sizes
@@ -88,7 +89,7 @@ def bench_step(options: StepOptions, place: Ranks, folder: Path, as_json: bool) 
         WrongAnswerError: A side's ranks disagree, or its mean is wrong.
     """
     config = options.config()
-    check_memory(config, place.num_ranks, available_bytes())
+    check_memory(config, place.num_ranks, available_bytes() or None)
     prepared = ReportFolder.prepare(folder)
     load_before = load_average()
     with place as ranks:
@@ -171,14 +172,6 @@ def needed_bytes(config: StepConfig, num_ranks: int) -> float:
         copies += _WAITING[side.family] + _HOOK.get(side.hook or "", 0.0)
         copies += _REAL if config.profile is None else 0.0
     return num_ranks * (copies * config.gradient_bytes + _MARGIN_BYTES)
-
-
-def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> float | None:
-    """Return what the kernel thinks can be had without swapping; None where it does not say."""
-    if not meminfo.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return 1024.0 * float(lines["MemAvailable"].split()[0]) if "MemAvailable" in lines else None
 
 
 def check_memory(config: StepConfig, num_ranks: int, available: float | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,5 +111,6 @@ class _Collected:
 
 def spans_of(flat: Tensor, piece: Piece) -> list[memoryview]:
     """A piece's memory in a bucket on the host."""
-    memory = memoryview(flat.detach().view(-1).view(torch.uint8).numpy())
+    values: Any = flat.detach().view(-1).view(torch.uint8).numpy()
+    memory = memoryview(values)
     return [memory[first:last] for first, last in piece.spans]

@@ -25,6 +25,7 @@ from paceline.comm.pending import Pending
 from paceline.errors import ConfigurationError
 from paceline.reductions.parameter_servers.connection import Connection, ask_all
 from paceline.reductions.reduction import Message
+from paceline.servers.link import PATIENCE_S, Answers
 from paceline.servers.wire import Frame, Kind, pack, pack_state, unpack_state
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # state of a parameter, not of its elements
@@ -69,6 +70,7 @@ class Stepped:
         """Tell the servers what they step. On the lane, when they have answered."""
         self._connection = connection
         groups = self.settings()
+        answers = Answers(connection.link.num_servers)
         for server in range(connection.link.num_servers):
             keys = [
                 [
@@ -81,7 +83,9 @@ class Stepped:
                 if key.server == server
             ]
             words = {"optimizer": self._kind, "groups": groups, "keys": keys}
-            connection.link.ask(server, Frame(Kind.SET_UP, body=(pack(words),)))
+            frame = Frame(Kind.SET_UP, body=(pack(words),))
+            connection.link.ask(server, frame, answers, patience_s=PATIENCE_S)
+        answers.wait()  # before anything is asked that has to be answered within the timeout
 
     # ---- a step
 
@@ -267,7 +271,8 @@ def _read_state(head: Mapping[str, Any], rest: memoryview, by_key: dict[int, dic
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    values: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(values)
 
 
 def _plain(name: str, value: Any) -> Any:

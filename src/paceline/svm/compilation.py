@@ -1,0 +1,75 @@
+"""What numba compiles while somebody waits, shown on the terminal.
+
+Code is compiled for one form of samples and one kernel, when a fit or a prediction first needs it, and kept on disk: a
+process waits only for what no process before it, of the same user on the same machine, has needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from numba.core import event
+
+_BACK = "\r"
+
+
+class Compilation(event.Listener):
+    """Counts the functions that are being compiled, and says so.
+
+    Args:
+        show: Told how many functions were begun, and for how many seconds it has gone on.
+
+    Attributes:
+        num_functions: Begun so far.
+        seconds: Spent on those that are done.
+    """
+
+    def __init__(self, show: Callable[[int, float], Any]) -> None:
+        self._show, self._depth, self._begun_s = show, 0, 0.0
+        self.num_functions, self.seconds = 0, 0.0
+
+    def on_start(self, event: Any) -> None:
+        """A function is compiled, perhaps for another that is."""
+        if self._depth == 0:
+            self._begun_s = time.monotonic()
+        self._depth += 1
+        self.num_functions += 1
+        self._show(self.num_functions, self.seconds + time.monotonic() - self._begun_s)
+
+    def on_end(self, event: Any) -> None:
+        """It is done."""
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.monotonic() - self._begun_s
+
+
+@contextlib.contextmanager
+def shown(*, always: bool = False) -> Iterator[Compilation]:
+    """Show on stderr what is compiled in this context, if anything is.
+
+    Args:
+        always: Also where stderr is no terminal; a line at the end, then.
+    """
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+
+    def show(num_functions: int, seconds: float) -> None:
+        if is_terminal:
+            sys.stderr.write(f"{_BACK}{_words(num_functions, seconds)}")
+            sys.stderr.flush()
+
+    listener = Compilation(show)
+    with event.install_listener("numba:compile", listener):
+        yield listener
+    if listener.num_functions and (is_terminal or always):
+        start = _BACK if is_terminal else ""
+        sys.stderr.write(
+            f"{start}{_words(listener.num_functions, listener.seconds)}; kept for the next time\n"
+        )
+
+
+def _words(num_functions: int, seconds: float) -> str:
+    return f"paceline.svm: compiling for this machine, {num_functions} functions, {seconds:.1f} s"

@@ -1,0 +1,75 @@
+"""Real processes, killed and stopped, without torch: who is lost is named to all others within the timeout."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from running_servers import as_processes
+
+TIMEOUT_S = 3.0
+# A rank that pushes to all servers, in turn with the others; its own doing, or the test's, ends it.
+PUSHES = """\
+import os, sys, time
+import numpy as np
+from paceline.servers.link import Answers, Link, Rank
+from paceline.servers.wire import DType, Frame, Kind
+rank, fatal, addresses = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+link = Link(addresses, Rank(rank, 3, "session", {timeout}, ""))
+values = np.full(4, rank + 1.0, np.float32)
+for number in range(10**9):
+    if number == 20:
+        print("ready", flush=True)
+        if fatal:
+            os.kill(os.getpid(), fatal)
+    answers, begun_s = Answers(len(addresses)), time.monotonic()
+    for server in range(len(addresses)):
+        link.ask(server, Frame(Kind.PUSH, number, 0, DType.FLOAT32, (values,)), answers)
+    try:
+        answers.wait()
+    except Exception as error:
+        print(round(time.monotonic() - begun_s), type(error).__name__, getattr(error, "peer", None), error)
+        break
+    assert all((body.view(np.float32) == 6).all() for body in answers.bodies)
+"""
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", ["server", "rank"])
+def test_all_are_told_who_is_lost(victim, number):
+    with as_processes(2) as (addresses, servers):
+        code = PUSHES.format(timeout=TIMEOUT_S)
+        fatal = [number if victim == "rank" and rank == 1 else 0 for rank in range(3)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(rank), str(int(fatal[rank])), *addresses],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(3)
+        ]
+        try:
+            assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * 3
+            if victim == "server":
+                os.kill(servers[1].pid, number)
+            others = ranks if victim == "server" else [ranks[0], ranks[2]]
+            heard = [rank.communicate(timeout=60)[0] for rank in others]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+        for words in heard:
+            seconds, kind, peer, said = words.split(" ", 3)
+            if victim == "server":
+                assert kind == "ServerLostError"
+                assert said.startswith(f"parameter server 1 at {addresses[1]} "), words
+            else:
+                assert (kind, peer) == ("PeerLostError", "1")
+                assert f"rank 1 (process {ranks[1].pid} on " in said
+            is_killed = number is signal.SIGKILL
+            assert ("has closed" in said or "is gone" in said) == is_killed, words
+            assert int(seconds) <= (2 if is_killed else TIMEOUT_S + 6), words
+        assert [server.poll() for server in servers if server is not servers[1]] == [None], "servers go on"
