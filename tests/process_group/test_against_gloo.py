@@ -272,7 +272,7 @@ def test_works_end_in_order_and_have_futures():
 
 
 def performers(rank, _num_ranks):
-    """Whether the main thread performed collectives with async_op: some that it waits for at once, one that it does not."""
+    """Whether the main thread performed collectives with async_op: some that it waits for, and one that it does not."""
     ours, _ = both_groups()
     threads = []
     perform = HostCollectives.all_reduce
