@@ -77,7 +77,9 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
     until = system.now_us(io.scratch) + slice_us
     while True:
         got = system.receive_batch(io.descriptors[0], io.incoming)
-        now = system.now_us(io.scratch)  # not before: then what came while this thread waited for a core came too early
+        now = system.now_us(
+            io.scratch
+        )  # not before: then what came while this thread waited for a core came too early
         if got > 0:
             batch = io.incoming
             take_datagrams(t, batch.rows, batch.words, batch.longs, batch.sizes, batch.marks, got, now)
