@@ -82,11 +82,12 @@ class ControlWords:
     def read(self) -> None:
         """Take in the ranks' status words. On an accelerator this waits for the device."""
         words = self.words[self._num_parameters :]
-        self._status_words = [round(word) for word in words.tolist()] if bool(words.any()) else []
+        plain = _MODULE * self._module_remainder()
+        self._status_words = [] if bool((words == plain).all()) else [round(word) for word in words.tolist()]
 
     @property
     def is_plain(self) -> bool:
-        """Whether no rank has anything to say: all ended well, with no forward open; after `read`."""
+        """Whether no rank has anything to say: all ended well, in this module, with no forward open; after `read`."""
         return not self._status_words
 
     def ranks_with(self, status: Status) -> list[int]:
