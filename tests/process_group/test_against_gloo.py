@@ -1,6 +1,7 @@
 """The backend `paceline` against Gloo: the same calls on the same tensors give the same results."""
 
 import itertools
+import sys
 import threading
 import time
 
@@ -271,7 +272,7 @@ def test_works_end_in_order_and_have_futures():
 
 
 def performers(rank, _num_ranks):
-    """The threads that performed two collectives launched with async_op: waited for at once, and not waited for."""
+    """Whether the main thread performed collectives with async_op: some that it waits for, and one that it does not."""
     ours, _ = both_groups()
     threads = []
     perform = HostCollectives.all_reduce
@@ -281,6 +282,8 @@ def performers(rank, _num_ranks):
         perform(*args)
 
     HostCollectives.all_reduce = noting
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # the lane's thread gets the interpreter when this one waits, not before
     try:
         works = [dist.all_reduce(torch.ones(3), group=ours, async_op=True) for _ in range(3)]
         works[-1].wait()
@@ -290,12 +293,13 @@ def performers(rank, _num_ranks):
             time.sleep(0.001)
     finally:
         HostCollectives.all_reduce = perform
-    return together, threads[-1]
+        sys.setswitchinterval(interval)
+    return together, threads[0], threads[-1]
 
 
 def test_who_waits_performs():
     """What is before it is done, too; what nobody waits for is done by the lane's thread."""
-    assert pool(2).run(performers) == [(True, False)] * 2
+    assert pool(2).run(performers) == [(True, True, False)] * 2
 
 
 def copied(rank, _num_ranks):
