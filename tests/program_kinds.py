@@ -89,6 +89,8 @@ def with_torch(program: Program, rank: int, num_ranks: int, compare: Comparison)
         compare.gradients(model, taken, expected)
         if shares_buffers:
             compare.note(model.module.buffers())
+        if "static_graph" in program.options:
+            _left_early(model.reducer, compare)
         if theirs is not None:
             train_on(program, name, seed, theirs, [rank], whole=False)
             tolerance, compare.tolerance = compare.tolerance, EXACT
@@ -106,6 +108,18 @@ def with_torch(program: Program, rank: int, num_ranks: int, compare: Comparison)
                     q.copy_(p)
             if theirs is not None:
                 theirs.module.load_state_dict(model.module.state_dict())
+
+
+def _left_early(reducer: Any, compare: Comparison) -> None:
+    """Once a static graph has been counted, each bucket is full at its last gradient: neither sooner nor at the end."""
+    timing = reducer.timings.last
+    if reducer.arrivals.expected.defers:
+        compare.fail("a bucket of a static graph left before its last gradient")
+    elif reducer.num_steps > 1:
+        ended_s = timing.started_s + timing.backward_s
+        late = [bucket.index for bucket in timing.buckets if bucket.ready_s > ended_s]
+        if late:
+            compare.fail(f"buckets {late} of a static graph waited for the end of backward")
 
 
 class _Cast:
@@ -130,7 +144,7 @@ def _torchs(program: Program, net: Net) -> Any:
         return None
     if is_static and (reentrant or len(names - {"evaluate"}) > 1 or "train on two micro-batches" in names):
         return None
-    given = {k: v for k, v in program.options.items() if k != "hook"}
+    given = {k: v for k, v in program.options.items() if k != "hook" and v != "auto"}
     model = TorchDDP(copy.deepcopy(net), **given)
     if "hook" in program.options:
         model.register_comm_hook(None, HOOKS[program.options["hook"]])

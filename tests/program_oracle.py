@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from program_comparison import Comparison
 from program_free import free
 from program_kinds import forward_overlap, gan, local_steps, with_torch
-from program_model import LEFT
+from program_model import LEFT, short_turns
 from random_programs import Program, shrink
 from ranks import Ranks
 
@@ -40,7 +40,8 @@ def perform(rank: int, num_ranks: int, programs: Sequence[str]) -> list[list[str
         program = Program.from_json(text)
         compare = Comparison(program)
         try:
-            KINDS[program.kind](program, rank, num_ranks, compare)
+            with short_turns(rank):
+                KINDS[program.kind](program, rank, num_ranks, compare)
             results.append(compare.across_ranks())
         except Exception as error:
             raise AssertionError(

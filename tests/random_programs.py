@@ -116,7 +116,7 @@ def draw(seed: int) -> Program:
     kind = source.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     options = dict(_options(kind, source))
     names, often = list(OPERATIONS[kind]), list(OPERATIONS[kind].values())
-    takes_turns = options.get("compression") == "auto"  # and has several phases
+    takes_turns = "auto" in options.values()  # what was chosen changes from step to step
     chosen = source.choices(names, often, k=NUM_OPERATIONS[kind] * (2 if takes_turns else 1))
     num_ranks = source.choice((2, 3))
     return Program(
@@ -155,6 +155,8 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
     )
     if extra == "compression":
         yield extra, source.choice(SHORTER)
+    elif extra == "none":
+        yield "bucket_cap_mb", "auto"
     elif extra == "hook":
         yield extra, source.choice(HOOKS if kind == "torch" else HOOKS[:-1])
     elif (extra == "static_graph" and kind in ("torch", "gan")) or (extra == "weight" and kind == "torch"):
