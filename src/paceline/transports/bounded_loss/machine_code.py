@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import fcntl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -24,6 +27,29 @@ def compiled(function: _F) -> _F:
     with contextlib.suppress(AttributeError):
         made._cache._cache_file._source_stamp = _SOURCES
     return cast("_F", made)
+
+
+@contextmanager
+def one_compiles(function: Any, at_most_s: float = 120.0) -> Iterator[None]:
+    """Let one process at a time compile this function: the others then find its code on disk, instead of compiling too.
+
+    Args:
+        function: From `compiled`.
+        at_most_s: After that a process compiles by itself: the one that holds the lock may have been stopped.
+    """
+    try:
+        lock = (Path(function.stats.cache_path) / "compiling.lock").open("a")
+    except (OSError, TypeError):  # nothing can be stored here
+        yield
+        return
+    with lock:
+        until_s = time.monotonic() + at_most_s
+        while time.monotonic() < until_s:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.1)
+        yield
 
 
 _SOURCES = tuple(
