@@ -31,11 +31,13 @@ WITHOUT_SIDES = (
     "predicted_papers",
     "fuzz",
 )
+SERVER_CASES = ("lemma", "symmetric", "asymmetric")
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
     ("overlap", "--rate", "1Gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
     *([("forward_overlap",), ("bucket_caps",)] if os.geteuid() == 0 else []),
+    *[("parameter_servers", "--case", case) for case in SERVER_CASES if os.geteuid() == 0],
     ("optimizers",),
     ("adasum",),
     ("adasum", "--ranks", "4"),

@@ -29,6 +29,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "allreduce": allreduce_report.draw,
     "auto-compression": "auto_compression",
     "bucket_caps": "bucket_caps",
+    "collectives": None,
     "compression": "compression",
     "forward-overlap": "forward_overlap",
     "hetseq_table": "hetseq_table",

@@ -133,6 +133,20 @@ def test_a_source_with_state_is_not_read_again():
         assert later._source.num_read <= most
 
 
+def test_the_state_of_a_step_that_is_repeated():
+    """Is before it, though more has been read by then."""
+    stream = GlobalStream(StatefulRows(60), GlobalBatch((4, 2)), 0, collate=list)
+    loop = stream.steps()
+    for _ in range(3):
+        next(loop)
+    stream.repeat(GlobalBatch((5, 1)))
+    state = stream.state_dict()
+    assert (state["position"], state["source"]["position"]) == (12, 8)
+    later = GlobalStream(StatefulRows(60), GlobalBatch((3,)), 0, collate=list)
+    later.load_state_dict(state)
+    assert next(later.steps()) == [[12, 13, 14]]
+
+
 def test_from_a_loader_with_a_worker():
     """Which reads ahead in its own process; epochs follow each other, and a loop that was left is over."""
     loader = DataLoader(Rows(20), batch_size=None, num_workers=1)

@@ -1,6 +1,7 @@
 """The backend `paceline` against Gloo: the same calls on the same tensors give the same results."""
 
 import itertools
+import sys
 import threading
 import time
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 import paceline  # noqa: F401  registers the backend
 from models import digest, generator
+from paceline.comm.lane import Lane, LaneWork
 from paceline.process_group.host_collectives import SMALL_BYTES, HostCollectives
 from paceline.process_group.staging import STAGING_BYTES
 from ranks import pool
@@ -271,7 +273,7 @@ def test_works_end_in_order_and_have_futures():
 
 
 def performers(rank, _num_ranks):
-    """The threads that performed two collectives launched with async_op: waited for at once, and not waited for."""
+    """Whether the main thread performed collectives with async_op: some that it waits for, and one that it does not."""
     ours, _ = both_groups()
     threads = []
     perform = HostCollectives.all_reduce
@@ -281,6 +283,8 @@ def performers(rank, _num_ranks):
         perform(*args)
 
     HostCollectives.all_reduce = noting
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # the lane's thread gets the interpreter when this one waits, not before
     try:
         works = [dist.all_reduce(torch.ones(3), group=ours, async_op=True) for _ in range(3)]
         works[-1].wait()
@@ -290,12 +294,13 @@ def performers(rank, _num_ranks):
             time.sleep(0.001)
     finally:
         HostCollectives.all_reduce = perform
-    return together, threads[-1]
+        sys.setswitchinterval(interval)
+    return together, threads[0], threads[-1]
 
 
 def test_who_waits_performs():
     """What is before it is done, too; what nobody waits for is done by the lane's thread."""
-    assert pool(2).run(performers) == [(True, False)] * 2
+    assert pool(2).run(performers) == [(True, True, False)] * 2
 
 
 def copied(rank, _num_ranks):
@@ -316,3 +321,62 @@ def test_a_resident_tensor_is_not_copied():
         assert zero == 0
         assert staged == 4_000_000
         assert values == [1.0] * 17 + [2.0]
+
+
+def in_and_out_of_inference_mode(_rank, _num_ranks):
+    """Sums of ones, small and large, of ordinary and inference tensors, performed by this thread and by the lane's."""
+    ours, _ = both_groups()
+    sums = []
+    for is_inference in (True, False, True, False):
+        for size in (10, SMALL_BYTES):
+            with torch.inference_mode(is_inference):
+                for is_async in (False, True):
+                    ones = torch.ones(size)
+                    work = dist.all_reduce(ones, group=ours, async_op=is_async)
+                    while work is not None and not work.is_completed():
+                        time.sleep(0.001)
+                    sums.append(ones.sum().item() / size)
+    return sums
+
+
+def test_inference_mode():
+    """An evaluation leaves no memory behind that training cannot write; it does not matter which thread performs."""
+    assert pool(2).run(in_and_out_of_inference_mode) == [[2.0] * 16] * 2
+
+
+def launched_while_busy(lane, *performs):
+    """Works that the lane's thread has not begun, as somebody else performs."""
+    lane._turn.acquire()
+    return [lane.launch(LaneWork(perform, [], "barrier"), at_once=False) for perform in performs]
+
+
+def test_an_interruption_is_for_the_thread_that_it_came_to():
+    """Who helps with another's collective, and is interrupted, hears of it as an interruption."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    lane = Lane("test")
+    lane._start = lambda: None  # so that only who waits performs
+    first, second = launched_while_busy(lane, interrupted, lambda: None)
+    lane._turn.release()
+    with pytest.raises(KeyboardInterrupt):
+        second.wait()
+    assert first.is_completed()
+    assert not second.is_completed()
+    assert second.wait()
+
+
+def test_a_lane_is_not_closed_while_a_thread_performs():
+    """Whoever it is; but a callback does not wait for itself."""
+    lane = Lane("test")
+    [work] = launched_while_busy(lane, lambda: None)
+    assert not lane.close(0.05)
+    lane._turn.release()
+    work.wait()
+    assert lane.close(5.0)
+    idle, closed = Lane("idle"), []
+    idle.launch(LaneWork(lambda: closed.append(idle.close(60.0)), [], "barrier"), at_once=True)
+    assert closed == [True]
+    idle._turn.acquire()
+    assert not idle.close(0.01)

@@ -42,7 +42,7 @@ def reductions(rank, num_ranks, hosts, only, seed):
 def reduced(ours, rank, num_ranks, seed):
     shape = (ours.host.num_ranks, len(ours.host.hosts))
     results = []
-    for size in (1, 5, 1000, 300_001):
+    for size in (0, 1, 5, 1000, 300_001):
         for dtype in (torch.int64, torch.float64, torch.bfloat16):
             values = torch.randint(-50, 50, (size,), generator=generator(seed, size, rank)).to(dtype)
             theirs = values.double().clone()

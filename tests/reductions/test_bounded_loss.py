@@ -76,4 +76,6 @@ def test_impossible_bounds_are_refused():
             BoundedLoss(bound)
     with pytest.raises(ConfigurationError, match="protected_ratio"):
         BoundedLoss(0.1, protected_ratio=2)
-    assert repr(copy.deepcopy(BoundedLoss(0.25, 0.5))) == "BoundedLoss(bound=0.25, protected_ratio=0.5)"
+    assert repr(copy.deepcopy(BoundedLoss(0.25, 0.5))) == (
+        "BoundedLoss(bound=0.25, protected_ratio=0.5, compensation='survivors')"
+    )

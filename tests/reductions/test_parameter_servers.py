@@ -81,18 +81,19 @@ class Conv(torch.nn.Module):
         super().__init__()
         self.conv = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
         self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.nothing = torch.nn.Parameter(torch.empty(0, 3))
         self.sometimes = torch.nn.Linear(8, 8)
         self.frozen = torch.nn.Linear(8, 4).requires_grad_(False)
 
     def forward(self, x, uses_all):
-        features = self.conv(x).mean((2, 3)) * self.scale
+        features = self.conv(x).mean((2, 3)) * self.scale + self.nothing.sum()
         return self.frozen(self.sometimes(features) if uses_all else features)
 
 
 def optimizers(module):
     groups = [
         {"params": [*module.conv.parameters()], "weight_decay": 0.01},
-        {"params": [module.scale, *module.sometimes.parameters()], "lr": 0.05},
+        {"params": [module.scale, module.nothing, *module.sometimes.parameters()], "lr": 0.05},
     ]
     yield torch.optim.SGD([dict(group) for group in groups], lr=0.1, momentum=0.9, nesterov=True)
     yield torch.optim.AdamW([dict(group) for group in groups], lr=0.01, betas=(0.8, 0.99))
@@ -181,6 +182,11 @@ def abandoned(rank, num_ranks, addresses):
     squares(served(batch(rank, 0))).backward()
     with pytest.raises(ConfigurationError, match=r"backward ran twice without optimizer\.step"):
         squares(served(batch(rank, 0))).backward()
+    for model, each in ((served, optimizer), (twin, plain)):  # neither of the two has left anything behind
+        each.zero_grad()
+        squares(model(batch(rank, 6))).backward()
+        each.step()
+    assert all(torch.equal(a, b) for a, b in zip(served.parameters(), twin.parameters(), strict=True))
     return digest(list(served.parameters()))
 
 

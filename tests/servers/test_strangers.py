@@ -1,15 +1,16 @@
 """Who reaches a server's port without the job's token, or speaks another protocol, gets nowhere and disturbs nobody."""
 
 import socket
+import threading
 
 import pytest
 
 from paceline import version
-from paceline.errors import ConfigurationError, ServerLostError
-from paceline.servers.handshake import FROM_RANK, FROM_SERVER, GREETING, RefusedError
+from paceline.errors import ConfigurationError, ProtocolError, ServerLostError
+from paceline.servers.handshake import FROM_RANK, FROM_SERVER, GREETING, RefusedError, ServerSide, enter
 from paceline.servers.link import Answers, Link, Rank
 from paceline.servers.process import listen, serve_on
-from paceline.servers.wire import HEADER, DType, Frame, Kind
+from paceline.servers.wire import HEADER, DType, Frame, Kind, header_of
 from running_servers import in_threads
 
 
@@ -67,7 +68,6 @@ def test_something_else_at_the_address_is_refused():
     try:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         listener.settimeout(5.0)
-        import threading
 
         def greet():
             connected, _ = listener.accept()
@@ -97,3 +97,61 @@ def test_serving_refuses_what_cannot_be(monkeypatch):
     monkeypatch.setenv("PACELINE_TOKEN", "secret")
     with pytest.raises(ConfigurationError, match="cannot listen on 203"):
         serve_on("203.0.113.7:7000")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"[" * 200_000,
+        b'{"version": "", "name": "", "session": "", "rank": Infinity, "num_ranks": 1, "timeout_s": 1}',
+    ],
+)
+def test_who_knows_the_token_and_says_nonsense_does_not_end_the_server(words):
+    with in_threads(1, "secret") as addresses:
+        host, port = addresses[0].split(":")
+        with socket.create_connection((host, int(port)), 5.0) as liar:
+            enter(liar, "secret", "the server")
+            liar.sendall(Frame(Kind.HELLO, body=(words,)).header + words)
+            liar.settimeout(5.0)
+            with pytest.raises((ConnectionResetError, ConnectionAbortedError, StopIteration)):
+                if not liar.recv(100):
+                    raise StopIteration
+        Link(addresses, rank()).close(2.0)
+
+
+def test_more_ranks_than_may_be_strangers_come_at_once():
+    with in_threads(1, "secret") as addresses:
+        host, port = addresses[0].split(":")
+        waiting = [socket.create_connection((host, int(port)), 5.0) for _ in range(70)]
+        for connected in waiting:
+            enter(connected, "secret", "the server")
+            connected.close()
+
+
+def test_nobody_waits_for_a_server_that_says_nothing_of_its_failure():
+    listener = listen("127.0.0.1", 0)
+
+    def fail():
+        connected, _ = listener.accept()
+        side, received = ServerSide("secret"), b""
+        connected.sendall(side.first_words)
+        while len(received) < FROM_RANK:
+            received += connected.recv(FROM_RANK - len(received))
+        connected.sendall(side.answer(received) + Frame(Kind.FAILED).header)
+        connected.recv(10_000)
+        connected.close()
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    with pytest.raises(ProtocolError, match="the connections to the parameter servers broke"):
+        Link([f"127.0.0.1:{listener.getsockname()[1]}"], rank())
+    thread.join()
+    listener.close()
+
+
+def test_the_state_of_a_large_model_is_one_frame():
+    num_bytes = 3 << 30  # Adam's, of 400 million parameters
+    frame, announced = header_of(HEADER.pack(Kind.FETCH, 0, 0, 0, 0, num_bytes))
+    assert (frame.kind, announced) == (Kind.FETCH, num_bytes)
+    with pytest.raises(ProtocolError, match="at most"):
+        header_of(HEADER.pack(Kind.FETCH, 0, 0, 0, 0, 1 << 40))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -169,9 +170,8 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._waiting: deque[LaneWork] = deque()
-        self._calls: queue.SimpleQueue[bool] = (
-            queue.SimpleQueue()
-        )  # to the thread: True to look, False to end
+        # To the thread: True to look for work, False to end.
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._name = name
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -204,15 +204,22 @@ class Lane:
         return work
 
     def help_with(self, work: LaneWork) -> None:
-        """Perform, on this thread, which waits for `work`, what is before it and itself, as far as nobody does."""
+        """Perform, on this thread, which waits for `work`, what is before it and itself, as far as nobody does.
+
+        Raises:
+            KeyboardInterrupt: And what else is meant for this thread, not for who waits for the work it came in.
+        """
         while not work.is_completed() and self._turn.acquire(blocking=False):
             try:
-                self._perform_next()
+                performed = self._perform_next()
             finally:
                 self._turn.release()
+            error = performed.exception() if performed is not None else None
+            if error is not None and not isinstance(error, Exception):
+                raise error
 
-    def _perform_next(self) -> None:
-        """Perform what has waited longest, if anything does. In one's turn."""
+    def _perform_next(self) -> LaneWork | None:
+        """Perform what has waited longest, if anything does, and return it. In one's turn."""
         with self._lock:
             work = self._waiting[0] if self._waiting else None
         if work is not None:
@@ -221,6 +228,7 @@ class Lane:
             finally:
                 with self._lock:
                     self._waiting.popleft()  # only now: what is launched meanwhile must not overtake it
+        return work
 
     def _perform(self, work: LaneWork) -> None:
         self._performer = threading.get_ident()
@@ -243,12 +251,20 @@ class Lane:
                 self._perform_next()
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread after what is queued; returns whether it has ended."""
+        """End the thread after what is queued; returns whether nothing is under way, on any thread."""
         with self._lock:
             self._closed = True
             thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return True
         self._calls.put(False)
-        thread.join(timeout_s)
-        return not thread.is_alive()
+        if threading.get_ident() == self._performer or thread is threading.current_thread():
+            return True  # called by a callback, which cannot wait for itself
+        until_s = time.monotonic() + timeout_s
+        if thread is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                return False
+        # Another thread may be performing what it waits for.
+        is_idle = self._turn.acquire(timeout=max(until_s - time.monotonic(), 0.0))
+        if is_idle:
+            self._turn.release()
+        return is_idle

@@ -325,7 +325,10 @@ class ProcessGroup(dist.ProcessGroup):
         def guarded() -> None:
             self._check_usable()
             try:
-                perform()
+                # Outputs, and memory that is kept for the next collective, may have been made in inference mode: only
+                # in that mode may they be written as well as others, whichever thread performs this.
+                with torch.inference_mode():
+                    perform()
             except BaseException as error:
                 self._error = error
                 if not self._barrier.is_broken:

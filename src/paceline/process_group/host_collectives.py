@@ -125,6 +125,8 @@ class HostCollectives:
                 share.copy_(shares[0])
 
     def _reduce_across(self, share: Tensor, fold: Fold, across: Across) -> None:
+        if not share.numel():
+            return  # as on hosts with several ranks, which would not answer
         across(share)
         if fold.averages:
             fold.average(share, self._num_averaged)

@@ -7,6 +7,9 @@ Rules
    barrier; what others do to it they do before the next one. So while others work on a piece, its owner fills the other
    slot with the next: one barrier a piece, and what is staged stays in the cache.
 3. Every rank goes through the same turns: the number of pieces follows from what all have announced.
+4. So a slot is filled, by its owner, only when all are done with it: they were before the last barrier, as the piece
+   after it was in the other slot. That holds across collectives, whose last piece may still be read when the next one
+   fills the other slot and waits at its first barrier.
 """
 
 from __future__ import annotations
@@ -111,14 +114,15 @@ class Staging:
         starts = self.open(what, start)
         if _STAGED not in starts:
             spans = [(0, flat.numel())] if flat.numel() else []
-        # Others work on what its owner will want afterwards; if not, the next collective's first barrier will do.
-        is_touched = leave is not None or max(starts) >= 0
+        # After the last piece, too, where others write what a slot's owner copies out, or use a tensor where it lies.
+        # Slots that are only read need none (rule 4).
+        ends_with_barrier = leave is not None or max(starts) >= 0
         for number, span in enumerate(spans):
             self._turn ^= 1
             if start == _STAGED and enter is not None:
                 self._copy_piece(enter, flat, spans, number + 1)
             work(span, self._views(starts, span, flat.dtype))
-            if is_touched or number + 1 < len(spans):
+            if ends_with_barrier or number + 1 < len(spans):
                 self.wait(what)
             if start == _STAGED and leave is not None:
                 self._turn ^= 1
@@ -168,7 +172,7 @@ class Staging:
             if number + 1 < most:
                 self.copied_bytes += enter(number + 1, self._turn)
             work(number, self._turn ^ 1)
-            if number + 1 < most:  # else the next collective's first barrier will do
+            if number + 1 < most:  # nothing else is used than slots that are only read (rule 4)
                 self.wait(what)
 
     def slots(self, turn: int, dtype: torch.dtype, num_elements: int) -> list[Tensor]:

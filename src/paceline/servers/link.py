@@ -247,6 +247,8 @@ class Link:
             self._end(error)
             if isinstance(error, ServerLostError):
                 self._tell(error)
+        except Exception as error:  # noqa: BLE001  whatever it is, nobody may wait for ever
+            self._end(ProtocolError(f"the connections to the parameter servers broke: {error!r}"))
         finally:
             self._close_sockets()
 

@@ -85,16 +85,18 @@ class Server:
             connected.close()
         self._listener.close()
 
+    @property
+    def _is_full(self) -> bool:
+        clients = (key.data for key in self._selector.get_map().values() if isinstance(key.data, _Client))
+        return sum(client.connection is None for client in clients) >= _MOST_STRANGERS
+
     def _accept(self) -> None:
+        if self._is_full:  # many ranks may come at once: who is too many waits in the kernel's queue
+            self._selector.unregister(self._listener)
+            return
         try:
             connected, _ = self._listener.accept()
         except OSError:
-            return
-        strangers = sum(
-            1 for key in self._selector.get_map().values() if getattr(key.data, "session", 0) is None
-        )
-        if strangers >= _MOST_STRANGERS:
-            connected.close()
             return
         connected.setblocking(False)
         side = ServerSide(self._token)
@@ -118,7 +120,7 @@ class Server:
             if events & selectors.EVENT_READ:
                 for frame in client.connection.receive():
                     self._take(client, frame)
-        except (OSError, ProtocolError) as error:
+        except (OSError, ProtocolError, MemoryError) as error:
             self._drop(client, f"is gone: its connection broke ({error})")
             return
         self._want(client)
@@ -161,7 +163,7 @@ class Server:
             theirs, name, session = str(words["version"]), str(words["name"]), str(words["session"])
             rank, num_ranks = int(words["rank"]), int(words["num_ranks"])
             timeout_s = float(words["timeout_s"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"a rank did not say who it is ({error})") from error
         if theirs != version.__version__:
             raise ConfigurationError(
@@ -213,6 +215,8 @@ class Server:
             client = key.data
             if isinstance(client, _Client) and client.session is None and now_s - client.since_s > PATIENCE_S:
                 self._drop(client, "")
+        if self._listener not in self._selector.get_map() and not self._is_full:
+            self._selector.register(self._listener, selectors.EVENT_READ)
 
 
 def _make_steps(words: dict[str, Any]) -> Steps:

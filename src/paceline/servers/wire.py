@@ -15,7 +15,7 @@ from typing import Any
 from paceline.errors import ProtocolError
 
 HEADER = struct.Struct("<BBHIIQ")  # kind, dtype, 0, number, number of keys, bytes that follow
-MAX_BODY_BYTES = 1 << 30
+MAX_BODY_BYTES = 1 << 38  # all state of a server's keys is one frame
 KEY = struct.Struct("<I")
 
 
@@ -103,7 +103,7 @@ def unpack(body: Any) -> dict[str, Any]:
     """
     try:
         words = json.loads(bytes(body))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"words were expected, and something else was received: {error}") from error
     if not isinstance(words, dict):
         raise ProtocolError("words were expected, and something else was received")

@@ -121,7 +121,7 @@ class Connection:
         for piece in pieces:
             parts = (piece.keys, *spans_of(body, piece))
             frame = Frame(Kind.PUSH, self._num_pushed, piece.num_keys, dtype, parts)
-            self._num_pushed += 1
+            self._num_pushed = (self._num_pushed + 1) % (1 << 32)  # as many as a frame can say
             self.link.ask(piece.server, frame, answers, spans_of(answer, piece))
         return answers
 

@@ -91,13 +91,17 @@ class Stepped:
 
     def begin_step(self) -> None:
         """A synchronized backward begins. Local."""
-        if self._awaits:
-            raise ConfigurationError(
-                "backward ran twice without optimizer.step() between, and the servers have stepped with the first "
-                "one's gradients. Accumulate under no_sync() or accumulate(), or drop it: optimizer.zero_grad()."
-            )
         self._begin = pack({"groups": self.settings(), **self._used_words()})
         self._used, self._unused, self._arrived = False, [], []
+        if self._awaits:
+            self._awaits = (
+                False  # what completes this backward steps on the servers again, and only the last goes back
+            )
+            raise ConfigurationError(
+                "backward ran twice without optimizer.step() between, and the servers have stepped with the first "
+                "one's gradients; both are dropped. Accumulate under no_sync() or accumulate(), or drop the first "
+                "before the second: optimizer.zero_grad()."
+            )
 
     def _used_words(self) -> dict[str, Any]:
         unused: list[int] = []
@@ -245,7 +249,7 @@ def flat_of(tensor: Tensor) -> Tensor:
 def _joined(parts: Sequence[Mapping[str, Any]], parameter: Tensor) -> dict[str, Any]:
     """The state of a parameter from that of its keys."""
     joined: dict[str, Any] = {}
-    for name, first in parts[0].items():
+    for name, first in parts[0].items() if parts else ():  # a parameter without elements has no keys
         if name in SCALARS or not isinstance(first, Tensor):
             joined[name] = first
             continue

@@ -76,8 +76,10 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
     """Move datagrams until something happens, or for `slice_us`; returns why it came back."""
     until = system.now_us(io.scratch) + slice_us
     while True:
-        now = system.now_us(io.scratch)
         got = system.receive_batch(io.descriptors[0], io.incoming)
+        now = system.now_us(
+            io.scratch
+        )  # not before: then what came while this thread waited for a core came too early
         if got > 0:
             batch = io.incoming
             take_datagrams(t, batch.rows, batch.words, batch.longs, batch.sizes, batch.marks, got, now)

@@ -66,6 +66,7 @@ class HostBarrier:
         for other in self._others:
             if not other.status.has_arrived(self._number):
                 self._await(other, doing)
+        futex.fence()  # what the others wrote before they arrived is read after their arrival has been seen
 
     def _await(self, other: Neighbour, doing: Callable[[], str]) -> None:
         start_s = time.monotonic()
