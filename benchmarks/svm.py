@@ -47,6 +47,7 @@ LONG_S = 4.0
 NUM_PREDICTED = 2_000
 NO_CACHE_MEGABYTES = 1e-6
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+Clock = Annotated[str, typer.Option(help="wall, or cpu: seconds of the process, for a busy machine.")]
 PATIENCE = timedelta(hours=2)  # of ranks that wait for a long fit of rank 0
 
 
@@ -267,9 +268,7 @@ def main(
     ranks: Ranks = 1,
     rounds: Rounds = 3,
     cache_size: Annotated[float, typer.Option(help="Megabytes for kernel rows, all sides.")] = 500.0,
-    clock: Annotated[
-        str, typer.Option(help="wall, or cpu: seconds of the process, for a busy machine.")
-    ] = "wall",
+    clock: Clock = "wall",
     hosts: Annotated[int | None, typer.Option(help="Of an emulated cluster, in place of --ranks.")] = None,
     rate: Annotated[str | None, typer.Option(help="Of an emulated host's link, such as 1Gbit.")] = None,
     cpu: Annotated[str | None, typer.Option(help="Of an emulated host, such as 45% of a core.")] = None,

@@ -1,21 +1,26 @@
-"""Which elimination heuristic is fastest, on which set? The paper's question, on every set, in one table.
+"""Which elimination heuristic is cheapest, on which set? The paper's question, on every set, in one table.
 
 None, each static heuristic (single and multi, thresholds in pair updates and per cent of the samples) and `adaptive`,
 all to the same optimum: with no kernel-row cache, which is the paper's setting, and with the default one. One process,
-one thread; heuristics take turns, after a fit of each that is not counted. Ratios are of medians, over `none`.
+one thread; heuristics take turns, after a fit of each that is not counted. Ratios are over `none`: of the medians of
+times, and of the numbers of kernel values computed, which are the same in every run.
+
+`--clock cpu` counts processor time, for a busy machine. With `--parts` it can be stopped, or called for some sets at a
+time: a call that names them all reports what is there.
 """
 
 import statistics
-import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
-from benchmarks.svm import NO_CACHE_MEGABYTES, OBJECTIVE_RTOL, TOL
-from benchmarks.svm_data import HELP, load
+from benchmarks.parts import PartsFolder, measured
+from benchmarks.svm import CLOCKS, NO_CACHE_MEGABYTES, OBJECTIVE_RTOL, TOL, Clock
+from benchmarks.svm_data import HELP, Split, load
 from paceline.lab.bench.protocol import WrongAnswerError
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
@@ -41,32 +46,60 @@ class Config:
     data: str
     folder: str | None
     num_rounds: int
+    clock: str
 
 
-def measure(config: Config, tell: TellProgress) -> dict[str, dict[str, list[float]]]:
-    """Fit with every heuristic; returns seconds by cache and heuristic."""
-    from paceline.svm import SVC
+@dataclass(frozen=True)
+class Cost:
+    """What fits with one heuristic took."""
 
+    times_s: list[float]
+    num_kernel_values: int
+    num_steps: int
+    num_reconstructions: int
+
+
+def measure(config: Config, tell: TellProgress) -> dict[str, dict[str, Cost]]:
+    """Fit with every heuristic; returns costs by cache and heuristic."""
     split = load(config.data, Path(config.folder) if config.folder else None)
-    found: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, Cost]] = {}
     for done, (cache, size) in enumerate(CACHES.items()):
-        times: dict[str, list[float]] = {name: [] for name in HEURISTICS}
-        objectives: dict[str, float] = {}
-        for turn in range(config.num_rounds + 1):
-            for name in HEURISTICS[:: 1 if turn % 2 else -1]:
-                settings: dict[str, Any] = {"C": split.cost, "gamma": split.gamma, "tol": TOL}
-                model = SVC(**settings, cache_size=size, elimination=name)
-                started_s = time.perf_counter()
-                model.fit(split.X, split.y)
-                if turn:
-                    times[name].append(time.perf_counter() - started_s)
-                objectives[name] = model.objective_[0] if turn == 0 else objectives[name]
-        least = min(objectives.values())
-        if max(objectives.values()) - least > OBJECTIVE_RTOL * abs(least):
-            raise WrongAnswerError(f"{config.data}, {cache}: objectives {objectives}; times mean nothing.")
-        found[cache] = times
+        found[cache] = _measure_with(cache, size, split, config)
         tell((done + 1) / len(CACHES))
     return found
+
+
+def _measure_with(cache: str, size: float | str, split: Split, config: Config) -> dict[str, Cost]:
+    from paceline.svm import SVC
+
+    now_s = CLOCKS[config.clock]
+    settings: dict[str, Any] = {"C": split.cost, "gamma": split.gamma, "tol": TOL, "cache_size": size}
+    models = {name: SVC(**settings, elimination=name) for name in HEURISTICS}
+    times: dict[str, list[float]] = {name: [] for name in HEURISTICS}
+    for turn in range(config.num_rounds + 1):
+        for name in HEURISTICS[:: 1 if turn % 2 else -1]:
+            started_s = now_s()
+            models[name].fit(split.X, split.y)
+            times[name].append(now_s() - started_s)
+    objectives = {name: model.objective_[0] for name, model in models.items()}
+    least = min(objectives.values())
+    if max(objectives.values()) - least > OBJECTIVE_RTOL * abs(least):
+        raise WrongAnswerError(f"{config.data}, {cache}: objectives {objectives}; times mean nothing.")
+    counters = {name: model.counters_[0] for name, model in models.items()}
+    return {
+        name: Cost(times[name][1:], of.num_kernel_values, of.num_steps, of.num_reconstructions)
+        for name, of in counters.items()
+    }
+
+
+def _ratios(costs: dict[str, Cost]) -> dict[str, dict[str, float]]:
+    """Over `none`, by what is counted and heuristic."""
+    seconds = {name: statistics.median(cost.times_s) for name, cost in costs.items()}
+    values = {name: cost.num_kernel_values for name, cost in costs.items()}
+    return {
+        "time": {name: found / seconds["none"] for name, found in seconds.items()},
+        "kernel values": {name: found / values["none"] for name, found in values.items()},
+    }
 
 
 def main(
@@ -75,40 +108,56 @@ def main(
     ] = "synthetic-8000x20",
     folder: Annotated[Path | None, typer.Option(help="Where real sets lie; see svm_data.py.")] = None,
     rounds: Rounds = 2,
+    clock: Clock = "wall",
+    parts: PartsFolder = None,
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
 ) -> None:
     """Compare the heuristics on every set."""
     names, rounds = (["synthetic-4000x8"], 1) if quick else (data.split(","), rounds)
-    load_before, samples, rows = load_average(), {}, []
-    summaries: dict[str, dict[str, dict[str, float]]] = {}
+    where = str(folder.absolute()) if folder else None
+    load_before = load_average()
+    costs: dict[str, dict[str, dict[str, Cost]]] = {}
     for name in names:
-        config = Config(name, str(folder.absolute()) if folder else None, rounds)
-        samples[name] = LoopbackRanks(1).run(measure, config, f"elimination, {name}")[0]
-        for cache, times in samples[name].items():
-            seconds = {heuristic: statistics.median(found) for heuristic, found in times.items()}
-            ratios = {heuristic: found / seconds["none"] for heuristic, found in seconds.items()}
-            summaries.setdefault(cache, {})[name] = {"none_s": seconds["none"], **ratios}
-            rows.append(
-                (cache, name, f"{seconds['none']:.3f}", *(f"{ratios[x]:.2f}" for x in HEURISTICS[1:]))
-            )
-    for cache, of_sets in summaries.items():
-        means = {x: statistics.geometric_mean(found[x] for found in of_sets.values()) for x in HEURISTICS[1:]}
-        rows.append((cache, "geometric mean", "", *(f"{mean:.2f}" for mean in means.values())))
-    report = Report(
+        config = Config(name, where, rounds, clock)
+        run = partial(LoopbackRanks(1).run, measure, config, f"elimination, {name}")
+        costs[name] = measured(parts, config, run)[0]
+    result = report(costs, Config(",".join(names), where, rounds, clock), quick, load_before)
+    publish(result, results_folder, as_json)
+
+
+def report(
+    costs: dict[str, dict[str, dict[str, Cost]]], config: Config, quick: bool, load_before: float
+) -> Report:
+    """Turn costs by set, cache and heuristic into rows: two for each set and cache."""
+    rows: list[tuple[str, ...]] = []
+    summaries: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    for cache in CACHES:
+        ratios = {name: _ratios(of_caches[cache]) for name, of_caches in costs.items()}
+        for what in ("time", "kernel values"):
+            of_sets = {name: found[what] for name, found in ratios.items()}
+            means = {x: statistics.geometric_mean(of[x] for of in of_sets.values()) for x in HEURISTICS}
+            summaries.setdefault(cache, {})[what] = of_sets | {"geometric mean": means}
+            for name, of in summaries[cache][what].items():
+                rows.append((cache, name, what, *(f"{of[x]:.2f}" for x in HEURISTICS[1:])))
+    return Report(
         name=f"svm-elimination{'-quick' if quick else ''}",
-        question="How long does a fit take with each elimination heuristic, over none?",
-        columns=("cache", "data", "none s", *HEURISTICS[1:]),
+        question="What does a fit cost with each elimination heuristic, over none?",
+        columns=("cache", "data", "ratio of", *HEURISTICS[1:]),
         rows=tuple(rows),
         verdicts=(),
-        notes=("one process, one thread; below 1 is faster than without elimination",),
-        config=Config(",".join(names), None, rounds),
+        notes=(
+            f"one process, one thread, {config.clock} clock; below 1 is cheaper than without elimination",
+        ),
+        config=config,
         summaries=summaries,
-        samples=samples,
+        samples={
+            name: {cache: {x: asdict(cost) for x, cost in of.items()} for cache, of in of_caches.items()}
+            for name, of_caches in costs.items()
+        },
         provenance=collect(1, load_before),
     )
-    publish(report, results_folder, as_json)
 
 
 if __name__ == "__main__":
