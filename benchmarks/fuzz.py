@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,7 +84,7 @@ def main(
 ) -> None:
     """Perform random programs on 2 and 3 ranks beside bare copies of the model and torch's class."""
     path = results_folder / "fuzz.json"
-    found = _stored(path, first_seed) if resume else Found(first_seed)
+    found = stored(path, first_seed) if resume else Found(first_seed)
     try:
         if program is not None:
             found.perform([_read(program)])
@@ -107,17 +107,22 @@ def _search(found: Found, count: int, path: Path | None) -> None:
             found.perform([draw(seed) for seed in range(start, min(start + BATCH, found.first_seed + count))])
             show(found.num_programs / count)
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps({"generator": _generator(), **asdict(found)}, indent=2) + "\n")
+                store(found, path)
 
 
-def _stored(path: Path, first_seed: int) -> Found:
+def store(found: Found, path: Path) -> None:
+    """Write what was found, for `stored`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"generator": _generator(), **vars(found)}, indent=2) + "\n")
+
+
+def stored(path: Path, first_seed: int) -> Found:
     """What the stored report has found; nothing, if it is of other seeds or of another generator."""
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    if stored.pop("generator", None) != _generator() or stored["first_seed"] != first_seed:
+    record = json.loads(path.read_text()) if path.exists() else {}
+    if record.pop("generator", None) != _generator() or record["first_seed"] != first_seed:
         return Found(first_seed)
-    counts: dict[str, Any] = {name: Counter(stored.pop(name)) for name in ("kinds", "options", "operations")}
-    return Found(**stored, **counts)
+    counts: dict[str, Any] = {name: Counter(record.pop(name)) for name in ("kinds", "options", "operations")}
+    return Found(**record, **counts)
 
 
 def _generator() -> str:
