@@ -11,7 +11,7 @@ Rules
    another order then, so results may differ in rounding between two runs, never between ranks.
 
 The search measures and does not simulate: what a step really takes contains what no model of it knows (cores that
-compute and communicate, copies, jitter), and 60 to 90 steps are little in a training that is worth the search.
+compute and communicate, copies, jitter), and 60 to 100 steps are little in a training that is worth the search.
 """
 
 from __future__ import annotations
