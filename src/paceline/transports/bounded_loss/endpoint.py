@@ -39,16 +39,25 @@ class Endpoint:
         keys: For every peer 16 secret bytes, which both of the two ranks hold.
         payload_bytes: Of a gradient in one datagram, a multiple of 8; the same on all ranks.
         silence_us: A peer that is needed and says nothing for so long is lost.
+        num_owners: How many ranks sum: all (0), or only the first so many, as parameter servers do that workers push to
+            and pull from; the same on all ranks.
 
     Attributes:
         tables: Its memory, for compiled code.
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, keys: Mapping[int, bytes], payload_bytes: int, silence_us: int
+        self,
+        rank: int,
+        num_ranks: int,
+        keys: Mapping[int, bytes],
+        payload_bytes: int,
+        silence_us: int,
+        num_owners: int = 0,
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
+        self._num_owners = num_owners or num_ranks
         self.tables = e.new_tables(rank, num_ranks, payload_bytes, d.HEADER_BYTES, _FIRST_ROOM)
         self.tables.numbers[e.SILENCE_US] = silence_us
         for peer, secret in keys.items():
@@ -86,7 +95,7 @@ class Endpoint:
         collective = int(t.numbers[e.BEGUN_HERE])
         slot = collective % e.SLOTS
         item = vector.itemsize
-        per_rank = -(-len(vector) // self.num_ranks)
+        per_rank = -(-len(vector) // self._num_owners)
         shard = -(-per_rank * item // 8) * 8
         self._held[collective] = vector
         row = t.slots[slot]

@@ -63,6 +63,7 @@ class LossyLink(LossyTransport):
         timeout: How long a rank waits for another to connect, and for a sum.
         address: Of this host, on which it listens; "" for that of `interface`.
         interface: A network interface, where there is no address.
+        num_owners: As of `Endpoint`: 0, or how many ranks sum for all.
 
     Contract:
         Collective: making one, over these ranks.  Blocks: until every rank has come.
@@ -80,10 +81,12 @@ class LossyLink(LossyTransport):
         timeout: timedelta,
         address: str = "",
         interface: str = "",
+        num_owners: int = 0,
     ) -> None:
         super().__init__(rank, num_ranks)
         loop.compile_all()
-        self._driver = _Driver(store, rank, num_ranks, timeout, address or _address_of(interface))
+        place = address or _address_of(interface)
+        self._driver = _Driver(store, rank, num_ranks, timeout, place, num_owners)
         thread = threading.Thread(
             target=self._driver.run, name=f"paceline lossy link of rank {rank}", daemon=True
         )
@@ -141,7 +144,13 @@ class _Driver:
     thread: threading.Thread
 
     def __init__(
-        self, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, address: str
+        self,
+        store: dist.Store,
+        rank: int,
+        num_ranks: int,
+        timeout: timedelta,
+        address: str,
+        num_owners: int,
     ) -> None:
         self._rank = rank
         self._timeout_s = timeout.total_seconds()
@@ -157,7 +166,8 @@ class _Driver:
             peer: agreement.secret_with(other["public"]) for peer, other in enumerate(cards) if peer != rank
         }
         payload = payload_room(min(int(other["mtu"]) for other in cards))
-        self.endpoint = Endpoint(rank, num_ranks, keys, payload, int(self._silence_s * 1e6))
+        silence_us = int(self._silence_s * 1e6)
+        self.endpoint = Endpoint(rank, num_ranks, keys, payload, silence_us, num_owners)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._io = loop.new_io(
             self._socket.fileno(),
