@@ -59,6 +59,7 @@ CASES = {
     "sum-1MB": Case(4, 1_000_000, False, 25, ("0%", "1%", "3%")),
     "sum-25MB": Case(4, 25_000_000, False, 3, ("0%", "1%")),
     "push": Case(9, 100_000, True, 120, queue="64KB"),
+    "push-shallow": Case(9, 100_000, True, 100, queue="16KB"),
 }
 
 

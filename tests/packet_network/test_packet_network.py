@@ -145,7 +145,8 @@ def test_a_lost_tail_waits_for_the_smallest_timeout():
     spec = LeafSpine(9, rate_bits_per_s=RATE, way_us=20, queue_bytes=16 * 1024)
     traffic = Traffic([list(range(9))], 30_000, True, repeats=12)
     kernel, short = (measure(side, spec, traffic, 1) for side in ("cubic", "cubic, rto_min 5 ms"))
-    assert max(kernel.job_ms) > 200 > 150 > max(short.job_ms)
+    assert max(kernel.job_ms) > 200
+    assert max(short.job_ms) < 150
     assert len(kernel.flow_ms) == 12 * 8
 
 

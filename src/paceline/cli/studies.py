@@ -123,7 +123,7 @@ def network(
     flow_bytes: Annotated[
         str, typer.Option(help="What a worker pushes, comma-separated.")
     ] = "100000,1000000",
-    repeats: Annotated[int, typer.Option(min=1, help="Pushes of every job.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Pushes of every job.")] = 2,
     seed: Annotated[int, typer.Option(help="Of places, ways and losses; the same one, the same times.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="16 hosts, one push: seconds.")] = False,
     report: ReportFolder = Path("paceline-report"),

@@ -1,7 +1,7 @@
 """The study of how far a simulated network is from emulated ones: the same sums and pushes, by the same sides.
 
 Two numbers describe the emulating machine, chosen once by sums of 1 MB and the same in all rows: how long a link takes
-(`_WAY_US`, on TCP's sums at 1 % loss) and how late a host's turns are, whose cores others use (`_JITTER_US`, on ours).
+(`WAY_US`, on TCP's sums at 1 % loss) and how late a host's turns are, whose cores others use (`JITTER_US`, on ours).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.lab.report.panels import Dots
 from paceline.lab.report.terminal import progress_bar
 from paceline.lab.studies.description import Findings, Measured, Study
 
-_WAY_US, _TURN_US, _JITTER_US, _HANDING_OVER_US = 250.0, 400, 300, 400.0
+WAY_US, TURN_US, JITTER_US, HANDING_OVER_US = 250.0, 400, 300, 400.0
 _LARGE_BYTES = 10_000_000  # of these few are enough
 TOLERANCE = 0.10
 
@@ -88,7 +88,7 @@ def simulate(row: Row, repeats: int, seed: int) -> Times:
     spec = LeafSpine(
         case["hosts"],
         rate_bits_per_s=1e8,
-        way_us=_WAY_US,
+        way_us=WAY_US,
         queue_bytes=int(case["queue"].removesuffix("KB")) * 1024,
         loss_ratio=row.loss_ratio,
     )
@@ -98,9 +98,9 @@ def simulate(row: Row, repeats: int, seed: int) -> Times:
         case["is_push"],
         repeats=repeats,
         pause_us=2000 * round(statistics.median(row.emulated_ms)),  # the other sides' turns
-        turn_us=_TURN_US,
-        jitter_us=_JITTER_US,
-        handing_over_us=_HANDING_OVER_US,
+        turn_us=TURN_US,
+        jitter_us=JITTER_US,
+        handing_over_us=HANDING_OVER_US,
     )
     return measure(row.side, spec, traffic, seed)
 
@@ -160,8 +160,8 @@ class CheckStudy(Study[CheckOptions]):
             (
                 "medians; links of 100 Mbit/s; few emulated samples, so that two runs of one row differ by up to 9 %",
                 (
-                    f"of the emulating machine: a link takes {_WAY_US:g} us and a host's turn is late by "
-                    f"{_JITTER_US} us on average, the same in all rows, chosen on sums of 1 MB"
+                    f"of the emulating machine: a link takes {WAY_US:g} us and a host's turn is late by "
+                    f"{JITTER_US} us on average, the same in all rows, chosen on sums of 1 MB"
                 ),
                 f"{within} of {len(errors)} rows are within {TOLERANCE:.0%}",
             ),

@@ -26,6 +26,7 @@ from paceline.lab.report.look import BASELINE, OURS
 from paceline.lab.report.panels import Bar, Bars
 from paceline.lab.report.terminal import progress_bar
 from paceline.lab.studies.description import Findings, Measured, Study
+from paceline.lab.studies.network_check import HANDING_OVER_US, JITTER_US, WAY_US
 
 JOB_HOSTS, SPINES = 16, 4
 _HOSTS_A_RACK = 16
@@ -37,6 +38,10 @@ INCAST = ("cubic", "tuned", "DCTCP", "DCTCP, rto_min 5 ms", "ours, bound 0", "ou
 ABLATION = ("ours, 5 %, sprayed", "ours, 5 %, classes", "ours, 5 %, sprayed, classes")
 SPRAYING = ("cubic", "cubic, sprayed", "tuned", "tuned, sprayed", "ours, bound 0", "ours, bound 0, sprayed")
 RING = ("cubic", "tuned", "ours, bound 0")
+SMALL_INCAST = ("cubic", "cubic, rto_min 5 ms", "tuned", "ours, bound 0", "ours, bound 5 %")
+_SMALL_HOSTS, _SMALL_BYTES, _SMALL_REPEATS = 9, 100_000, 100
+_KIB = 1024
+SMALL_QUEUES = {f"8 to 1, 100 Mbit/s, a port holds {kib} KiB": kib * _KIB for kib in (8, 16, 32, 64)}
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class ScaleOptions:
 
     hosts: tuple[int, ...] = (16, 64, 144)
     flow_bytes: tuple[int, ...] = (100_000, 1_000_000)
-    repeats: int = 5
+    repeats: int = 2
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -104,12 +109,17 @@ def cases(options: ScaleOptions) -> list[Case]:
     found += [Case("ring", few, largest, side) for side in RING]
     found += [Case("one of four ways at a tenth of the rate", few, largest, side) for side in SPRAYING]
     found += [Case("one link loses 1 %", few, largest, side) for side in SPRAYING]
+    found += [
+        Case(question, _SMALL_HOSTS, _SMALL_BYTES, side) for question in SMALL_QUEUES for side in SMALL_INCAST
+    ]
     found += [Case("layers", few, largest, side) for side in ("ours, bound 5 %", "ours, 5 %, classes")]
     return found
 
 
 def run_case(case: Case, options: ScaleOptions) -> Times:
     """Simulate one case."""
+    if case.question in SMALL_QUEUES:
+        return _small_incast(case, options)
     spec = network(case.hosts, case.side)
     if case.question == "one of four ways at a tenth of the rate":
         spec = replace(spec, slow_uplink_ratio=0.1)
@@ -120,10 +130,25 @@ def run_case(case: Case, options: ScaleOptions) -> Times:
     is_push = case.question in ("incast", "layers")
     traffic = Traffic(
         jobs,
-        case.num_bytes * (1 if is_push else JOB_HOSTS // 2),
+        case.num_bytes,
         is_push,
         num_vectors=7 if case.question == "layers" else 1,
         repeats=options.repeats,
+    )
+    return measure(case.side, spec, traffic, options.seed)
+
+
+def _small_incast(case: Case, options: ScaleOptions) -> Times:
+    """Eight workers and a server as on emulated hosts, whose turns are late and whose links are slow (`network_check`)."""
+    spec = LeafSpine(case.hosts, rate_bits_per_s=1e8, way_us=WAY_US, queue_bytes=SMALL_QUEUES[case.question])
+    traffic = Traffic(
+        [list(range(case.hosts))],
+        case.num_bytes,
+        True,
+        repeats=_SMALL_REPEATS if options.repeats > 1 else 2,
+        pause_us=150_000,
+        jitter_us=JITTER_US,
+        handing_over_us=HANDING_OVER_US,
     )
     return measure(case.side, spec, traffic, options.seed)
 
@@ -150,6 +175,7 @@ class ScaleStudy(Study[ScaleOptions]):
                 "mean_ms": statistics.fmean(times.flow_ms),
                 "p99_ms": float(np.percentile(times.flow_ms, 99)),
                 "job_ms": statistics.fmean(times.job_ms),
+                "job_p99_ms": float(np.percentile(times.job_ms, 99)),
                 "first_layer_ms": statistics.fmean(times.first_layer_ms),
                 "lost_ratio": times.lost_ratio,
                 "overflowed": times.packets["overflowed"],
@@ -165,13 +191,14 @@ class ScaleStudy(Study[ScaleOptions]):
                     f"{figures['mean_ms']:.1f}",
                     f"{figures['p99_ms']:.1f}",
                     f"{figures['job_ms']:.1f}",
+                    f"{figures['job_p99_ms']:.1f}",
                     f"{figures['first_layer_ms']:.1f}",
                     f"{100 * times.lost_ratio:.1f} %",
                 )
             )
         return Findings(
             "How long do flows take on leaf-spine networks of 16 to 144 hosts?",
-            ("case", "side", "flow mean, ms", "flow p99", "job mean", "front layer", "let go"),
+            ("case", "side", "flow mean, ms", "flow p99", "job mean", "job p99", "front layer", "let go"),
             rows,
             (
                 (
