@@ -44,6 +44,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "guidelines": None,
     "predicted-papers": "predicted_papers",
     "predicted-steps": "predicted_steps",
+    "skipped_layers": "skipped_layers",
     "step": step_report.draw,
     "step_time": "step_time",
     "study-mlstm-scaling": ScalingStudy().draw,

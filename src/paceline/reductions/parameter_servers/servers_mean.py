@@ -46,6 +46,8 @@ class ParameterServers(Reduction):
         bytes; the number of servers: Zou et al. 2017, lemma 3.2 (`paceline plan --servers`).
     """
 
+    needs_all_buckets = True
+
     def __init__(self, addresses: Sequence[str] | None = None) -> None:
         if isinstance(addresses, str) or (addresses is not None and not addresses):
             raise ConfigurationError(
