@@ -39,7 +39,7 @@ from paceline.ddp.buffers import Buffers
 from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.flight import Flight
 from paceline.ddp.forward_overlap import ForwardOverlap
-from paceline.ddp.forward_overlap.flight import PieceFlight
+from paceline.ddp.forward_overlap.piece_flight import PieceFlight
 from paceline.ddp.layout import GradientMemory, ManagedParameters
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.plan import BucketCaps

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.pending import Pending
 from paceline.errors import ConfigurationError
-from paceline.reductions.parameter_servers.connection import Connection, ask_all
+from paceline.reductions.parameter_servers.server_connections import ServerConnections, ask_all
 from paceline.reductions.reduction import Message
 from paceline.servers.link import PATIENCE_S, Answers
 from paceline.servers.wire import Frame, Kind, pack, pack_state, unpack_state
@@ -51,7 +51,7 @@ class Stepped:
         self._parameters = list(parameters)
         self._is_first = is_first
         self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._connection: Connection | None = None
+        self._connection: ServerConnections | None = None
         self._begin: bytes | None = None  # words of the step that begins, until they are sent
         self._used, self._unused = False, list[Parameter]()  # of the last step, for the servers
         self._awaits = False  # a step has come back and is not installed
@@ -68,7 +68,7 @@ class Stepped:
             for group in self._optimizer.param_groups
         ]
 
-    def set_up(self, connection: Connection) -> None:
+    def set_up(self, connection: ServerConnections) -> None:
         """Tell the servers what they step. On the lane, when they have answered."""
         self._connection = connection
         groups = self.settings()
@@ -113,7 +113,7 @@ class Stepped:
             unused = [key.number for index in indices for key in cutting.keys_of(index)]
         return {"used": self._used, "unused": unused}
 
-    def launch(self, connection: Connection, message: Message) -> Pending:
+    def launch(self, connection: ServerConnections, message: Message) -> Pending:
         """Push a bucket of gradients; parameters come back. Collective; does not block."""
         pulled = self._pulled.get(message.index)
         if pulled is None or pulled.shape != message.body.shape or pulled.dtype != message.body.dtype:
@@ -135,7 +135,7 @@ class Stepped:
 
         return connection.launch(message, pulled, before)
 
-    def _send_changed(self, connection: Connection, message: Message) -> None:
+    def _send_changed(self, connection: ServerConnections, message: Message) -> None:
         """Rule 3, for the parameters of a bucket that is about to be pushed."""
         if not self._is_first:
             return
@@ -231,7 +231,7 @@ class Stepped:
             for index, own in state.items()
         }
 
-    def _load(self, connection: Connection) -> None:
+    def _load(self, connection: ServerConnections) -> None:
         """On the lane, before a step begins."""
         state, self._to_load = self._to_load, None
         if state is None or not self._is_first:
