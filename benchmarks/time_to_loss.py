@@ -6,22 +6,26 @@ clock stands when the training loss, a mean of 8 steps, first falls to the targe
 
     --compute timed   ranks take for their samples what their speed says, a third in forward: they compute, and sleep
                       for the rest. So they hardly compete for this machine's cores, as machines of their own do not
-    --compute quota   hosts have CPU quotas and compute for real: needs an otherwise idle machine
+    --compute quota   hosts have CPU quotas, four fifths of this machine's cores together, and compute for real: needs
+                      an otherwise idle machine
 
-`--workloads bert` has the gradients of HetSeq's model, an eighth of them, and layers that only take time: the same
-steps, without a loss, of which seven eighths are the target.
+`--workloads bert` has the gradients of HetSeq's model, a part of them, and layers that only take time: the same
+steps, without a loss, of which seven eighths are the target. With `--parts FOLDER --most N` each call trains N sides
+more, and the last one reports.
 
     torch     torch.nn.parallel.DistributedDataParallel, equal shares
     HetSeq    the same with its step: six sums over the ranks, gradients times W / sum(sample_size), where its
               sample_size is a constant of the model (1 for images), clipped to 25 (Ding et al. 2021 and its code)
     fixed     shares by the speeds at the start, which a user would have to know
     auto      balance="auto", from equal shares
-    ideal     arithmetic: samples could be divided, nothing is communicated
+    ideal     arithmetic: samples could be divided, nothing is communicated. Under quotas: all processor time that
+              the ranks of torch used, divided by the cores of all hosts
 """
 
+import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
-from benchmarks.parts import PartsFolder, measured
+from benchmarks.parts import PartsFolder, is_kept, measured
 from benchmarks.time_to_loss_models import count, make_task
 from benchmarks.unequal import Case
 from paceline import DistributedDataParallel
@@ -60,9 +64,13 @@ LOOKS = {
     AUTO: (OURS, "-"),
 }
 SMOOTH_STEPS = 8
-QUOTA_SAMPLES = 768
+EPOCH_SAMPLES = 60_000  # at most: what Fashion-MNIST has
+QUOTA_SAMPLES = {"images": 512, "text": 640}  # a rank: an ideal step of about 0.2 s on 1.6 cores
+QUOTA_WIDTH = 32  # of the CNN, so that images cost as much as text
 TARGET_IDEAL = 1.15  # of the whole time, the steps in which speeds are learnt included
-HALF_WAY = "half of the steps are done"
+TARGET_SETTLED, LEARNING_STEPS = 1.05, 20  # of a step after so many
+READY, HALF_WAY = "ready to train", "half of the steps are done"  # what a scenario waits for
+QUOTAS_SET_S = 1.0  # time for it to set all hosts' quotas
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ class Job:
 
 def cases(workload: str) -> tuple[Case, ...]:
     """A mixed cluster, and an equal one of which a host is throttled."""
-    ideal_s = 0.8 if workload == "bert" else 0.2
+    ideal_s = 0.4 if workload == "bert" else 0.2
     return (
         Case((1, 1, 2, 4), ideal_s=ideal_s, samples_per_rank=48),
         Case((1, 1, 1, 1), ideal_s=ideal_s, samples_per_rank=48, throttled=(2, 4.0)),
@@ -112,7 +120,9 @@ class Training:
     def __init__(self, job: Job) -> None:
         case, rank = job.case, dist.get_rank()
         speed = case.speeds()[rank] if job.quotas is None else None
-        self.task = make_task(job.workload, case.size * job.num_steps, speed)
+        width = 8 if job.quotas is None else QUOTA_WIDTH
+        steps_an_epoch = min(job.num_steps, EPOCH_SAMPLES // case.size)
+        self.task = make_task(job.workload, case.size * steps_an_epoch, speed, width)
         self.network, self.side = self.task.network, job.side
         self.shuffle = GlobalShuffle(self.task.data, first_shares(job), seed=1)
         self.model: nn.Module
@@ -122,7 +132,14 @@ class Training:
             balance = "auto" if job.side == AUTO else None
             self.model = DistributedDataParallel(self.network, batch_sampler=self.shuffle, balance=balance)
         self.optimizer = self.task.optimizer(self.model)
-        self._steps = iter(self.shuffle.steps(DataLoader(self.task.data, batch_sampler=self.shuffle)))
+        self._steps = self._all_steps()
+
+    def _all_steps(self) -> Iterator[Any]:
+        """This rank's micro-batches, step by step, epoch after epoch."""
+        loader = DataLoader(self.task.data, batch_sampler=self.shuffle)
+        for epoch in itertools.count():
+            self.shuffle.set_epoch(epoch)
+            yield from self.shuffle.steps(loader)
 
     def step(self) -> tuple[float, int]:
         """Train a step; the sum of this rank's losses, and of how many."""
@@ -175,14 +192,18 @@ def train(job: Job, tell: TellProgress) -> dict[str, Any]:
     training = Training(job)
     seen: dict[str, Any] = {"end_s": [], "loss": [], "number": [], "processor_s": []}
     dist.barrier()
+    if job.quotas is not None:  # until now hosts had whole cores, to start sooner
+        _say(READY)
+        time.sleep(QUOTAS_SET_S)
+        dist.barrier()
     began_s = time.perf_counter()
     for step in range(job.num_steps):
         if step == job.num_steps // 2 and job.case.throttled is not None:
             rank, factor = job.case.throttled
             if job.quotas is None and dist.get_rank() == rank and training.network.speed is not None:
                 training.network.speed = training.network.speed.times(factor)
-            if job.quotas is not None and dist.get_rank() == 0:
-                print(HALF_WAY, flush=True)  # a scenario waits for it
+            if job.quotas is not None:
+                _say(HALF_WAY)
         processor_s = time.process_time()
         total, number = training.step()
         seen["end_s"].append(time.perf_counter() - began_s)
@@ -209,6 +230,12 @@ def train(job: Job, tell: TellProgress) -> dict[str, Any]:
         "processor_s": [rank["processor_s"] for rank in everyone],
         "samples": everyone[0]["samples"],
     }
+
+
+def _say(words: str) -> None:
+    """Tell the scenario."""
+    if dist.get_rank() == 0:
+        print(words, flush=True)
 
 
 # ---- what came out
@@ -250,6 +277,19 @@ class Outcome:
         """When a side's loss had come down to the target."""
         ends = self.ideal_s if side == IDEAL else self.runs[side]["end_s"]
         return float(ends[self.reached_at(side)])
+
+    def settled(self, side: str) -> float:
+        """The median step over the ideal's; the second half of those after the first ones, or after a throttling."""
+        first = max(LEARNING_STEPS, self.job.num_steps // 2)
+        first = (first + self.job.num_steps) // 2 if self.job.case.throttled is not None else first
+        first = min(first, self.job.num_steps * 3 // 4)
+        pairs = zip(self.runs[side]["end_s"], self.ideal_s, strict=True)
+        found = [(step, ideal) for step, ideal in pairs]
+        steps = [
+            (found[at][0] - found[at - 1][0]) / (found[at][1] - found[at - 1][1])
+            for at in range(first, len(found))
+        ]
+        return Summary.of(steps).median
 
     def largest_difference(self) -> float:
         """Between the smoothed losses of torch and of our automatic shares, relative."""
@@ -298,6 +338,9 @@ def report(
             Verdict(f"{outcome.job.name}: auto / ideal", seconds[AUTO] / seconds[IDEAL], TARGET_IDEAL, "x")
         )
         verdicts.append(
+            Verdict(f"{outcome.job.name}: auto / ideal, settled", outcome.settled(AUTO), TARGET_SETTLED, "x")
+        )
+        verdicts.append(
             Verdict(f"{outcome.job.name}: auto / torch", seconds[AUTO] / seconds[TORCH], 1.0, "x")
         )
     worst = max(outcome.largest_difference() for outcome in outcomes)
@@ -331,6 +374,7 @@ def report(
                 "seconds": {side: outcome.seconds(side) for side in (*SIDES, IDEAL)},
                 "gain": outcome.seconds(TORCH) / outcome.seconds(AUTO),
                 "auto_to_ideal": outcome.seconds(AUTO) / outcome.seconds(IDEAL),
+                "settled": {side: outcome.settled(side) for side in SIDES},
             }
             for outcome in outcomes
         },
@@ -366,6 +410,9 @@ def main(
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
     parts: PartsFolder = None,
+    most: Annotated[
+        int | None, typer.Option(min=1, help="Train so many sides at most; with --parts.")
+    ] = None,
 ) -> None:
     """Train every job with every side on an emulated cluster."""
     if compute not in ("timed", "quota"):
@@ -378,6 +425,12 @@ def main(
         jobs = [_with_quotas(job) for job in jobs]
     load_before = load_average()
     sides = [replace(job, side=side) for job in jobs for side in SIDES]
+    missing = [job for job in sides if not is_kept(parts, (job, rate))]
+    if most is not None and parts is not None and len(missing) > most:
+        for job in missing[:most]:
+            measured(parts, (job, rate), partial(_run, job, rate))
+        print(f"{len(missing) - most} of {len(sides)} sides are still to be trained: the same command again.")
+        return
     # Each on a cluster of its own: a quota that shrank stays so.
     runs = [measured(parts, (job, rate), partial(_run, job, rate)) for job in sides]
     by_job = [
@@ -395,21 +448,23 @@ def _run(job: Job, rate: str) -> dict[str, Any]:
 
 
 def cluster_of(job: Job, rate: str) -> ClusterRanks:
-    """A host a rank, with the job's quotas, of which the throttled one's shrinks when a rank says so."""
+    """A host a rank, which gets the job's quota when all are ready; the throttled one's shrinks half-way."""
     words: dict[str, Any] = {"hosts": len(job.case.slowness), "rate": rate}
     if job.quotas is None:
         return ClusterRanks(ClusterSpec.parse(**words))
-    spec = ClusterSpec.parse(**words, cpu=",".join(f"{100 * cores:g}%" for cores in job.quotas))
-    if job.case.throttled is None:
-        return ClusterRanks(spec)
-    rank, factor = job.case.throttled
-    less = f"{100 * job.quotas[rank] / factor:g}%"
-    return ClusterRanks(spec, Scenario.parse(f"after {HALF_WAY}\n0s host{rank} cores {less}"))
+    lines = [f"after {READY}"]
+    lines += [f"0s host{host} cores {100 * cores:g}%" for host, cores in enumerate(job.quotas)]
+    if job.case.throttled is not None:
+        rank, factor = job.case.throttled
+        lines += [f"after {HALF_WAY}", f"0s host{rank} cores {100 * job.quotas[rank] / factor:g}%"]
+    return ClusterRanks(ClusterSpec.parse(**words, cpu="100%"), Scenario.parse("\n".join(lines)))
 
 
 def _with_quotas(job: Job) -> Job:
     """So many samples that computing them takes several of the periods in which the kernel counts a quota."""
-    case = replace(job.case, samples_per_rank=QUOTA_SAMPLES)
+    if job.workload not in QUOTA_SAMPLES:
+        raise ConfigurationError(f"--compute quota: {job.workload} takes time only. Leave it out.")
+    case = replace(job.case, samples_per_rank=QUOTA_SAMPLES[job.workload])
     return replace(job, case=case, quotas=quotas_of(case))
 
 
