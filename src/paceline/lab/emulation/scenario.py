@@ -263,10 +263,10 @@ class Director:
             self._said[place].set()
 
     def _run(self) -> None:
-        for self._place, scene in enumerate(self._scenario.scenes):
-            self._awaited = scene.after
+        for place, scene in enumerate(self._scenario.scenes):
+            self._place, self._awaited = place, scene.after
             if scene.after is not None:
-                self._said[self._place].wait()
+                self._said[place].wait()
             if self._over.is_set():
                 return
             self._awaited = None
