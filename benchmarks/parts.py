@@ -25,7 +25,7 @@ def measured(folder: Path | None, key: object, measure: Callable[[], Part]) -> P
     """
     if folder is None:
         return measure()
-    path = _path(folder, key)
+    path = folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.part"
     if path.exists():
         kept: Part = pickle.loads(path.read_bytes())
         return kept
@@ -33,12 +33,3 @@ def measured(folder: Path | None, key: object, measure: Callable[[], Part]) -> P
     folder.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps(part))
     return part
-
-
-def is_kept(folder: Path | None, key: object) -> bool:
-    """Whether a part need not be measured."""
-    return folder is not None and _path(folder, key).exists()
-
-
-def _path(folder: Path, key: object) -> Path:
-    return folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.part"

@@ -6,12 +6,12 @@ clock stands when the training loss, a mean of 8 steps, first falls to the targe
 
     --compute timed   ranks take for their samples what their speed says, a third in forward: they compute, and sleep
                       for the rest. So they hardly compete for this machine's cores, as machines of their own do not
-    --compute quota   hosts have CPU quotas, four fifths of this machine's cores together, and compute for real: needs
+    --compute quota   hosts have CPU quotas, three fifths of this machine's cores together, and compute for real: needs
                       an otherwise idle machine
 
 `--workloads bert` has the gradients of HetSeq's model, a part of them, and layers that only take time: the same
-steps, without a loss, of which seven eighths are the target. With `--parts FOLDER --most N` each call trains N sides
-more, and the last one reports.
+steps, without a loss, of which seven eighths are the target. A case takes two minutes: with `--parts FOLDER` and
+`--only 1`, then 2, then neither, all can be measured one at a time.
 
     torch     torch.nn.parallel.DistributedDataParallel, equal shares
     HetSeq    the same with its step: six sums over the ranks, gradients times W / sum(sample_size), where its
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
-from benchmarks.parts import PartsFolder, is_kept, measured
+from benchmarks.parts import PartsFolder, measured
 from benchmarks.time_to_loss_models import count, make_task
 from benchmarks.unequal import Case
 from paceline import DistributedDataParallel
@@ -53,7 +53,7 @@ from paceline.lab.report.look import BASELINE, CURVE_COLORS, LIMIT, OURS
 from paceline.lab.report.panels import Line, Lines, Panel
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary
-from paceline.planning import Speed, ideal_s
+from paceline.planning import Speed, best_shares, ideal_s
 
 TORCH, HETSEQ, FIXED, AUTO, IDEAL = "torch", "HetSeq", "fixed", "auto", "ideal"
 SIDES = (TORCH, HETSEQ, FIXED, AUTO)
@@ -65,7 +65,8 @@ LOOKS = {
 }
 SMOOTH_STEPS = 8
 EPOCH_SAMPLES = 60_000  # at most: what Fashion-MNIST has
-QUOTA_SAMPLES = {"images": 512, "text": 640}  # a rank: an ideal step of about 0.2 s on 1.6 cores
+QUOTA_RATIO = 0.6  # of all cores: so little that any two of four hosts fit on one core of two
+QUOTA_SAMPLES = {"images": 384, "text": 480}  # a rank: an ideal step of about 0.25 s
 QUOTA_WIDTH = 32  # of the CNN, so that images cost as much as text
 TARGET_IDEAL = 1.15  # of the whole time, the steps in which speeds are learnt included
 TARGET_SETTLED, LEARNING_STEPS = 1.05, 20  # of a step after so many
@@ -83,14 +84,12 @@ class Job:
         case: How slow the hosts are, and whether one gets slower half-way.
         num_steps: That are trained; the target has to lie within.
         quotas: Cores of each host; None: ranks sleep.
-        side: Which of `SIDES`.
     """
 
     workload: str
     case: Case
     num_steps: int
     quotas: tuple[float, ...] | None = None
-    side: str = TORCH
 
     @property
     def name(self) -> str:
@@ -117,19 +116,19 @@ def cases(workload: str) -> tuple[Case, ...]:
 class Training:
     """One side's model, sampler and step."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, side: str) -> None:
         case, rank = job.case, dist.get_rank()
         speed = case.speeds()[rank] if job.quotas is None else None
         width = 8 if job.quotas is None else QUOTA_WIDTH
         steps_an_epoch = min(job.num_steps, EPOCH_SAMPLES // case.size)
         self.task = make_task(job.workload, case.size * steps_an_epoch, speed, width)
-        self.network, self.side = self.task.network, job.side
-        self.shuffle = GlobalShuffle(self.task.data, first_shares(job), seed=1)
+        self.network, self.side = self.task.network, side
+        self.shuffle = GlobalShuffle(self.task.data, first_shares(job.case, side), seed=1)
         self.model: nn.Module
-        if job.side in (TORCH, HETSEQ):
+        if side in (TORCH, HETSEQ):
             self.model = nn.parallel.DistributedDataParallel(self.network)
         else:
-            balance = "auto" if job.side == AUTO else None
+            balance = "auto" if side == AUTO else None
             self.model = DistributedDataParallel(self.network, batch_sampler=self.shuffle, balance=balance)
         self.optimizer = self.task.optimizer(self.model)
         self._steps = self._all_steps()
@@ -173,26 +172,30 @@ class Training:
         nn.utils.clip_grad_norm_(self.model.parameters(), 25)
 
 
-def first_shares(job: Job) -> GlobalBatch:
+def first_shares(case: Case, side: str) -> GlobalBatch:
     """Equal shares, or for the side that is told, shares by speed."""
-    equal = (job.case.samples_per_rank,) * len(job.case.slowness)
-    if job.side != FIXED:
-        return GlobalBatch(equal)
-    speeds = [1 / slowness for slowness in job.case.slowness]
-    exact = [job.case.size * speed / sum(speeds) for speed in speeds]
-    shares = [int(share) for share in exact]
-    by_rest = sorted(range(len(exact)), key=lambda rank: shares[rank] - exact[rank])
-    for rank in by_rest[: job.case.size - sum(shares)]:
-        shares[rank] += 1
-    return GlobalBatch(tuple(shares))
+    if side == FIXED:
+        speeds = [Speed(0.0, float(slowness)) for slowness in case.slowness]
+        return GlobalBatch(best_shares(speeds, case.size))
+    return GlobalBatch((case.samples_per_rank,) * len(case.slowness))
 
 
-def train(job: Job, tell: TellProgress) -> dict[str, Any]:
+def train_all(job: Job, tell: TellProgress) -> dict[str, dict[str, Any]]:
+    """What `train` returns, by side. Collective."""
+    Training(job, TORCH).step()  # whoever is first would warm up for the others
+    runs = {}
+    for place, side in enumerate(SIDES):
+        runs[side] = train(job, side)
+        tell((place + 1) / len(SIDES))
+    return runs
+
+
+def train(job: Job, side: str) -> dict[str, Any]:
     """Train all steps: when each ended on the last rank, the mean loss, and each rank's processor time. Collective."""
-    training = Training(job)
+    training = Training(job, side)
     seen: dict[str, Any] = {"end_s": [], "loss": [], "number": [], "processor_s": []}
     dist.barrier()
-    if job.quotas is not None:  # until now hosts had whole cores, to start sooner
+    if job.quotas is not None:  # hosts have whole cores until the first side begins, to start sooner
         _say(READY)
         time.sleep(QUOTAS_SET_S)
         dist.barrier()
@@ -210,7 +213,6 @@ def train(job: Job, tell: TellProgress) -> dict[str, Any]:
         seen["loss"].append(total)
         seen["number"].append(number)
         seen["processor_s"].append(time.process_time() - processor_s)
-        tell((step + 1) / job.num_steps)
     seen["samples"] = list(training.shuffle.batch.samples)
     everyone = gather(seen)
     if not job.learns:
@@ -410,45 +412,35 @@ def main(
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
     parts: PartsFolder = None,
-    most: Annotated[
-        int | None, typer.Option(min=1, help="Train so many sides at most; with --parts.")
+    only: Annotated[
+        int | None, typer.Option(min=1, max=2, help="This one of each workload's two cases.")
     ] = None,
 ) -> None:
     """Train every job with every side on an emulated cluster."""
     if compute not in ("timed", "quota"):
         raise ConfigurationError(f"--compute {compute} is neither timed nor quota.")
     names = workloads.split(",")
-    jobs = [Job(name, case, steps) for name in names for case in cases(name)]
+    chosen = slice(None) if only is None else slice(only - 1, only)
+    jobs = [Job(name, case, steps) for name in names for case in cases(name)[chosen]]
     if quick:
         jobs = [Job(names[-1], Case((1, 3), ideal_s=0.02, samples_per_rank=8), 16)]
     if compute == "quota":
         jobs = [_with_quotas(job) for job in jobs]
     load_before = load_average()
-    sides = [replace(job, side=side) for job in jobs for side in SIDES]
-    missing = [job for job in sides if not is_kept(parts, (job, rate))]
-    if most is not None and parts is not None and len(missing) > most:
-        for job in missing[:most]:
-            measured(parts, (job, rate), partial(_run, job, rate))
-        print(f"{len(missing) - most} of {len(sides)} sides are still to be trained: the same command again.")
-        return
-    # Each on a cluster of its own: a quota that shrank stays so.
-    runs = [measured(parts, (job, rate), partial(_run, job, rate)) for job in sides]
-    by_job = [
-        dict(zip(SIDES, runs[at : at + len(SIDES)], strict=True)) for at in range(0, len(runs), len(SIDES))
-    ]
-    outcomes = [Outcome.of(job, found) for job, found in zip(jobs, by_job, strict=True)]
+    found = [measured(parts, (job, rate), partial(_run, job, rate)) for job in jobs]
+    outcomes = [Outcome.of(job, runs) for job, runs in zip(jobs, found, strict=True)]
     result = report(outcomes, cluster_of(jobs[-1], rate), compute, load_before, quick)
     publish(result, results_folder, as_json)
     draw(result.record(), figure_path(result, results_folder))
 
 
-def _run(job: Job, rate: str) -> dict[str, Any]:
+def _run(job: Job, rate: str) -> dict[str, dict[str, Any]]:
     with cluster_of(job, rate) as ranks:
-        return ranks.run(train, job, f"{job.name}, {job.side}")[0]
+        return ranks.run(train_all, job, job.name)[0]
 
 
 def cluster_of(job: Job, rate: str) -> ClusterRanks:
-    """A host a rank, which gets the job's quota when all are ready; the throttled one's shrinks half-way."""
+    """A host a rank. It gets the job's quota when a side begins; the throttled one's shrinks half-way."""
     words: dict[str, Any] = {"hosts": len(job.case.slowness), "rate": rate}
     if job.quotas is None:
         return ClusterRanks(ClusterSpec.parse(**words))
@@ -457,6 +449,7 @@ def cluster_of(job: Job, rate: str) -> ClusterRanks:
     if job.case.throttled is not None:
         rank, factor = job.case.throttled
         lines += [f"after {HALF_WAY}", f"0s host{rank} cores {100 * job.quotas[rank] / factor:g}%"]
+    lines *= len(SIDES)
     return ClusterRanks(ClusterSpec.parse(**words, cpu="100%"), Scenario.parse("\n".join(lines)))
 
 
@@ -469,9 +462,9 @@ def _with_quotas(job: Job) -> Job:
 
 
 def quotas_of(case: Case) -> tuple[float, ...]:
-    """Cores of each host by its speed, four fifths of this machine's together and at most one each."""
+    """Cores of each host by its speed, `QUOTA_RATIO` of this machine's together and at most one each."""
     speeds = [1 / slowness for slowness in case.slowness]
-    fastest = min(1.0, 0.8 * (os.cpu_count() or 1) / sum(speeds))
+    fastest = min(1.0, QUOTA_RATIO * (os.cpu_count() or 1) / sum(speeds))
     return tuple(round(fastest * speed, 3) for speed in speeds)
 
 
