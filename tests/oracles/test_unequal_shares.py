@@ -103,7 +103,7 @@ def plain_loops(rank, num_ranks):
 
 
 def running_statistics(rank, num_ranks):
-    """Batch normalisation where rank 0 has nothing: means after each step, and one process's on the first rank's rows."""
+    """Batch normalisation while rank 0 has nothing: its means after each step, and those of one process."""
     norm = torch.nn.BatchNorm1d(8).double()
     model = DistributedDataParallel(torch.nn.Sequential(norm, make()))
     alone = torch.nn.BatchNorm1d(8).double()
