@@ -58,8 +58,10 @@ def test_fixed_time_is_told_apart_by_steps_of_different_size():
     estimate.add(10, 90.0)
     assert estimate.speed.step_s(10) == pytest.approx(20)
     estimate.add(10, 20.0)
-    for _ in range(4):
+    for _ in range(3):
         estimate.add(10, 60.0)
+    assert estimate.speed.step_s(10) < 50
+    estimate.add(10, 60.0)
     assert estimate.speed == Speed(pytest.approx(30), pytest.approx(3))
 
 
