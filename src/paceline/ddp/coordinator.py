@@ -301,6 +301,7 @@ class StepCoordinator:
         self.window = None
         self.wrapped.require_backward_grad_sync = True
         self.reducer.weight, self.reducer.share = 1.0, None
+        self.buffers.source = 0
 
     def _follow_changes(self) -> None:
         """Take in what was done to the parameters since the last forward. Collective if some were unfrozen."""

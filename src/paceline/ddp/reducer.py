@@ -410,7 +410,9 @@ class Reducer:
         for bucket in remaining:
             self._launch(bucket)
         if self._buffers.come_at_end and self.reduction.carries_words:
-            self._buffers.launch()  # else later: a hook's callbacks may be starting collectives
+            self._buffers.launch(
+                self._buffers.source
+            )  # else later: a hook's callbacks may be starting collectives
         is_awaited = self._flight.is_awaited_at_end
         if is_awaited or status is Status.ABORTED:
             self._flight.wait()
