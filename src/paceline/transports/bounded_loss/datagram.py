@@ -2,13 +2,14 @@
 
 ```text
  0  8  code: SipHash-2-4 of all that follows, by the key of this direction between these two ranks
- 8  4  collective: its number on this connection
+ 8  4  collective: its number on this connection, or of a message its number among those of this direction
 12  4  number: of this datagram among all DATA and END from this rank to that one; never used again; in FEEDBACK how
        long the received one whose time is echoed was on its way, by the two ranks' clocks
 16  4  time: microseconds on the sender's clock; in FEEDBACK the echo of a received one
-20  4  begun: how many collectives the sender has begun
+20  4  begun: how many collectives the sender has begun, or messages it has begun to receive from this peer
 24  4  chunk: of the transfer; in FEEDBACK the largest number received; in NACK the first chunk of the bitmap
-28  4  chunks: how many the transfer has; in FEEDBACK how many datagrams were received
+28  4  chunks: how many the transfer has, of a message in parts the tag of this part; in FEEDBACK how many datagrams
+       were received
 32  2  sender
 34  1  kind
 35  1  flags

@@ -21,7 +21,7 @@ from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
 from paceline.transports.bounded_loss.receiving import give_up, judge
-from paceline.transports.bounded_loss.shards import chunk_bytes, outgoing_address
+from paceline.transports.bounded_loss.shards import chunk_bytes
 
 BURST = 8
 _FEEDBACK_DELAY_US = 2000
@@ -40,6 +40,7 @@ def advance(t: Any, now_us: int) -> None:
     """Move every collective on: note which shards are complete and what is finished, free what nobody needs."""
     n = t.numbers
     rank, ranks = n[e.RANK], n[e.RANKS]
+    has_ended = n[e.IS_CHANGED]
     n[e.IS_CHANGED] = 0
     for slot in range(e.SLOTS):
         s = t.slots[slot]
@@ -55,6 +56,12 @@ def advance(t: Any, now_us: int) -> None:
             if waiting == 0:
                 s[e.S_STAGE] = e.FREE
                 s[e.S_COLLECTIVE] = -1
+                for peer in range(ranks):
+                    for phase in range(2):
+                        t.outgoing[slot, phase, peer, e.O_NUMBER] = -1
+                        t.incoming[slot, phase, peer, e.I_NUMBER] = -1
+        if s[e.S_STAGE] == e.CARRYING and has_ended:
+            s[e.S_STAGE] = e.CARRIED
 
 
 @compiled
@@ -144,19 +151,16 @@ def _watch(t: Any, peer: int, now_us: int) -> None:
 def _reply(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: int, now_us: int) -> int:
     """Write what answers a peer: FEEDBACK, DONE, NACK, STATUS. Returns the new count."""
     n, p = t.numbers, t.peers[peer]
-    rank, begun = n[e.RANK], n[e.BEGUN_HERE]
+    rank, begun = n[e.RANK], p[e.P_RECEIVING]
     if p[e.P_RX_UNTOLD] > 0 and now_us - p[e.P_RX_FIRST_UNTOLD_AT] >= _FEEDBACK_DELAY_US:
         p[e.P_TELL_NOW] = 1
     if p[e.P_TELL_NOW] and p[e.P_RX_LARGEST] >= 0:
         count = _write_feedback(t, peer, words, sizes, peers, count, now_us)
     for slot in range(e.SLOTS):
-        collective = t.slots[slot, e.S_COLLECTIVE]
-        if collective < 0:
-            continue
         for phase in range(2):
             incoming = t.incoming[slot, phase, peer]
             reply = incoming[e.I_REPLY]
-            if reply == e.NO_REPLY or count >= sizes.shape[0]:
+            if incoming[e.I_NUMBER] < 0 or reply == e.NO_REPLY or count >= sizes.shape[0]:
                 continue
             incoming[e.I_REPLY] = e.NO_REPLY
             if reply == e.REPLY_DONE:
@@ -165,7 +169,7 @@ def _reply(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: int, no
                     d.DONE,
                     phase,
                     rank,
-                    collective,
+                    incoming[e.I_NUMBER],
                     0,
                     now_us,
                     begun,
@@ -221,7 +225,7 @@ def _write_feedback(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count
         0,
         p[e.P_RX_TIME_AT] - p[e.P_RX_TIME],
         echo,
-        n[e.BEGUN_HERE],
+        p[e.P_RECEIVING],
         largest & 0xFFFFFFFF,
         p[e.P_RX_COUNT],
         p[e.P_RX_MARKED],
@@ -255,12 +259,12 @@ def _write_nacks(
             d.NACK,
             phase,
             n[e.RANK],
-            t.slots[slot, e.S_COLLECTIVE],
+            incoming[e.I_NUMBER],
             0,
             now_us,
-            n[e.BEGUN_HERE],
+            t.peers[peer, e.P_RECEIVING],
             first,
-            chunks,
+            incoming[e.I_TAG],
             incoming[e.I_END_NUMBER],
         )
         sizes[count], peers[count] = d.HEADER_BYTES + (here + 31) // 32 * 4, peer
@@ -279,13 +283,12 @@ def _send_burst(
     budget = min(np.int64(rate[e.R_WINDOW]) - p[e.P_FLYING], 2 * BURST, most, sizes.shape[0] - count)
     budget = min(budget, e.RING - (p[e.P_NEXT] - p[e.P_UNRESOLVED]))
     sent = 0
-    newest = t.numbers[e.BEGUN_HERE]
+    newest = p[e.P_SENDING]
     for collective in range(max(0, newest - e.SLOTS), newest):
         slot = collective % e.SLOTS
-        if t.slots[slot, e.S_COLLECTIVE] != collective:
-            continue
         for phase in range(2):
-            if not t.outgoing[slot, phase, peer, e.O_ACTIVE]:
+            outgoing = t.outgoing[slot, phase, peer]
+            if outgoing[e.O_NUMBER] != collective or not outgoing[e.O_ACTIVE]:
                 continue
             while sent < budget:
                 if p[e.P_BEGUN] <= collective:
@@ -342,9 +345,9 @@ def _write_chunk(
     now_us: int,
 ) -> None:
     """Write a DATA, or an END if `chunk` is -1, and remember its number."""
-    n, p, s = t.numbers, t.peers[peer], t.slots[slot]
+    n, p = t.numbers, t.peers[peer]
     outgoing = t.outgoing[slot, phase, peer]
-    payload, collective = n[e.PAYLOAD], s[e.S_COLLECTIVE]
+    payload, collective = n[e.PAYLOAD], outgoing[e.O_NUMBER]
     number = p[e.P_NEXT]
     flags, kind, length = phase, d.DATA, 0
     if chunk == _ENDED:
@@ -352,10 +355,8 @@ def _write_chunk(
         outgoing[e.O_ENDS] = 2 if outgoing[e.O_END_AT] else 1
         outgoing[e.O_END_AT] = outgoing[e.O_END_AT] or now_us
     else:
-        owner = peer if phase == 0 else n[e.RANK]
-        length = chunk_bytes(s, phase, owner, n[e.RANKS], payload, chunk)
-        source = outgoing_address(s, phase, peer) + chunk * payload
-        copy_memory(word.ctypes.data + d.HEADER_BYTES, source, length)
+        length = chunk_bytes(outgoing[e.O_BYTES], outgoing[e.O_TAIL_BYTES], payload, chunk)
+        copy_memory(word.ctypes.data + d.HEADER_BYTES, outgoing[e.O_ADDRESS] + chunk * payload, length)
         if phase == 0 and t.chunk_class[slot, peer, chunk]:
             flags |= d.PROTECTED
         t.chunk_state[slot, phase, peer, chunk] = e.FLYING
@@ -368,9 +369,9 @@ def _write_chunk(
         collective,
         number,
         now_us,
-        n[e.BEGUN_HERE],
+        p[e.P_RECEIVING],
         max(chunk, 0),
-        outgoing[e.O_CHUNKS],
+        outgoing[e.O_TAG],
         outgoing[e.O_PROTECTED],
     )
     sizes[at], peers[at] = d.HEADER_BYTES + length, peer
