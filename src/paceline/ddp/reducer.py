@@ -417,7 +417,7 @@ class Reducer:
         if is_awaited or status is Status.ABORTED:
             self._flight.wait()
         last = self.buckets[-1]
-        if not (is_awaited and self.reduction.carries_words) or last.left_out or last.words is None:
+        if not (is_awaited and self.reduction.carries_words) or self._is_shelved(last) or last.words is None:
             self.verdict.exchange(self.process_groups[0], self._peers)
         if self._buffers.are_awaited:
             self._buffers.end_step()
