@@ -32,6 +32,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "collectives": None,
     "compression": "compression",
     "forward_overlap": "forward_overlap",
+    "fuzz": None,
     "hetseq_table": "hetseq_table",
     "large-batch": draw_results,
     "memory": "memory",

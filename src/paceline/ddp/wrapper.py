@@ -468,6 +468,19 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             enable: False: do nothing.
             throw_on_early_termination: Raise on all ranks as soon as one has no more batches.
         """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> Shadow:
+        """What `Join` runs on a rank that has no more batches, whether `join` made it or a script.
+
+        Raises:
+            ConfigurationError: An option of this module needs batches on every rank.
+        """
         if self.cap_search is not None:
             raise ConfigurationError(
                 'join() and bucket_cap_mb="auto": a rank without batches has no steps to be timed. Give a number.'
@@ -477,15 +490,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
                 "join() and overlap_forward: a rank without batches has no forward to overlap with, and would keep the "
                 "others waiting. Leave out overlap_forward, or give all ranks equally many batches."
             )
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> Shadow:
-        """What `Join` runs on a rank that has no more batches."""
         return Shadow(self, self._steps, kwargs.get("divide_by_initial_world_size", True))
 
     @property
