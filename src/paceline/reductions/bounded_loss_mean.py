@@ -83,6 +83,8 @@ class BoundedLoss(Reduction):
         instead of what was rounded off.
     """
 
+    needs_all_buckets = True
+
     def __init__(
         self,
         bound: float = 0.01,

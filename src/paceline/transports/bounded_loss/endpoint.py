@@ -22,12 +22,26 @@ _REPLIES = 6  # the class selector of what answers
 
 
 class Endpoint(DatagramEnd):
-    """One rank's state of sums of vectors. Arguments as of `DatagramEnd`."""
+    """One rank's state of sums of vectors.
+
+    Args:
+        num_owners: How many ranks sum: all (0), or only the first so many, as parameter servers do that workers push to
+            and pull from; the same on all ranks.
+
+    The other arguments are `DatagramEnd`'s.
+    """
 
     def __init__(
-        self, rank: int, num_ranks: int, keys: Mapping[int, bytes], payload_bytes: int, silence_us: int
+        self,
+        rank: int,
+        num_ranks: int,
+        keys: Mapping[int, bytes],
+        payload_bytes: int,
+        silence_us: int,
+        num_owners: int = 0,
     ) -> None:
         super().__init__(rank, num_ranks, keys, payload_bytes, silence_us)
+        self._num_owners = num_owners or num_ranks
         self._held: dict[int, NDArray[Any]] = {}  # the vectors that `slots` has addresses of
         self._buffers: list[list[NDArray[np.uint8]]] = [[np.empty(0, np.uint8)] * 3 for _ in range(e.SLOTS)]
 
@@ -52,7 +66,7 @@ class Endpoint(DatagramEnd):
         collective = int(t.numbers[e.BEGUN_HERE])
         slot = collective % e.SLOTS
         item = vector.itemsize
-        per_rank = -(-len(vector) // self.num_ranks)
+        per_rank = -(-len(vector) // self._num_owners)
         shard = -(-per_rank * item // 8) * 8
         self._held[collective] = vector
         row = t.slots[slot]

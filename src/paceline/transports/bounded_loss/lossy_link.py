@@ -40,6 +40,7 @@ class LossyLink(LossyTransport):
         timeout: How long a rank waits for another to connect, and for a sum.
         address: Of this host, on which it listens; "" for that of `interface`.
         interface: A network interface, where there is no address.
+        num_owners: As of `Endpoint`: 0, or how many ranks sum for all.
 
     Contract:
         Collective: making one, over these ranks.  Blocks: until every rank has come.
@@ -57,13 +58,14 @@ class LossyLink(LossyTransport):
         timeout: timedelta,
         address: str = "",
         interface: str = "",
+        num_owners: int = 0,
     ) -> None:
         super().__init__(rank, num_ranks)
         loop.compile_all()
         met = meet(
             store, rank, num_ranks, timeout, address, interface, "connecting to sum gradients over UDP"
         )
-        self._driver = _Driver(rank, met, timeout.total_seconds())
+        self._driver = _Driver(rank, met, timeout.total_seconds(), num_owners)
         self._let_go = weakref.finalize(self, self._driver.close, 0.0)
         end_before_exit(self, LossyLink.close)
         self._driver.thread.start()
@@ -119,9 +121,9 @@ class _Launched:
 class _Driver(LinkThread):
     """The sums that the thread works on; the link itself may be collected."""
 
-    def __init__(self, rank: int, met: Met, timeout_s: float) -> None:
+    def __init__(self, rank: int, met: Met, timeout_s: float, num_owners: int) -> None:
         silence_us = int(silence_s(timeout_s) * 1e6)
-        self.endpoint = Endpoint(rank, len(met.places), met.keys, met.payload_bytes, silence_us)
+        self.endpoint = Endpoint(rank, len(met.places), met.keys, met.payload_bytes, silence_us, num_owners)
         super().__init__(self.endpoint, met, timeout_s, f"paceline lossy link of rank {rank}")
         self._queue: deque[tuple[_Launched, int, int]] = deque()  # parts: first element, and end
         self._launched: dict[int, tuple[_Launched, int]] = {}
