@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.datagram_end import DatagramEnd
 from paceline.transports.bounded_loss.receiving import allowed_losses
@@ -17,6 +18,7 @@ from paceline.transports.lossy_sums import add_survivors, lost_ranges
 from paceline.transports.lossy_transport import Bound, Losses
 
 _PPM = 1_000_000
+_REPLIES = 6  # the class selector of what answers
 
 
 class Endpoint(DatagramEnd):
@@ -73,7 +75,7 @@ class Endpoint(DatagramEnd):
         row[e.S_SHARD], row[e.S_ITEM] = shard, item
         row[e.S_BOUND_PPM] = int(bound.ratio * _PPM)
         row[e.S_PROTECT_PPM] = int(bound.protected_ratio * _PPM)
-        row[e.S_IS_SCALED] = bound.is_scaled
+        row[e.S_IS_SCALED], row[e.S_PRIORITY] = bound.is_scaled, bound.priority
         row[e.S_MASK_ROOM] = mask_bytes(row, 0, self.num_ranks, payload)  # no shard is longer than the first
         staging, _, masks = self._memory(slot, shard, num_chunks(shard, payload) * payload)
         t = self.tables = e.with_room(t, transfer_chunks(row, 1, 0, self.num_ranks, payload))
@@ -85,6 +87,7 @@ class Endpoint(DatagramEnd):
         t.outgoing[slot, :, :, e.O_NUMBER] = collective
         self._start_phase(slot, 0)
         t.numbers[e.BEGUN_HERE] += 1
+        self._order()
         t.peers[:, e.P_SENDING] = t.peers[:, e.P_RECEIVING] = t.numbers[e.BEGUN_HERE]
         for peer in range(self.num_ranks):
             if peer != self.rank:
@@ -115,6 +118,15 @@ class Endpoint(DatagramEnd):
         if found:
             advance(t, 0)
         return sorted(found, key=lambda finished: finished.collective)
+
+    def _order(self) -> None:
+        """Serve higher priorities first, and among equals the older collective."""
+        t = self.tables
+        newest = int(t.numbers[e.BEGUN_HERE])
+        under_way = np.arange(newest - e.SLOTS, newest)
+        t.order[:] = np.argsort(-t.slots[under_way % e.SLOTS, e.S_PRIORITY], kind="stable")
+        if t.slots[(newest - 1) % e.SLOTS, e.S_PRIORITY]:
+            t.numbers[e.REPLY_FLAGS] = _REPLIES << d.CLASS_SHIFT
 
     def _expect(self, slot: int, phase: int, peer: int, address: int, mask_address: int) -> None:
         """Set up what comes from a peer in a phase, and where it goes."""
@@ -169,6 +181,9 @@ class Endpoint(DatagramEnd):
             chunks = transfer_chunks(row, phase, owner, self.num_ranks, payload)
             outgoing[e.O_CHUNKS] = outgoing[e.O_TAG] = chunks
             outgoing[e.O_BYTES] = shard_bytes(row, owner)
+            outgoing[e.O_FLAGS] = int(row[e.S_PRIORITY]) << d.CLASS_SHIFT
+            if phase == 0 and row[e.S_PRIORITY] and row[e.S_BOUND_PPM]:
+                outgoing[e.O_FLAGS] |= d.DROPPABLE
             if phase == 0:
                 outgoing[e.O_ADDRESS] = self._held[collective].ctypes.data + peer * int(row[e.S_SHARD])
             else:

@@ -23,8 +23,8 @@ LATE_REPLIES = 16
 RANK, RANKS, PAYLOAD, BEGUN_HERE, OLDEST, TURN, STRANGERS, STALE, DUPLICATES, LOST_PEER, MISFIT_PEER = range(
     11
 )
-SILENCE_US, IS_CHANGED, SENT, REPEATED, MARKED, REPLAYED, STUCK_PEER = range(11, 18)
-NUM_NUMBERS = 18
+SILENCE_US, IS_CHANGED, SENT, REPEATED, MARKED, REPLAYED, STUCK_PEER, REPLY_FLAGS = range(11, 19)
+NUM_NUMBERS = 19
 
 # slots: a collective
 (
@@ -37,8 +37,9 @@ NUM_NUMBERS = 18
     S_PROTECT_PPM,
     S_IS_SCALED,
     S_MASK_ROOM,
+    S_PRIORITY,
     NUM_S,
-) = range(10)
+) = range(11)
 FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED, CARRYING, CARRIED = range(8)
 """Stages of a slot: ARRIVED_ALL is to be summed; it stays RETIRED while a peer may still need a repetition. Of messages
 it is CARRYING, and CARRIED as soon as one of its transfers has ended."""
@@ -62,8 +63,9 @@ it is CARRYING, and CARRIED as soon as one of its transfers has ended."""
     O_BYTES,
     O_TAIL_BYTES,
     O_TAG,
+    O_FLAGS,
     NUM_O,
-) = range(18)
+) = range(19)
 UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
 """States of a chunk at its sender."""
 
@@ -165,6 +167,9 @@ class Tables(NamedTuple):
     late: Numbers  # peer, entry, (collective, phase)
     stash: Bytes  # peer, entry, bytes
     stash_sizes: Numbers
+    order: (
+        Numbers  # of the transfers that may be under way to a peer, the oldest being 0: which is served first
+    )
 
 
 def new_tables(rank: int, num_ranks: int, payload_bytes: int, header_bytes: int, chunks: int) -> Tables:
@@ -193,6 +198,7 @@ def new_tables(rank: int, num_ranks: int, payload_bytes: int, header_bytes: int,
         late=zeros(num_ranks, LATE_REPLIES, 2),
         stash=np.zeros((num_ranks, STASH, header_bytes + payload_bytes), np.uint8),
         stash_sizes=zeros(num_ranks, STASH),
+        order=np.arange(SLOTS),
         **_per_chunk(num_ranks, chunks),
     )
 

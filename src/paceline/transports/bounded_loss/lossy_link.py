@@ -6,7 +6,9 @@ import os
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,10 @@ from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.endpoint import Endpoint
 from paceline.transports.bounded_loss.link_thread import LINGER_S, LinkThread, silence_s
 from paceline.transports.bounded_loss.udp_socket import Met, meet
-from paceline.transports.lossy_transport import Bound, LossyTransport, Sum
+from paceline.transports.lossy_transport import Bound, Losses, LossyTransport, Sum, joined
+
+PART_BYTES = 4 << 20
+"""A longer vector is summed in parts: while the sums of one are sent out, the next one is collected."""
 
 
 class LossyLink(LossyTransport):
@@ -98,6 +103,21 @@ class LossyLink(LossyTransport):
         return self._driver.close(timeout_s)
 
 
+@dataclass
+class _Launched:
+    """A sum that was launched, and those of its parts that have not finished."""
+
+    sum: Sum
+    num_left: int
+    finished: list[tuple[int, Losses]] = field(default_factory=list)  # with the part's first element
+
+    def take(self, first: int, losses: Losses) -> None:
+        self.finished.append((first, losses))
+        self.num_left -= 1
+        if self.num_left == 0:
+            self.sum.end(joined(sorted(self.finished, key=lambda part: part[0])))
+
+
 class _Driver(LinkThread):
     """The sums that the thread works on; the link itself may be collected."""
 
@@ -105,28 +125,32 @@ class _Driver(LinkThread):
         silence_us = int(silence_s(timeout_s) * 1e6)
         self.endpoint = Endpoint(rank, len(met.places), met.keys, met.payload_bytes, silence_us, num_owners)
         super().__init__(self.endpoint, met, timeout_s, f"paceline lossy link of rank {rank}")
-        self._queue: deque[Sum] = deque()
-        self._launched: dict[int, Sum] = {}
+        self._queue: deque[tuple[_Launched, int, int]] = deque()  # parts: first element, and end
+        self._launched: dict[int, tuple[_Launched, int]] = {}
 
     def submit(self, launched: Sum) -> None:
         with self._lock:
             if self._usable():
-                self._queue.append(launched)
+                cuts = _cuts(launched)
+                whole = _Launched(launched, len(cuts) - 1)
+                self._queue.extend((whole, *pair) for pair in pairwise(cuts))
                 os.eventfd_write(self._wake, 1)
                 return
         launched.end(None, self._failure)
 
     def _begin(self) -> None:
         while self._queue and self.endpoint.can_begin:
-            launched = self._queue.popleft()
-            number = self.endpoint.begin(launched.vector, launched.bound, time.monotonic_ns() // 1000)
-            self._launched[number] = launched
+            whole, first, end = self._queue.popleft()
+            now_us = time.monotonic_ns() // 1000
+            number = self.endpoint.begin(whole.sum.vector[first:end], whole.sum.bound, now_us)
+            self._launched[number] = whole, first
 
     def _end(self) -> None:
         if not self._launched:
             return
         for finished in self.endpoint.take_finished():
-            self._launched.pop(finished.collective).end(finished)
+            whole, first = self._launched.pop(finished.collective)
+            whole.take(first, finished)
 
     def _is_under_way(self) -> bool:
         return bool(self._launched or self._queue)
@@ -139,8 +163,11 @@ class _Driver(LinkThread):
                 "sums in the same order; another model, or another bucket size, on one of them causes this."
             )
         oldest = min(self._launched, default=None)
-        if oldest is not None and time.monotonic() - self._launched[oldest].launched_s > self._timeout_s:
+        if oldest is not None and self._has_waited(self._launched[oldest][0].sum):
             raise self._unheard(self._awaited(oldest), self._timeout_s)
+
+    def _has_waited(self, launched: Sum) -> bool:
+        return time.monotonic() - launched.launched_s > self._timeout_s
 
     def _awaited(self, collective: int) -> int:
         """The first peer whose part of a collective is not here."""
@@ -153,8 +180,15 @@ class _Driver(LinkThread):
 
     def _give_up(self, error: Exception) -> None:
         with self._lock:
-            waiting = [*self._launched.values(), *self._queue]
+            wholes = [entry[0] for entry in (*self._launched.values(), *self._queue)]
             self._launched.clear()
             self._queue.clear()
-        for launched in waiting:
+        for launched in {id(whole): whole.sum for whole in wholes}.values():
             launched.end(None, error)
+
+
+def _cuts(launched: Sum) -> list[int]:
+    """Where a vector is cut into parts; one with a priority is not, so that as much as possible can overtake it."""
+    elements = len(launched.vector)
+    per_part = elements if launched.bound.priority else PART_BYTES // launched.vector.itemsize
+    return [*range(0, elements, per_part), elements]

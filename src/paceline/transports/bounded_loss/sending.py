@@ -1,8 +1,9 @@
 """What an endpoint sends, and when; compiled, many datagrams at a time.
 
 Rules
-1. Collectives go in their order; of one, repetitions first, then chunks that were never sent, then an END, and soon
-   another: nothing follows whose arrival would tell that the first was lost, and the answer may be lost as well.
+1. Collectives go in their order, those of a higher priority first; of one, repetitions first, then chunks that were
+   never sent, then an END, and soon another: nothing follows whose arrival would tell that the first was lost, and the
+   answer may be lost as well.
 2. The first chunk of a transfer differs from collective to collective, so that no part of a vector is always the last
    one, which losses hit more often.
 3. Ranks are served in turn, by bursts of a few datagrams: a small switch buffer holds a burst from everybody.
@@ -167,7 +168,7 @@ def _reply(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: int, no
                 d.write_header(
                     words[count],
                     d.DONE,
-                    phase,
+                    phase | n[e.REPLY_FLAGS],
                     rank,
                     incoming[e.I_NUMBER],
                     0,
@@ -184,14 +185,15 @@ def _reply(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: int, no
     for entry in range(p[e.P_LATE]):
         if count < sizes.shape[0]:
             collective, phase = t.late[peer, entry, 0], t.late[peer, entry, 1]
-            d.write_header(words[count], d.DONE, phase, rank, collective, 0, now_us, begun, 0, 0, 0)
+            flags = phase | n[e.REPLY_FLAGS]
+            d.write_header(words[count], d.DONE, flags, rank, collective, 0, now_us, begun, 0, 0, 0)
             sizes[count], peers[count] = d.HEADER_BYTES, peer
             count += 1
     p[e.P_LATE] = 0
     is_quiet = now_us - max(p[e.P_HEARD_AT], p[e.P_ASKED_AT]) > _ASK_EVERY_US
     if (p[e.P_ANSWER] or is_quiet) and count < sizes.shape[0]:
-        ask = d.ASK if is_quiet else 0
-        d.write_header(words[count], d.STATUS, ask, rank, 0, 0, now_us, begun, 0, 0, 0)
+        flags = n[e.REPLY_FLAGS] | (d.ASK if is_quiet else 0)
+        d.write_header(words[count], d.STATUS, flags, rank, 0, 0, now_us, begun, 0, 0, 0)
         sizes[count], peers[count] = d.HEADER_BYTES, peer
         count += 1
         p[e.P_ANSWER] = 0
@@ -220,7 +222,7 @@ def _write_feedback(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count
     d.write_header(
         word,
         d.FEEDBACK,
-        0,
+        n[e.REPLY_FLAGS],
         n[e.RANK],
         0,
         p[e.P_RX_TIME_AT] - p[e.P_RX_TIME],
@@ -257,7 +259,7 @@ def _write_nacks(
         d.write_header(
             word,
             d.NACK,
-            phase,
+            phase | n[e.REPLY_FLAGS],
             n[e.RANK],
             incoming[e.I_NUMBER],
             0,
@@ -284,7 +286,10 @@ def _send_burst(
     budget = min(budget, e.RING - (p[e.P_NEXT] - p[e.P_UNRESOLVED]))
     sent = 0
     newest = p[e.P_SENDING]
-    for collective in range(max(0, newest - e.SLOTS), newest):
+    for place_of in range(e.SLOTS):
+        collective = newest - e.SLOTS + t.order[place_of]
+        if collective < 0:
+            continue
         slot = collective % e.SLOTS
         for phase in range(2):
             outgoing = t.outgoing[slot, phase, peer]
@@ -349,9 +354,10 @@ def _write_chunk(
     outgoing = t.outgoing[slot, phase, peer]
     payload, collective = n[e.PAYLOAD], outgoing[e.O_NUMBER]
     number = p[e.P_NEXT]
-    flags, kind, length = phase, d.DATA, 0
+    flags, kind, length = phase | outgoing[e.O_FLAGS], d.DATA, 0
     if chunk == _ENDED:
         kind = d.END
+        flags &= ~d.DROPPABLE
         outgoing[e.O_ENDS] = 2 if outgoing[e.O_END_AT] else 1
         outgoing[e.O_END_AT] = outgoing[e.O_END_AT] or now_us
     else:
@@ -359,6 +365,8 @@ def _write_chunk(
         copy_memory(word.ctypes.data + d.HEADER_BYTES, outgoing[e.O_ADDRESS] + chunk * payload, length)
         if phase == 0 and t.chunk_class[slot, peer, chunk]:
             flags |= d.PROTECTED
+        if flags & d.PROTECTED or t.chunk_state[slot, phase, peer, chunk] != e.UNSENT:
+            flags &= ~d.DROPPABLE  # also not what is repeated, for the bound is used up
         t.chunk_state[slot, phase, peer, chunk] = e.FLYING
         t.chunk_number[slot, phase, peer, chunk] = number
     d.write_header(
