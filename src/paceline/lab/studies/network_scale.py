@@ -139,7 +139,7 @@ def run_case(case: Case, options: ScaleOptions) -> Times:
 
 
 def _small_incast(case: Case, options: ScaleOptions) -> Times:
-    """Eight workers and a server as on emulated hosts, whose turns are late and whose links are slow (`network_check`)."""
+    """Eight workers and a server as on emulated hosts, with late turns and slow links (`network_check`)."""
     spec = LeafSpine(case.hosts, rate_bits_per_s=1e8, way_us=WAY_US, queue_bytes=SMALL_QUEUES[case.question])
     traffic = Traffic(
         [list(range(case.hosts))],
