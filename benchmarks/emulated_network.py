@@ -84,6 +84,10 @@ def main(
                 "busy": round(busy, 2),
                 "ms": {side: [round(ms, 2) for ms in values] for side, values in samples.items()},
             }
+            stored["summaries"] = {
+                name: {side: _summary(ms) for side, ms in record["ms"].items()}
+                for name, record in stored["samples"].items()
+            }
             stored["provenance"] = asdict(collect(chosen.hosts, load))
             path.write_text(json.dumps(stored) + "\n")
             print(f"{key}; busy {busy:.0%}")
@@ -91,6 +95,11 @@ def main(
                 print(
                     f"  {side:16s} median {statistics.median(values):8.1f} ms   worst {max(values):8.1f} ms"
                 )
+
+
+def _summary(ms: list[float]) -> dict[str, float]:
+    ordered = sorted(ms)
+    return {"median_ms": statistics.median(ms), "p99_ms": ordered[min(len(ms) - 1, int(0.99 * len(ms)))]}
 
 
 def _measure(case: Case, tcp: str, loss: str) -> tuple[dict[str, list[float]], float]:

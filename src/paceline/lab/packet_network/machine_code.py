@@ -11,18 +11,10 @@ import numba
 from paceline.numba_cache import renew_with, stamp_of
 from paceline.transports.bounded_loss import datagram
 
-from paceline.numba_cache import renew_with, stamp_of
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # What tables' columns and a datagram's header mean is compiled in.
-_SOURCES = stamp_of(
-    [
-        *Path(__file__).parent.glob("*.py"),
-        Path(datagram.__file__),
-        Path(datagram.__file__).with_name("siphash.py"),
-    ]
-)
+_SOURCES = stamp_of([*Path(__file__).parent.glob("*.py"), Path(datagram.__file__)])
 
 # References to arrays are not counted, so nothing can be allocated.
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
