@@ -29,7 +29,10 @@ from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 _RANK_PROGRAM = str(Path(__file__).with_name("emulated_network_rank.py"))
 NAME = "emulated-network"
 BOUNDS = {"ours, bound 0": 0.0, "ours, bound 5 %": 0.05}
-TCP = {"cubic": {"congestion_control": "cubic"}, "tuned": {"congestion_control": "bbr", "min_rto": "5ms"}}
+TCP: dict[str, dict[str, Any]] = {
+    "cubic": {"congestion_control": "cubic"},
+    "tuned": {"congestion_control": "bbr", "min_rto": "5ms"},
+}
 
 
 @dataclass(frozen=True)
