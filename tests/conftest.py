@@ -57,11 +57,13 @@ LAB = (
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests are quick unless something says otherwise."""
+    """Tests are quick unless something says otherwise, and tried once unless they depend on the clock."""
     if any(name in item.nodeid for name in LAB):
         item.add_marker(pytest.mark.lab)
     if NOT_QUICK.isdisjoint((item.path.parent.name, item.path.name)) and not item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.quick)
+    if item.get_closest_marker("clock"):
+        item.add_marker(pytest.mark.flaky(reruns=2))
 
 
 @pytest.hookimpl(trylast=True)
