@@ -21,7 +21,7 @@ TIMEOUT = timedelta(seconds=30)
 
 def make_group(kind, rank, num_ranks):
     """One of torchft's, configured for all ranks, and the store that it meets in."""
-    from torchft import process_group  # noqa: PLC0415
+    from torchft import process_group
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = [store.port if store is not None else None]
