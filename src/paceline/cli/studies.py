@@ -125,6 +125,7 @@ def network(
     ] = "100000,1000000",
     repeats: Annotated[int, typer.Option(min=1, help="Pushes of every job.")] = 2,
     seed: Annotated[int, typer.Option(help="Of places, ways and losses; the same one, the same times.")] = 1,
+    at_most_s: Annotated[float, typer.Option(help="After that, no further case is begun.")] = 3600.0,
     quick: Annotated[bool, typer.Option("--quick", help="16 hosts, one push: seconds.")] = False,
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
@@ -138,6 +139,7 @@ def network(
         flow_bytes=_factors("--flow-bytes", flow_bytes),
         repeats=repeats,
         seed=seed,
+        at_most_s=at_most_s,
     )
     run_study(ScaleStudy(), QUICK if quick else given, report, as_json)
 

@@ -112,13 +112,13 @@ def cases(options: ScaleOptions) -> list[Case]:
     ]
     few, largest = min(options.hosts), options.large_bytes
     found += [Case("incast", few, largest, side) for side in (*INCAST, *ABLATION)]
-    found += [Case("ring", few, largest, side) for side in RING]
-    found += [Case("one of four ways at a tenth of the rate", few, largest, side) for side in SPRAYING]
-    found += [Case("one link loses 1 %", few, largest, side) for side in SPRAYING]
     found += [
         Case(question, _SMALL_HOSTS, _SMALL_BYTES, side) for question in SMALL_QUEUES for side in SMALL_INCAST
     ]
     found += [Case("layers", few, largest, side) for side in ("ours, bound 5 %", "ours, 5 %, classes")]
+    found += [Case("ring", few, largest, side) for side in RING]
+    found += [Case("one link loses 1 %", few, largest, side) for side in SPRAYING]
+    found += [Case("one of four ways at a tenth of the rate", few, largest, side) for side in SPRAYING]
     return found
 
 
