@@ -120,9 +120,7 @@ def network(
     hosts: Annotated[
         str, typer.Option(help="Of the networks, comma-separated; multiples of 16.")
     ] = "16,64,144",
-    flow_bytes: Annotated[
-        str, typer.Option(help="What a worker pushes, comma-separated.")
-    ] = "100000,1000000",
+    flow_bytes: Annotated[str, typer.Option(help="What a worker pushes, comma-separated.")] = "100000",
     repeats: Annotated[int, typer.Option(min=1, help="Pushes of every job.")] = 2,
     seed: Annotated[int, typer.Option(help="Of places, ways and losses; the same one, the same times.")] = 1,
     at_most_s: Annotated[float, typer.Option(help="After that, no further case is begun.")] = 3600.0,
