@@ -6,22 +6,26 @@ clock stands when the training loss, a mean of 8 steps, first falls to the targe
 
     --compute timed   ranks take for their samples what their speed says, a third in forward: they compute, and sleep
                       for the rest. So they hardly compete for this machine's cores, as machines of their own do not
-    --compute quota   hosts have CPU quotas and compute for real: needs an otherwise idle machine
+    --compute quota   hosts have CPU quotas, three fifths of this machine's cores together, and compute for real: needs
+                      an otherwise idle machine
 
-`--workloads bert` has the gradients of HetSeq's model, an eighth of them, and layers that only take time: the same
-steps, without a loss, of which seven eighths are the target.
+`--workloads bert` has the gradients of HetSeq's model, a part of them, and layers that only take time: the same
+steps, without a loss, of which seven eighths are the target. A case takes two minutes: with `--parts FOLDER` and
+`--only 1`, then 2, then neither, all can be measured one at a time.
 
     torch     torch.nn.parallel.DistributedDataParallel, equal shares
     HetSeq    the same with its step: six sums over the ranks, gradients times W / sum(sample_size), where its
               sample_size is a constant of the model (1 for images), clipped to 25 (Ding et al. 2021 and its code)
     fixed     shares by the speeds at the start, which a user would have to know
     auto      balance="auto", from equal shares
-    ideal     arithmetic: samples could be divided, nothing is communicated
+    ideal     arithmetic: samples could be divided, nothing is communicated. Under quotas: all processor time that
+              the ranks of torch used, divided by the cores of all hosts
 """
 
+import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +53,7 @@ from paceline.lab.report.look import BASELINE, CURVE_COLORS, LIMIT, OURS
 from paceline.lab.report.panels import Line, Lines, Panel
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary
-from paceline.planning import Speed, ideal_s
+from paceline.planning import Speed, best_shares, ideal_s
 
 TORCH, HETSEQ, FIXED, AUTO, IDEAL = "torch", "HetSeq", "fixed", "auto", "ideal"
 SIDES = (TORCH, HETSEQ, FIXED, AUTO)
@@ -60,9 +64,14 @@ LOOKS = {
     AUTO: (OURS, "-"),
 }
 SMOOTH_STEPS = 8
-QUOTA_SAMPLES = 768
+EPOCH_SAMPLES = 60_000  # at most: what Fashion-MNIST has
+QUOTA_RATIO = 0.6  # of all cores: so little that any two of four hosts fit on one core of two
+QUOTA_SAMPLES = {"images": 384, "text": 480}  # a rank: an ideal step of about 0.25 s
+QUOTA_WIDTH = 32  # of the CNN, so that images cost as much as text
 TARGET_IDEAL = 1.15  # of the whole time, the steps in which speeds are learnt included
-HALF_WAY = "half of the steps are done"
+TARGET_SETTLED, LEARNING_STEPS = 1.05, 20  # of a step after so many
+READY, HALF_WAY = "ready to train", "half of the steps are done"  # what a scenario waits for
+QUOTAS_SET_S = 1.0  # time for it to set all hosts' quotas
 
 
 @dataclass(frozen=True)
@@ -75,14 +84,12 @@ class Job:
         case: How slow the hosts are, and whether one gets slower half-way.
         num_steps: That are trained; the target has to lie within.
         quotas: Cores of each host; None: ranks sleep.
-        side: Which of `SIDES`.
     """
 
     workload: str
     case: Case
     num_steps: int
     quotas: tuple[float, ...] | None = None
-    side: str = TORCH
 
     @property
     def name(self) -> str:
@@ -96,7 +103,7 @@ class Job:
 
 def cases(workload: str) -> tuple[Case, ...]:
     """A mixed cluster, and an equal one of which a host is throttled."""
-    ideal_s = 0.8 if workload == "bert" else 0.2
+    ideal_s = 0.4 if workload == "bert" else 0.2
     return (
         Case((1, 1, 2, 4), ideal_s=ideal_s, samples_per_rank=48),
         Case((1, 1, 1, 1), ideal_s=ideal_s, samples_per_rank=48, throttled=(2, 4.0)),
@@ -109,20 +116,29 @@ def cases(workload: str) -> tuple[Case, ...]:
 class Training:
     """One side's model, sampler and step."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, side: str) -> None:
         case, rank = job.case, dist.get_rank()
         speed = case.speeds()[rank] if job.quotas is None else None
-        self.task = make_task(job.workload, case.size * job.num_steps, speed)
-        self.network, self.side = self.task.network, job.side
-        self.shuffle = GlobalShuffle(self.task.data, first_shares(job), seed=1)
+        width = 8 if job.quotas is None else QUOTA_WIDTH
+        steps_an_epoch = min(job.num_steps, EPOCH_SAMPLES // case.size)
+        self.task = make_task(job.workload, case.size * steps_an_epoch, speed, width)
+        self.network, self.side = self.task.network, side
+        self.shuffle = GlobalShuffle(self.task.data, first_shares(job.case, side), seed=1)
         self.model: nn.Module
-        if job.side in (TORCH, HETSEQ):
+        if side in (TORCH, HETSEQ):
             self.model = nn.parallel.DistributedDataParallel(self.network)
         else:
-            balance = "auto" if job.side == AUTO else None
+            balance = "auto" if side == AUTO else None
             self.model = DistributedDataParallel(self.network, batch_sampler=self.shuffle, balance=balance)
         self.optimizer = self.task.optimizer(self.model)
-        self._steps = iter(self.shuffle.steps(DataLoader(self.task.data, batch_sampler=self.shuffle)))
+        self._steps = self._all_steps()
+
+    def _all_steps(self) -> Iterator[Any]:
+        """This rank's micro-batches, step by step, epoch after epoch."""
+        loader = DataLoader(self.task.data, batch_sampler=self.shuffle)
+        for epoch in itertools.count():
+            self.shuffle.set_epoch(epoch)
+            yield from self.shuffle.steps(loader)
 
     def step(self) -> tuple[float, int]:
         """Train a step; the sum of this rank's losses, and of how many."""
@@ -156,40 +172,47 @@ class Training:
         nn.utils.clip_grad_norm_(self.model.parameters(), 25)
 
 
-def first_shares(job: Job) -> GlobalBatch:
+def first_shares(case: Case, side: str) -> GlobalBatch:
     """Equal shares, or for the side that is told, shares by speed."""
-    equal = (job.case.samples_per_rank,) * len(job.case.slowness)
-    if job.side != FIXED:
-        return GlobalBatch(equal)
-    speeds = [1 / slowness for slowness in job.case.slowness]
-    exact = [job.case.size * speed / sum(speeds) for speed in speeds]
-    shares = [int(share) for share in exact]
-    by_rest = sorted(range(len(exact)), key=lambda rank: shares[rank] - exact[rank])
-    for rank in by_rest[: job.case.size - sum(shares)]:
-        shares[rank] += 1
-    return GlobalBatch(tuple(shares))
+    if side == FIXED:
+        speeds = [Speed(0.0, float(slowness)) for slowness in case.slowness]
+        return GlobalBatch(best_shares(speeds, case.size))
+    return GlobalBatch((case.samples_per_rank,) * len(case.slowness))
 
 
-def train(job: Job, tell: TellProgress) -> dict[str, Any]:
+def train_all(job: Job, tell: TellProgress) -> dict[str, dict[str, Any]]:
+    """What `train` returns, by side. Collective."""
+    Training(job, TORCH).step()  # whoever is first would warm up for the others
+    runs = {}
+    for place, side in enumerate(SIDES):
+        runs[side] = train(job, side)
+        tell((place + 1) / len(SIDES))
+    return runs
+
+
+def train(job: Job, side: str) -> dict[str, Any]:
     """Train all steps: when each ended on the last rank, the mean loss, and each rank's processor time. Collective."""
-    training = Training(job)
+    training = Training(job, side)
     seen: dict[str, Any] = {"end_s": [], "loss": [], "number": [], "processor_s": []}
     dist.barrier()
+    if job.quotas is not None:  # hosts have whole cores until the first side begins, to start sooner
+        _say(READY)
+        time.sleep(QUOTAS_SET_S)
+        dist.barrier()
     began_s = time.perf_counter()
     for step in range(job.num_steps):
         if step == job.num_steps // 2 and job.case.throttled is not None:
             rank, factor = job.case.throttled
             if job.quotas is None and dist.get_rank() == rank and training.network.speed is not None:
                 training.network.speed = training.network.speed.times(factor)
-            if job.quotas is not None and dist.get_rank() == 0:
-                print(HALF_WAY, flush=True)  # a scenario waits for it
+            if job.quotas is not None:
+                _say(HALF_WAY)
         processor_s = time.process_time()
         total, number = training.step()
         seen["end_s"].append(time.perf_counter() - began_s)
         seen["loss"].append(total)
         seen["number"].append(number)
         seen["processor_s"].append(time.process_time() - processor_s)
-        tell((step + 1) / job.num_steps)
     seen["samples"] = list(training.shuffle.batch.samples)
     everyone = gather(seen)
     if not job.learns:
@@ -209,6 +232,12 @@ def train(job: Job, tell: TellProgress) -> dict[str, Any]:
         "processor_s": [rank["processor_s"] for rank in everyone],
         "samples": everyone[0]["samples"],
     }
+
+
+def _say(words: str) -> None:
+    """Tell the scenario."""
+    if dist.get_rank() == 0:
+        print(words, flush=True)
 
 
 # ---- what came out
@@ -250,6 +279,19 @@ class Outcome:
         """When a side's loss had come down to the target."""
         ends = self.ideal_s if side == IDEAL else self.runs[side]["end_s"]
         return float(ends[self.reached_at(side)])
+
+    def settled(self, side: str) -> float:
+        """The median step over the ideal's; the second half of those after the first ones, or after a throttling."""
+        first = max(LEARNING_STEPS, self.job.num_steps // 2)
+        first = (first + self.job.num_steps) // 2 if self.job.case.throttled is not None else first
+        first = min(first, self.job.num_steps * 3 // 4)
+        pairs = zip(self.runs[side]["end_s"], self.ideal_s, strict=True)
+        found = [(step, ideal) for step, ideal in pairs]
+        steps = [
+            (found[at][0] - found[at - 1][0]) / (found[at][1] - found[at - 1][1])
+            for at in range(first, len(found))
+        ]
+        return Summary.of(steps).median
 
     def largest_difference(self) -> float:
         """Between the smoothed losses of torch and of our automatic shares, relative."""
@@ -298,16 +340,20 @@ def report(
             Verdict(f"{outcome.job.name}: auto / ideal", seconds[AUTO] / seconds[IDEAL], TARGET_IDEAL, "x")
         )
         verdicts.append(
+            Verdict(f"{outcome.job.name}: auto / ideal, settled", outcome.settled(AUTO), TARGET_SETTLED, "x")
+        )
+        verdicts.append(
             Verdict(f"{outcome.job.name}: auto / torch", seconds[AUTO] / seconds[TORCH], 1.0, "x")
         )
     worst = max(outcome.largest_difference() for outcome in outcomes)
     workloads = dict.fromkeys(outcome.job.workload for outcome in outcomes)
+    which = "-throttled" if all(outcome.job.case.throttled is not None for outcome in outcomes) else ""
     how = {
         "timed": "ranks compute and sleep for the rest of what their speed says: they hardly compete for the cores",
         "quota": "hosts have CPU quotas; the ideal is processor time divided by the quota",
     }[compute]
     return Report(
-        name=f"time_to_loss-{'-'.join(workloads)}-{compute}" + ("-quick" if quick else ""),
+        name=f"time_to_loss-{'-'.join(workloads)}-{compute}{which}" + ("-quick" if quick else ""),
         question="How long do unequal machines take to a given loss?",
         columns=(
             "training, slowness",
@@ -331,6 +377,7 @@ def report(
                 "seconds": {side: outcome.seconds(side) for side in (*SIDES, IDEAL)},
                 "gain": outcome.seconds(TORCH) / outcome.seconds(AUTO),
                 "auto_to_ideal": outcome.seconds(AUTO) / outcome.seconds(IDEAL),
+                "settled": {side: outcome.settled(side) for side in SIDES},
             }
             for outcome in outcomes
         },
@@ -366,57 +413,59 @@ def main(
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
     parts: PartsFolder = None,
+    only: Annotated[
+        int | None, typer.Option(min=1, max=2, help="This one of each workload's two cases.")
+    ] = None,
 ) -> None:
     """Train every job with every side on an emulated cluster."""
     if compute not in ("timed", "quota"):
         raise ConfigurationError(f"--compute {compute} is neither timed nor quota.")
     names = workloads.split(",")
-    jobs = [Job(name, case, steps) for name in names for case in cases(name)]
+    chosen = slice(None) if only is None else slice(only - 1, only)
+    jobs = [Job(name, case, steps) for name in names for case in cases(name)[chosen]]
     if quick:
         jobs = [Job(names[-1], Case((1, 3), ideal_s=0.02, samples_per_rank=8), 16)]
     if compute == "quota":
         jobs = [_with_quotas(job) for job in jobs]
     load_before = load_average()
-    sides = [replace(job, side=side) for job in jobs for side in SIDES]
-    # Each on a cluster of its own: a quota that shrank stays so.
-    runs = [measured(parts, (job, rate), partial(_run, job, rate)) for job in sides]
-    by_job = [
-        dict(zip(SIDES, runs[at : at + len(SIDES)], strict=True)) for at in range(0, len(runs), len(SIDES))
-    ]
-    outcomes = [Outcome.of(job, found) for job, found in zip(jobs, by_job, strict=True)]
+    found = [measured(parts, (job, rate), partial(_run, job, rate)) for job in jobs]
+    outcomes = [Outcome.of(job, runs) for job, runs in zip(jobs, found, strict=True)]
     result = report(outcomes, cluster_of(jobs[-1], rate), compute, load_before, quick)
     publish(result, results_folder, as_json)
     draw(result.record(), figure_path(result, results_folder))
 
 
-def _run(job: Job, rate: str) -> dict[str, Any]:
+def _run(job: Job, rate: str) -> dict[str, dict[str, Any]]:
     with cluster_of(job, rate) as ranks:
-        return ranks.run(train, job, f"{job.name}, {job.side}")[0]
+        return ranks.run(train_all, job, job.name)[0]
 
 
 def cluster_of(job: Job, rate: str) -> ClusterRanks:
-    """A host a rank, with the job's quotas, of which the throttled one's shrinks when a rank says so."""
+    """A host a rank. It gets the job's quota when a side begins; the throttled one's shrinks half-way."""
     words: dict[str, Any] = {"hosts": len(job.case.slowness), "rate": rate}
     if job.quotas is None:
         return ClusterRanks(ClusterSpec.parse(**words))
-    spec = ClusterSpec.parse(**words, cpu=",".join(f"{100 * cores:g}%" for cores in job.quotas))
-    if job.case.throttled is None:
-        return ClusterRanks(spec)
-    rank, factor = job.case.throttled
-    less = f"{100 * job.quotas[rank] / factor:g}%"
-    return ClusterRanks(spec, Scenario.parse(f"after {HALF_WAY}\n0s host{rank} cores {less}"))
+    lines = [f"after {READY}"]
+    lines += [f"0s host{host} cores {100 * cores:g}%" for host, cores in enumerate(job.quotas)]
+    if job.case.throttled is not None:
+        rank, factor = job.case.throttled
+        lines += [f"after {HALF_WAY}", f"0s host{rank} cores {100 * job.quotas[rank] / factor:g}%"]
+    lines *= len(SIDES)
+    return ClusterRanks(ClusterSpec.parse(**words, cpu="100%"), Scenario.parse("\n".join(lines)))
 
 
 def _with_quotas(job: Job) -> Job:
     """So many samples that computing them takes several of the periods in which the kernel counts a quota."""
-    case = replace(job.case, samples_per_rank=QUOTA_SAMPLES)
+    if job.workload not in QUOTA_SAMPLES:
+        raise ConfigurationError(f"--compute quota: {job.workload} takes time only. Leave it out.")
+    case = replace(job.case, samples_per_rank=QUOTA_SAMPLES[job.workload])
     return replace(job, case=case, quotas=quotas_of(case))
 
 
 def quotas_of(case: Case) -> tuple[float, ...]:
-    """Cores of each host by its speed, four fifths of this machine's together and at most one each."""
+    """Cores of each host by its speed, `QUOTA_RATIO` of this machine's together and at most one each."""
     speeds = [1 / slowness for slowness in case.slowness]
-    fastest = min(1.0, 0.8 * (os.cpu_count() or 1) / sum(speeds))
+    fastest = min(1.0, QUOTA_RATIO * (os.cpu_count() or 1) / sum(speeds))
     return tuple(round(fastest * speed, 3) for speed in speeds)
 
 

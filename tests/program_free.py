@@ -112,7 +112,7 @@ class Trial:
             self._find_out_buffers()
         begins, synchronizes = raises or name in BEGINS, raises or name in SYNCHRONIZES
         if begins and (not self.are_in_line or name == "accumulate"):
-            self._take_rank_0s_buffers()
+            self._take_buffers_of(0)
         self.counts_nothing = False  # a window that synchronizes nothing
         taken = self._do_all("train" if raises else name, seed)  # the step after an exception is clean
         self._note_gradients()
@@ -124,7 +124,7 @@ class Trial:
         self.are_in_line = (self.are_in_line or begins) and (not synchronizes or self.counts_nothing)
         are_shared = self.shares_buffers and synchronizes and self.brings_buffers and name != "sync_gradients"
         if are_shared:
-            self._take_rank_0s_buffers()
+            self._take_buffers_of(_first_with_batches(self.program, seed) if name == "accumulate" else 0)
         self.compare.buffers(bare(self.mine.model), self.copies[self.rank].model, are_shared)
 
     def _do_all(self, name: str, seed: int) -> Taken:
@@ -145,11 +145,11 @@ class Trial:
         for one in self.copies:
             self.had |= {place for place, p in enumerate(one.model.parameters()) if p.grad is not None}
 
-    def _take_rank_0s_buffers(self) -> None:
+    def _take_buffers_of(self, rank: int) -> None:
         """What a step's first synchronized forward, and its end, do to the other ranks' buffers."""
-        for one in self.copies[1:] if self.shares_buffers else ():
-            for other, first in zip(one.model.buffers(), self.copies[0].model.buffers(), strict=True):
-                other.data.copy_(first)  # batch norm has saved it for a backward that may still come
+        for one in self.copies if self.shares_buffers else ():
+            for other, source in zip(one.model.buffers(), self.copies[rank].model.buffers(), strict=True):
+                other.data.copy_(source)  # batch norm has saved it for a backward that may still come
 
     def _find_out_buffers(self) -> None:
         """Give each copy its rank's buffers: how far ranks came in a step given up is theirs to say. Collective."""
@@ -224,6 +224,12 @@ def _micro_batches(program: Program, seed: int, rank: int) -> list[tuple[Tensor,
     source = random.Random(f"micro {program.seed} {seed} {rank}")
     sizes = [source.randrange(4) for _ in range(source.randrange(4))]
     return [(batch(program, seed, rank, part, max(size, 2)), size) for part, size in enumerate(sizes)]
+
+
+def _first_with_batches(program: Program, seed: int) -> int:
+    """The first rank that has any that count in a window; 0 if nobody has."""
+    everyone = [_micro_batches(program, seed, rank) for rank in range(program.num_ranks)]
+    return next((rank for rank, batches in enumerate(everyone) if any(size for _, size in batches)), 0)
 
 
 def accumulate(program: Program, seed: int, model: Any, rank: int) -> None:

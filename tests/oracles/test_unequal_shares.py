@@ -102,6 +102,26 @@ def plain_loops(rank, num_ranks):
     return found, told
 
 
+def running_statistics(rank, num_ranks):
+    """Batch normalisation while rank 0 has nothing: its means after each step, and those of one process."""
+    norm = torch.nn.BatchNorm1d(8).double()
+    model = DistributedDataParallel(torch.nn.Sequential(norm, make()))
+    alone = torch.nn.BatchNorm1d(8).double()
+    found = []
+    for step, shares in enumerate([(0, 5, 6, 4), (0, 5, 6, 4), (6, 5, 0, 4), (0, 0, 8, 7)]):
+        rows = dataset()[15 * step : 15 * (step + 1)][0].split(shares)
+        model.zero_grad()
+        with model.accumulate([rows[rank]] if len(rows[rank]) else [], weight=len) as window:
+            for x in window:
+                model(x).square().mean().backward()
+        alone(next(part for part in rows if len(part)))
+        found.append((norm.running_mean.tolist(), alone.running_mean.tolist()))
+    model.zero_grad()
+    x, kept = dataset()[60:70][0], norm.running_mean.clone()
+    model(x[rank:]).square().mean().backward()  # no window: rank 0's again
+    return found, (norm.running_mean - 0.9 * kept - 0.1 * x.mean(0)).abs().max().item()
+
+
 def other_reductions(rank, num_ranks):
     """What shares mean to Adasum, to a codec with error feedback, to the noise scale."""
     shares = (8, 0, 7, 0)
@@ -180,6 +200,7 @@ def all_of_it(rank, num_ranks):
             shares_every_step,
             own_micro_steps,
             plain_loops,
+            running_statistics,
             other_reductions,
             noise_of_changing_shares,
             short_soak,
@@ -219,6 +240,16 @@ def test_plain_loops(outcomes):
         assert not told[1]
         if rank:
             assert f"this rank's batch has {SHARES[0][rank]} samples, rank 0's has 8" in told[0][0]
+
+
+def test_running_statistics_of_a_rank_that_trains(outcomes):
+    """They are those of the first rank that has samples: rank 0's would stand still while it has none."""
+    for outcome in outcomes:
+        steps, plain = outcome["running_statistics"]
+        assert steps == outcomes[0]["running_statistics"][0]
+        for mine, alone in steps:
+            assert mine == pytest.approx(alone, abs=1e-12)
+        assert plain < 1e-12
 
 
 def test_what_shares_mean_to_other_reductions(outcomes):

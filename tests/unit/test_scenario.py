@@ -29,7 +29,7 @@ def spec(**words):
 
 def test_a_file_becomes_changes_in_order_of_time():
     read = Scenario.parse(TEXT)
-    assert read.after == "step 10"
+    assert [scene.after for scene in read.scenes] == ["step 10"]
     assert read.needs_packets
     assert [(at_s, change.describe()) for at_s, change in read.changes] == [
         (1.5, "host0 rate 10 Mbit/s"),
@@ -64,8 +64,9 @@ def test_a_file_becomes_changes_in_order_of_time():
         ("1s host1 cores 25", "cores 25 has no unit"),
         ("1s host1 rate 1Gbps", "two ways"),
         ("1s host1 link maybe", "link 'maybe' is neither up nor down"),
-        ("1s host1 cores 50%\nafter step", "x, line 2: `after WORDS` stands once, before all changes"),
-        ("after", "`after WORDS` stands once"),
+        ("1s host1 cores 50%\nafter", "x, line 2: `after WORDS` says what a rank's output has to contain"),
+        ("after step", "x holds no change below `after step`"),
+        ("after a\n1s host1 cores 50%\nafter b", "x holds no change below `after b`"),
     ],
 )
 def test_a_line_that_is_wrong_is_named(text, says):
@@ -122,6 +123,48 @@ def test_the_clock_starts_with_what_a_rank_says():
     assert done == [Change("cores", 0, 0.5)]
     assert told[0].endswith(" s: host0 cores 50 %")
     assert told[1:] == ["1 of 2 change(s) did not happen: the job had ended"]
+
+
+def test_each_scene_waits_for_its_own_words_and_for_the_scene_before_it():
+    """Words of a later scene that come too early start nothing; each scene has a clock of its own."""
+    done, told = [], []
+    changed = threading.Semaphore(0)
+
+    def apply(change):
+        done.append(change.value)
+        changed.release()
+
+    read = Scenario.parse(
+        "0s host0 cores 90%\nafter begin\n0s host0 cores 50%\nafter half\n1ms host0 cores 20%\n0s host0 cores 40%"
+    )
+    assert [(scene.after, len(scene.changes)) for scene in read.scenes] == [
+        (None, 1),
+        ("begin", 1),
+        ("half", 2),
+    ]
+
+    def say(director, line, values):
+        for _ in range(100):  # a scene's words count from when the one before it is done
+            if done == values:
+                return
+            director.hear(line)
+            changed.acquire(timeout=0.05)
+
+    with Director(read, apply, told.append) as director:
+        director.hear("half")  # of nothing yet
+        assert changed.acquire(timeout=20)
+        assert done == [0.9]
+        say(director, "begin", [0.9, 0.5])
+        assert done == [0.9, 0.5]
+        say(director, "half", [0.9, 0.5, 0.4, 0.2])
+        assert done == [0.9, 0.5, 0.4, 0.2]
+    assert len(told) == 4
+
+    done.clear()
+    told.clear()
+    with Director(read, apply, told.append) as director:
+        say(director, "begin", [0.9, 0.5])
+    assert told[-1] == "2 of 4 change(s) did not happen: no rank said 'half'"
 
 
 def test_words_that_nobody_says_and_changes_that_fail():

@@ -47,7 +47,7 @@ def test_shares_in_units():
 
 
 def test_fixed_time_is_told_apart_by_steps_of_different_size():
-    """Before that all of it is per sample; a sudden change is believed in its third step, a single slow one is not."""
+    """Before that all of it is per sample; a sudden change is believed in its fourth step, a single slow one is not."""
     estimate = SpeedEstimate()
     for _ in range(3):
         estimate.add(30, 40.0)
@@ -60,7 +60,20 @@ def test_fixed_time_is_told_apart_by_steps_of_different_size():
     estimate.add(10, 20.0)
     for _ in range(3):
         estimate.add(10, 60.0)
+    assert estimate.speed.step_s(10) < 50
+    estimate.add(10, 60.0)
     assert estimate.speed == Speed(pytest.approx(30), pytest.approx(3))
+
+
+def test_fixed_time_is_believed_as_far_as_noise_allows():
+    """Steps of one size that differ by a tenth do not tell a fixed time from none; a tenth of that does."""
+    for noise, least_s, most_s in ((1.0, 0.0, 0.0), (0.1, 4.0, 10.0)):
+        estimate = SpeedEstimate()
+        for n in (30, 25):  # 10 s and a second a sample
+            for error in (1, -1, 0, 1, -1, 0, 1, -1):
+                estimate.add(n, 10 + n + error * 4 * noise)
+        assert least_s <= estimate.speed.fixed_s <= most_s, noise
+        assert estimate.speed.step_s(25) == pytest.approx(35)
 
 
 class Simulated:
@@ -102,6 +115,18 @@ def test_equal_ranks_are_left_alone():
     """Also where every step is 5 % longer or shorter than the last."""
     world = Simulated([Speed(5, 1)] * 4, GlobalBatch((32,) * 4), noise=0.05)
     assert max(world.step() for _ in range(200)) < 1.02
+
+
+@pytest.mark.parametrize(("slowness", "mean", "worst"), [((1, 1, 1, 1), 1.01, 1.1), ((1, 1, 2, 4), 1.1, 1.6)])
+def test_noisy_ranks(slowness, mean, worst):
+    """Steps that differ by an eighth, as under a CPU quota, neither move equal ranks nor promise what is not there."""
+    ratios = []
+    for seed in range(4):
+        world = Simulated([Speed(0, slow) for slow in slowness], GlobalBatch((384,) * 4), noise=0.12)
+        world.source = seeded(f"quota {seed}")
+        ratios += [world.step() for _ in range(80)][20:]
+    assert sum(ratios) / len(ratios) < mean
+    assert max(ratios) < worst
 
 
 def test_a_throttled_rank_is_followed_within_ten_steps():

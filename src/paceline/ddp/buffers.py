@@ -1,8 +1,10 @@
-"""The module's buffers (batch-norm statistics): rank 0's are everybody's.
+"""The module's buffers (batch-norm statistics): one rank's are everybody's.
 
 Rules
 1. They are broadcast before the first forward of a step that will be synchronized, and again with the end of its
    backward, so that evaluation finds the same buffers on all ranks and needs no collective: one rank may run it alone.
+   The end brings those of the first rank that has trained in this step: rank 0's share may be nothing, and its
+   statistics would stand still for ever.
 2. Once a step, not before each of its forwards: a rank whose forward or loss raised begins another forward while the
    others are in backward. It then meets them there, where control words tell all of them that it is ahead.
 """
@@ -98,7 +100,8 @@ class Buffers:
     Attributes:
         hook: Synchronizes them instead, if the user registered one.
         are_in_line: Whether they were broadcast since the last synchronized backward (rule 2).
-        come_at_end: Whether the end of the next synchronized backward brings rank 0's.
+        come_at_end: Whether the end of the next synchronized backward brings those of `source`.
+        source: The first rank with a micro-batch in the step under way; the same on all ranks.
     """
 
     def __init__(self, module: Module, ignored: set[str], process_group: ProcessGroup, peers: Peers) -> None:
@@ -109,6 +112,7 @@ class Buffers:
         self._under_way: Broadcast | None = None
         self.hook: BufferHook | None = None
         self.are_in_line = self.come_at_end = False
+        self.source = 0
         self._futures: list[torch.futures.Future[Any]] = []  # of the hook; awaited when backward ends
 
     def move_to(self, process_group: ProcessGroup, peers: Peers) -> None:
@@ -136,7 +140,7 @@ class Buffers:
         """Wait for what `launch` started and take it over."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
-            under_way.finish(self._peers, "waiting for rank 0's buffers")
+            under_way.finish(self._peers, "waiting for the buffers of one rank")
 
     @property
     def are_awaited(self) -> bool:
@@ -144,9 +148,9 @@ class Buffers:
         return self.come_at_end or bool(self._futures)
 
     def end_step(self) -> None:
-        """A synchronized backward has ended: bring rank 0's, launched already or not. Collective; blocks."""
+        """A synchronized backward has ended: bring those of `source`, launched already or not. Collective; blocks."""
         if self.come_at_end and self._under_way is None:
-            self.launch()
+            self.launch(self.source)
         self.finish()
         torch.futures.wait_all(self._futures)
         self._futures = []

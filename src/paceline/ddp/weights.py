@@ -50,6 +50,11 @@ class StepWeights:
     def refusing_ranks(self) -> list[int]:
         return [rank for rank, count in enumerate(self.micro_steps) if count == REFUSED]
 
+    @property
+    def first_rank(self) -> int:
+        """The first that has a micro-batch; 0 if nobody has."""
+        return next((rank for rank, count in enumerate(self.micro_steps) if count > 0), 0)
+
     def factor(self, weight: float, divides_by_all: bool = True) -> float:
         """What a rank's gradients are multiplied by before the mean over ranks, if they are to count `weight`.
 
@@ -203,10 +208,12 @@ class Weighing:
         """
         try:
             with self.wait():
-                return exchange.finish()
+                weights = exchange.finish()
         except PeerLostError as error:
             self._steps.reducer.recovery.fail(error)
             raise
+        self._steps.buffers.source = weights.first_rank
+        return weights
 
     def apply(self, weights: StepWeights, weight: float, total: float) -> None:
         """The backward that synchronizes begins. Local.

@@ -19,8 +19,9 @@ from paceline.errors import ConfigurationError
 
 _MEMORY_STEPS = 24  # measured steps that an estimate rests on, at most
 _DRIFT_RATIO = 0.2  # so far off, to the same side, ...
-_DRIFT_STEPS = 3  # ... so often in a row: the rank's speed is another one now
-_DOUBT_RATIO = 0.3  # by how much of a step n measured steps may all mislead, times n^1.5
+_DRIFT_STEPS = 4  # ... so often in a row: the rank's speed is another one now
+_MEDIAN_ERROR = 1.25  # a median's standard error over a mean's
+_DOUBT_RATIO = 0.25  # by how much of a step n measured steps may all mislead, times n^1.5
 _LEAST_SPREAD = (
     1.15  # largest over smallest number of samples from which fixed and per-sample time are told apart
 )
@@ -51,15 +52,17 @@ class SpeedEstimate:
     """Learns a rank's `Speed` from its steps.
 
     Fixed and per-sample time can be told apart once steps of different size were seen; until then all is taken to be
-    per sample. What counts most is the time at the present size: the line goes through its median. A speed that
-    changes suddenly is noticed by the third step in a row that is far off, and then earlier steps are forgotten.
+    per sample, and then as much of it as the noise of the steps allows: a fixed time that is not there would promise
+    shares far from any that was seen. What counts most is the time at the present size: the line goes through its
+    median. A speed that changes suddenly is noticed by the fourth step in a row that is far off, and then earlier steps
+    are forgotten.
     """
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_MEMORY_STEPS)  # samples, seconds
         self._residuals: deque[float] = deque(
             maxlen=_MEMORY_STEPS
-        )  # relative, of steps that were not far off
+        )  # relative, of steps that were not far off, and not the first ones of a size
         self._shape: Speed | None = None  # the last one that steps of different size gave
         self._speed: Speed | None = None  # what follows from all this; None: not known yet
         self._num_off = 0  # steps in a row that are far off, negative if they were faster
@@ -75,7 +78,7 @@ class SpeedEstimate:
             residual = seconds / expected_s - 1
             side = 0 if abs(residual) <= _DRIFT_RATIO else 1 if residual > 0 else -1
             self._num_off = self._num_off + side if side and side * self._num_off >= 0 else side
-            if not side:
+            if not side and num_samples == self._seen[-1][0]:  # else it is the line that was wrong
                 self._residuals.append(residual)
         self._seen.append((num_samples, seconds))
         self._speed = None
@@ -107,12 +110,18 @@ class SpeedEstimate:
         weight = sum(count for _, _, count in points)
         mean_n = sum(n * count for n, _, count in points) / weight
         mean_s = sum(s * count for _, s, count in points) / weight
-        slope = sum(count * (n - mean_n) * (s - mean_s) for n, s, count in points)
-        slope /= sum(count * (n - mean_n) ** 2 for n, _, count in points)
+        spread = sum(count * (n - mean_n) ** 2 for n, _, count in points)
+        slope = sum(count * (n - mean_n) * (s - mean_s) for n, s, count in points) / spread
+        slope = min(slope + _MEDIAN_ERROR * self._deviation * mean_s / math.sqrt(spread), mean_s / mean_n)
         if slope <= 0:
             return None
-        self._shape = Speed(max(0.0, mean_s - slope * mean_n), slope)
+        self._shape = Speed(mean_s - slope * mean_n, slope)
         return self._shape
+
+    @property
+    def _deviation(self) -> float:
+        """Standard deviation of a step from the speed, relative; steps that were far off do not count."""
+        return 1.4826 * statistics.median(map(abs, self._residuals)) if self._residuals else 0.0
 
     @property
     def error_ratio(self) -> float:
@@ -122,8 +131,9 @@ class SpeedEstimate:
         """
         now = self._seen[-1][0]
         num_steps = sum(n == now for n, _ in self._seen)
-        deviation = 1.4826 * statistics.median(map(abs, self._residuals)) if self._residuals else 0.0
-        return 2 * 1.25 * deviation / math.sqrt(num_steps) + _DOUBT_RATIO / (num_steps * math.sqrt(num_steps))
+        return 2 * _MEDIAN_ERROR * self._deviation / math.sqrt(num_steps) + _DOUBT_RATIO / (
+            num_steps * math.sqrt(num_steps)
+        )
 
 
 def finish_s(speeds: Sequence[Speed], samples: Sequence[int]) -> float:
@@ -229,7 +239,8 @@ class Proposal:
         now_s: Predicted seconds until the last rank has its gradients, with the present shares.
         then_s: The same with these.
         ideal_s: The same if samples could be divided.
-        error_ratio: How far `now_s`, the time of the last rank, may be wrong.
+        error_ratio: How far `now_s`, the time of the last rank, may be wrong; not less than for a typical rank, as the
+            last one may be last by error.
     """
 
     samples: tuple[int, ...]
@@ -262,11 +273,13 @@ def propose(
         gain_ratio: The fraction of a step that other shares have to save.
     """
     speeds = [estimate.speed for estimate in estimates]
-    last = max(range(len(speeds)), key=lambda rank: speeds[rank].step_s(samples[rank]))
-    now_s = speeds[last].step_s(samples[last])
+    now_s = finish_s(speeds, samples)
     best_s = ideal_s(speeds, sum(samples))
+    last = max(range(len(speeds)), key=lambda rank: speeds[rank].step_s(samples[rank]))
     present = Proposal(tuple(samples), now_s, now_s, best_s, estimates[last].error_ratio)
     if not replace(present, then_s=best_s).pays(gain_ratio):
         return present
     shares = best_shares(speeds, sum(samples), most, least, unit)
-    return replace(present, samples=shares, then_s=finish_s(speeds, shares))
+    typical = math.sqrt(statistics.fmean(estimate.error_ratio**2 for estimate in estimates))
+    error_ratio = max(present.error_ratio, typical)
+    return replace(present, samples=shares, then_s=finish_s(speeds, shares), error_ratio=error_ratio)

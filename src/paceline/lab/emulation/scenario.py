@@ -5,7 +5,8 @@ Rules
    anything starts. What `ClusterSpec` would refuse, no change brings about.
 2. Words are those of the command line: `cores` is --cpu, and so on.
 3. A line of a scenario is a time, hosts and a change: `20s host1,host2 cores 25%`. `#` begins a comment. The clock runs
-   from the start of the job; after a line `after WORDS`, from the first line of output in which a rank says WORDS.
+   from the start of the job; below a line `after WORDS`, from the first line of output in which a rank says WORDS once
+   all changes above it have happened.
 """
 
 from __future__ import annotations
@@ -132,16 +133,27 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """Changes and when they happen, in order of time.
+class Scene:
+    """Changes by one clock.
 
     Attributes:
-        changes: Pairs of seconds since the clock's start, and a change.
+        changes: Pairs of seconds since the clock's start, and a change, in order of time.
         after: What a rank has to say first for the clock to start; None: it starts with the job.
     """
 
     changes: tuple[tuple[float, Change], ...]
     after: str | None = None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Changes and when they happen.
+
+    Attributes:
+        scenes: One after another; each begins when the one before it is done and its words were said.
+    """
+
+    scenes: tuple[Scene, ...]
 
     @classmethod
     def read(cls, path: str) -> Scenario:
@@ -160,20 +172,34 @@ class Scenario:
     @classmethod
     def parse(cls, text: str, name: str = "scenario") -> Scenario:
         """The scenario of a text; `name` is what errors call it."""
-        changes: list[tuple[float, Change]] = []
-        after = None
+        scenes: list[tuple[str | None, list[tuple[float, Change]]]] = [(None, [])]
         for number, line in enumerate(text.splitlines(), start=1):
             words = line.partition("#")[0].strip()
             try:
                 if words.split(maxsplit=1)[:1] == ["after"]:
-                    after = _after(words, is_first=after is None and not changes)
+                    scenes.append((_after(words), []))
                 elif words:
-                    changes += _changes(words)
+                    scenes[-1][1].extend(_changes(words))
             except ConfigurationError as error:
                 raise ConfigurationError(f"{name}, line {number}: {error}") from error
-        if not changes:
+        if not scenes[0][1]:
+            del scenes[0]
+        if not scenes:
             raise ConfigurationError(f"{name} holds no change; {_EXAMPLE}.")
-        return cls(tuple(sorted(changes, key=lambda change: change[0])), after)
+        for after, changes in scenes:
+            if not changes:
+                raise ConfigurationError(f"{name} holds no change below `after {after}`; {_EXAMPLE}.")
+        return cls(
+            tuple(
+                Scene(tuple(sorted(changes, key=lambda change: change[0])), after)
+                for after, changes in scenes
+            )
+        )
+
+    @property
+    def changes(self) -> tuple[tuple[float, Change], ...]:
+        """Of all scenes."""
+        return tuple(change for scene in self.scenes for change in scene.changes)
 
     def check(self, spec: ClusterSpec) -> None:
         """Make sure that every change is possible on this cluster, in turn.
@@ -208,51 +234,67 @@ class Director:
         self, scenario: Scenario, apply: Callable[[Change], None], tell: Callable[[str], None]
     ) -> None:
         self._scenario, self._apply, self._tell = scenario, apply, tell
-        self._started, self._over = threading.Event(), threading.Event()
+        self._over = threading.Event()
+        self._said = [threading.Event() for _ in scenario.scenes]
+        self._place = 0  # of the scene that is under way, or waits for its words
+        self._awaited: str | None = None  # words that the scene at hand waits for
         self._num_done = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        if self._scenario.after is None:
-            self._started.set()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._started.set()
+        for said in self._said:
+            said.set()
         self._thread.join()
         left = len(self._scenario.changes) - self._num_done
         if left:
-            why = "the job had ended" if self._clock_ran else f"no rank said {self._scenario.after!r}"
+            why = f"no rank said {self._awaited!r}" if self._awaited is not None else "the job had ended"
             self._tell(f"{left} of {len(self._scenario.changes)} change(s) did not happen: {why}")
 
     def hear(self, text: str) -> None:
         """A line of a rank's output: it may start the clock."""
-        if self._scenario.after is not None and self._scenario.after in text:
-            self._started.set()
+        place = self._place
+        words = self._scenario.scenes[place].after
+        if words is not None and words in text:
+            self._said[place].set()
 
     def _run(self) -> None:
-        self._clock_ran = False
-        self._started.wait()
-        self._clock_ran = not self._over.is_set()
-        started_s = time.monotonic()
-        for at_s, change in self._scenario.changes:
-            if self._over.wait(max(0.0, started_s + at_s - time.monotonic())):
+        for place, scene in enumerate(self._scenario.scenes):
+            self._place, self._awaited = place, scene.after
+            if scene.after is not None:
+                self._said[place].wait()
+            if self._over.is_set():
                 return
+            self._awaited = None
+            if not self._play(scene):
+                return
+
+    def _play(self, scene: Scene) -> bool:
+        """Whether all of a scene's changes were carried out."""
+        started_s = time.monotonic()
+        for at_s, change in scene.changes:
+            if self._over.wait(max(0.0, started_s + at_s - time.monotonic())):
+                return False
             try:
                 self._apply(change)
             except PacelineError as error:  # the job goes on without it
                 self._tell(f"{change.describe()} failed: {error}")
-                return
+                return False
             self._num_done += 1
             self._tell(f"{time.monotonic() - started_s:.1f} s: {change.describe()}")
+        return True
 
 
-def _after(line: str, *, is_first: bool) -> str:
+def _after(line: str) -> str:
     words = line.removeprefix("after").strip()
-    if not words or not is_first:
-        raise ConfigurationError("`after WORDS` stands once, before all changes.")
+    if not words:
+        raise ConfigurationError(
+            "`after WORDS` says what a rank's output has to contain, such as: after step 10."
+        )
     return words
 
 

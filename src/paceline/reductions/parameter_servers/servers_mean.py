@@ -39,7 +39,7 @@ class ParameterServers(Reduction):
 
     Cost:
         Each rank sends and receives the gradients once, at the same time. The servers together receive and send them
-        once for every rank; each holds what ranks that are ahead have pushed.
+        once for every rank; each holds what ranks that are ahead have pushed, up to 1 GiB a model: then those wait.
 
     Source:
         Li et al. 2014, "Scaling distributed machine learning with the parameter server", synchronous, with keys cut by
