@@ -400,7 +400,8 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
         loss = "part of the steps left" if job.startswith("bert") else "training loss"
         panels.append(Lines(job, "seconds", loss, lines, bottom=None))
     gains = [summary["gain"] for summary in record["summaries"].values()]
-    title = f"Shares by speed reach the loss {min(gains):.1f} to {max(gains):.1f} times as fast as torch's equal ones"
+    times = " to ".join(dict.fromkeys(f"{gain:.1f}" for gain in (min(gains), max(gains))))
+    title = f"Shares by speed are there {times} times as fast as torch's equal ones"
     return draw_figure(path, title, panels)
 
 
