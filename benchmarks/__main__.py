@@ -31,12 +31,21 @@ WITHOUT_SIDES = (
     "predicted_papers",
     "fuzz",
 )
+SKIPPED_CASES = ("depth", "backbone")
 SERVER_CASES = ("lemma", "symmetric", "asymmetric")
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("overhead",),
     ("memory",),
     ("overlap", "--rate", "1Gbit", "--rounds", "5") if os.geteuid() == 0 else ("overlap",),
-    *([("forward_overlap",), ("bucket_caps",)] if os.geteuid() == 0 else []),
+    *(
+        [
+            ("forward_overlap",),
+            ("bucket_caps",),
+            *[("skipped_layers", "--case", case) for case in SKIPPED_CASES],
+        ]
+        if os.geteuid() == 0
+        else []
+    ),
     *[("parameter_servers", "--case", case) for case in SERVER_CASES if os.geteuid() == 0],
     ("optimizers",),
     ("adasum",),

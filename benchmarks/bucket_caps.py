@@ -151,7 +151,9 @@ def main(
     workload: str = "resnet50",
     grid: Annotated[str, typer.Option(help="Caps in MiB, comma-separated.")] = "1,4,16,1000",
     hosts: Annotated[int, typer.Option(help="Of an emulated cluster; 0: two ranks on loopback.")] = 4,
-    rate: Annotated[str, typer.Option(help="Of each host's link.")] = "1Gbit",
+    rate: Annotated[
+        str, typer.Option(help="Of each host's link; none: as fast as the machine is.")
+    ] = "1Gbit",
     compute_s: Annotated[float, typer.Option(help="Forward and backward together.")] = 0.3,
     scale: Annotated[float, typer.Option(help="Divides the gradients' bytes.")] = 4.0,
     rounds: Annotated[int, typer.Option(min=2, help="Every side has two turns in each.")] = 2,
@@ -166,7 +168,11 @@ def main(
     config = Config(
         default_profile(workload).taking(compute_s), tuple(map(float, grid.split(","))), rounds, steps, scale
     )
-    place = choose_place(None, 2) if not hosts else choose_place(hosts, None, rate=rate)
+    place = (
+        choose_place(None, 2)
+        if not hosts
+        else choose_place(hosts, None, rate=None if rate == "none" else rate)
+    )
     load = load_average()
     with place as where:
         outcomes = where.run(measure, config, f"bucket caps, {workload}", ENVIRONMENTS[Allocator.KEEP])[0]

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from benchmarks.options import REPOSITORY, RESULTS_FOLDER, AsJson, Quick, Result
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
 from paceline.lab.report.figures import draw_figure, show_ratio
-from paceline.lab.report.look import CURVE_COLORS, OURS
+from paceline.lab.report.look import CURVE_COLORS, OURS, look_of
 from paceline.lab.report.panels import Line, Lines
 from paceline.lab.report.publication import Report, figure_path, publish
 from paceline.lab.report.summary import Summary, slowest_rank
@@ -96,12 +97,16 @@ def work(config: Config, addresses: Sequence[str]) -> None:
     dist.init_process_group("gloo")
     trainees = {side: _Trainee(side, config, addresses) for side in config.sides}
     steps_s: dict[str, list[float]] = {side: [] for side in trainees}
+    counted = {side: Counter[str]() for side in trainees}
     for number in range(-WARM_UP_STEPS, config.num_rounds):
         order = list(trainees) if number % 2 else list(reversed(trainees))
         for side in order:
+            before = Counter(_tcp_counters())
             taken_s = trainees[side].step()
             if number >= 0:
                 steps_s[side].append(taken_s)
+                counted[side].update(_tcp_counters())
+                counted[side].subtract(before)
     found = {}
     for side, trainee in trainees.items():
         gradients = [p.grad for p in trainee.module.parameters() if p.grad is not None]
@@ -109,6 +114,7 @@ def work(config: Config, addresses: Sequence[str]) -> None:
             steps_s[side],
             trainee.module.expected_error(gradients, config.num_workers),
             digest(gradients),
+            counted[side],
         )
         every: list[Any] = [None] * config.num_workers
         dist.all_gather_object(every, mine)
@@ -116,10 +122,30 @@ def work(config: Config, addresses: Sequence[str]) -> None:
             "steps_s": slowest_rank([each[0] for each in every]),
             "error": max(each[1] for each in every),
             "ranks_equal": len({each[2] for each in every}) == 1,
+            "tcp_per_step": {
+                name: sum(each[3][name] for each in every) / config.num_workers / config.num_rounds
+                for name in counted[side]
+            },
         }
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     dist.destroy_process_group()
+
+
+def _tcp_counters() -> dict[str, int]:
+    """What this host's kernel has counted: bytes received, segments sent again, and those that came out of order."""
+    table: dict[str, int] = {}
+    for file in ("snmp", "netstat"):
+        lines = [line.split() for line in Path(f"/proc/self/net/{file}").read_text().splitlines()]
+        for names, numbers in zip(lines[::2], lines[1::2], strict=True):
+            table |= {
+                names[0] + name: int(number) for name, number in zip(names[1:], numbers[1:], strict=True)
+            }
+    return {
+        "received bytes": table["IpExt:InOctets"],
+        "sent again": table["Tcp:RetransSegs"],
+        "out of order": table["TcpExt:TCPOFOQueue"],
+    }
 
 
 class _Trainee:
@@ -382,9 +408,12 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     numbers = list(config["servers"])
     measured = Line.of("measured", [(n, steps[f"{n} servers"]) for n in numbers], OURS)
     predicted = [(n, 1e3 * summaries["predicted_s"][f"{n} servers"]) for n in numbers]
-    levels = {"torch's all-reduce": steps["torch"].median, "our all-reduce": steps["ours"].median}
-    lines = [measured, Line.published("simulated", predicted, CURVE_COLORS[2])]
-    panel = Lines("", "parameter servers", "a step, ms", lines, {n: str(n) for n in numbers}, levels=levels)
+    levels = [
+        Line(name, [(n, steps[side].median) for n in numbers], look_of(side).color, ":", "")
+        for side, name in (("torch", "torch's all-reduce"), ("ours", "our all-reduce"))
+    ]
+    lines = [measured, Line.published("simulated", predicted, CURVE_COLORS[2]), *levels]
+    panel = Lines("", "parameter servers", "a step, ms", lines, {n: str(n) for n in numbers})
     best = min(numbers, key=lambda n: steps[f"{n} servers"].median)
     words = show_ratio(steps[f"{best} servers"].median / steps["ours"].median, "with our all-reduce")
     title = f"With {best} parameter server{'s' * (best > 1)} a step is {words}"

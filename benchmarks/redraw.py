@@ -15,6 +15,8 @@ from paceline.lab.bench import allreduce_report, step_report
 from paceline.lab.studies.catalogue import STUDIES
 from paceline.lab.studies.large_batch import draw_results
 from paceline.lab.studies.mlstm_scaling import ScalingStudy
+from paceline.lab.studies.network_check import CheckStudy
+from paceline.lab.studies.network_scale import ScaleStudy
 
 Draw = Callable[[Mapping[str, Any], Path], object]
 
@@ -31,11 +33,15 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "bucket_caps": "bucket_caps",
     "collectives": None,
     "compression": "compression",
+    "emulated-network": None,
     "forward_overlap": "forward_overlap",
+    "fuzz": None,
     "hetseq_table": "hetseq_table",
     "large-batch": draw_results,
     "memory": "memory",
     "mlstm-shakespeare": _draw_shakespeare,
+    "network-check": CheckStudy().draw,
+    "network-scale": ScaleStudy().draw,
     "noise-scale": None,
     "optimizers": "optimizers",
     "parameter_servers": "parameter_servers",
@@ -44,6 +50,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "guidelines": None,
     "predicted-papers": "predicted_papers",
     "predicted-steps": "predicted_steps",
+    "skipped_layers": "skipped_layers",
     "step": step_report.draw,
     "step_time": "step_time",
     "study-mlstm-scaling": ScalingStudy().draw,

@@ -139,7 +139,9 @@ def _torchs(program: Program, net: Net) -> Any:
     names = {name for name, _ in program.operations}
     is_static = "static_graph" in program.options
     lossy = program.options.get("hook") in ("fp16", "fp16 around allreduce") and program.num_ranks > 2
-    ours_only = {"compression", "weight", "mixed_precision"} & set(program.options)
+    ours_only = {"compression", "weight", "mixed_precision", "skip_all_reduce_unused_params"} & set(
+        program.options
+    )
     if ours_only or lossy or (reentrant and not is_static) or "train twice forward" in names:
         return None
     if is_static and (reentrant or len(names - {"evaluate"}) > 1 or "train on two micro-batches" in names):

@@ -163,6 +163,8 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
         yield extra, True
     elif extra == "find_unused":
         yield "find_unused_parameters", True
+        if source.random() < 0.5:
+            yield "skip_all_reduce_unused_params", True
 
 
 def _blocks(kind: str, options: dict[str, Any], source: random.Random) -> list[str]:

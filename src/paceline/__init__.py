@@ -6,10 +6,10 @@ imported when they are first used (PEP 562).
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.integrations.lightning_strategy import register as _register_strategy
+from paceline.late_imports import on_first_use
 from paceline.process_group.registration import register as _register_backend
 from paceline.version import __version__
 
@@ -28,23 +28,17 @@ __all__ = [
     "windows",
 ]
 
-_HOME_OF = {
-    "DistributedDataParallel": "paceline.ddp",
-    "SyncBatchNorm": "paceline.ddp",
-    "convert_sync_batchnorm": "paceline.ddp",
-    "patch_torch": "paceline.integrations.torch_patch",
-    "record_workload": "paceline.observe.workload_recording",
-    "windows": "paceline.ddp",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import the public name `name` from its home on first use."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "DistributedDataParallel": "ddp",
+        "SyncBatchNorm": "ddp",
+        "convert_sync_batchnorm": "ddp",
+        "patch_torch": "integrations.torch_patch",
+        "record_workload": "observe.workload_recording",
+        "windows": "ddp",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ PacelineError
 ├── ProtocolError        (also RuntimeError)   the ranks stopped agreeing on what to communicate
 │   ├── PeerAbortedError                       another rank gave up its backward; this one is told
 │   │   └── PeerOutOfMemoryError               ... because it ran out of memory
+│   ├── SkipError                              ranks skip different layers, or one that is used
 │   └── CollectiveMismatchError                two ranks are not in the same collective
 └── PeerLostError        (also TimeoutError)   a rank died, hung or is unreachable
     └── ServerLostError                        a parameter server did
@@ -74,6 +75,13 @@ class PeerOutOfMemoryError(PeerAbortedError):
     def __init__(self, message: str = "", ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class SkipError(ProtocolError):
+    """The ranks skip different layers, or one of them uses what it skips; this step's gradients were dropped.
+
+    Parameters are untouched, and training may go on with the next step.
+    """
 
 
 class CollectiveMismatchError(ProtocolError):

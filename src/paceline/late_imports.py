@@ -1,16 +1,35 @@
-"""Runs an action as soon as a module has been imported, without importing the module now."""
+"""Imports that happen late: a package's public names on first use, and an action once somebody imports a module."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 Action = Callable[[Any], None]
+
+
+def on_first_use(package: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` (PEP 562) of a package that imports its public names when they are first used.
+
+    Args:
+        package: Its `__name__`.
+        home_of: The module of each name, relative to the package.
+    """
+
+    def public_name(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return public_name
 
 
 def when_imported(name: str, action: Action) -> None:

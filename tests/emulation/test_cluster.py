@@ -142,6 +142,17 @@ def test_above_a_threshold_ecn_is_marked_and_the_rest_is_dropped(cluster):
     assert made.counters()[1].port_drops == 0
 
 
+def test_each_class_has_a_threshold(cluster):
+    """Of 100 datagrams that are not ECN-capable a port keeps as many as the threshold of their class lets through."""
+    made = cluster(hosts=2, rate="100Mbit", port_rate="1Mbit", drop="5KB,5KB,5KB,40KB,40KB,40KB,40KB,40KB")
+    kept = {
+        level: len(send(made.hosts[0], made.hosts[1], (0, 100, level << 5), size=1000))
+        for level in (0, 2, 3, 5)
+    }
+    assert max(kept[0], kept[2]) < 20
+    assert min(kept[3], kept[5]) > 35
+
+
 def test_packets_have_the_asked_size(cluster):
     """TCP over a link of 700-byte packets: none is larger, though segmentation offload would join dozens."""
     made = cluster(hosts=2, rate="100Mbit", mtu=700)

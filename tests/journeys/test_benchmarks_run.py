@@ -37,6 +37,7 @@ def benchmark(*arguments: str, folder: Path) -> Finished:
         ["overlap"],
         ["forward_overlap"],
         ["bucket_caps"],
+        ["skipped_layers"],
         ["compression"],
         ["auto_compression"],
         ["unequal"],

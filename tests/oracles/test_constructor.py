@@ -140,11 +140,6 @@ def warnings_of(rank, _num_ranks, options, seed):
         ({"broadcast_buffers": True}, "FutureWarning", "`broadcast_buffers` is deprecated"),
         ({"broadcast_buffers": False}, "FutureWarning", "`broadcast_buffers` is deprecated"),
         (
-            {"skip_all_reduce_unused_params": True},
-            "UserWarning",
-            "skip_all_reduce_unused_params=True is ignored",
-        ),
-        (
             {"broadcast_buffers": True, "forward_sync_buffers": False},
             "FutureWarning",
             "Both `broadcast_buffers` and `forward_sync_buffers` were specified",

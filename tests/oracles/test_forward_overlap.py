@@ -565,6 +565,7 @@ def where_it_is_on(rank, num_ranks):
     return found
 
 
+@pytest.mark.clock
 def test_it_is_off_where_nothing_can_be_gained():
     """On one host it is never on; elsewhere the ranks measure three steps, and it is on if that predicts a gain."""
     for found in pool(2).run(where_it_is_on):
@@ -600,6 +601,7 @@ def what_comparing_decides(rank, num_ranks):
     return found
 
 
+@pytest.mark.clock
 def test_a_predicted_gain_stays_only_if_it_is_seen():
     first, second = pool(2).run(what_comparing_decides)
     assert first == second  # all ranks see the same

@@ -23,6 +23,7 @@ from paceline.reductions.auto.course import Pace
 from ranks import Ranks, pool
 from slow_link import behind_a_slow_link
 
+pytestmark = pytest.mark.clock
 PACE = Pace(num_measured=3, num_tried=8, check_every=6, try_every=12, drift_ratio=0.3)
 DECIDED = 5 + 10  # steps until a codec is on
 SLOW = 2e6  # bytes a second: 0.2 s for the net's gradients, and two ranks

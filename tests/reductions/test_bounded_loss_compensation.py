@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn import Parameter
 from paceline.errors import ConfigurationError
 from paceline.lab.studies.in_process_ranks import RankReductions
 from paceline.reductions import BoundedLoss
+from paceline.reductions.bounded_loss_mean import _classes
 from paceline.transports.lossy_in_memory import LossyMemory
 
 RANKS, PER_CHUNK = 4, 8
@@ -160,3 +163,35 @@ def test_state_goes_into_a_checkpoint_and_only_fits_there():
 def test_an_unknown_compensation_is_refused():
     with pytest.raises(ConfigurationError, match="none of 'survivors'"):
         BoundedLoss(compensation="zero")
+
+
+def bounds_of(priorities):
+    """The bounds with which sums are launched."""
+    world, bounds = LossyMemory(RANKS, at_random(0.0, 0), chunk_bytes=4 * PER_CHUNK), []
+
+    def connect(group):
+        transport = world.transports[group.rank()]
+        launch = transport.launch
+
+        def recording(vector, bound):
+            bounds.append(bound)
+            return launch(vector, bound)
+
+        transport.launch = recording
+        return transport
+
+    RankReductions(
+        parameters(), RANKS, lambda: BoundedLoss(0.5, connect=connect, priorities=priorities)
+    ).reduce(gradients(1))
+    return bounds
+
+
+def test_the_first_layers_are_of_the_highest_class():
+    """By where a parameter lies among the model's elements; a bucket is of its foremost parameter's class."""
+    sizes = {"embedding": 10, "front": 30, "middle": 20, "back": 38, "bias": 2}
+    named = {name: Parameter(torch.zeros(size)) for name, size in sizes.items()}
+    classes = _classes(named)
+    assert [classes[id(named[name])] for name in sizes] == [5, 5, 3, 2, 1]
+    assert {bound.priority for bound in bounds_of(priorities=True)} == {5}
+    assert {bound.priority for bound in bounds_of(priorities=False)} == {0}
+    assert repr(copy.deepcopy(BoundedLoss(0.5, priorities=True))).endswith("'survivors', priorities=True)")

@@ -195,6 +195,50 @@ def test_steps_that_are_not_used_are_taken_back():
     assert outcomes[0] == outcomes[1]
 
 
+def changed_before_step(rank, num_ranks, addresses):
+    """What somebody changes between backward and step: sent if the backward has not used it, refused if it has."""
+    torch.manual_seed(0)
+    twin = Conv()
+    served = DistributedDataParallel(
+        copy.deepcopy(twin), reduction=ParameterServers(addresses), find_unused_parameters=True
+    )
+    local = DistributedDataParallel(twin, reduction=ParameterServers(addresses), find_unused_parameters=True)
+    there = ServerOptimizer(torch.optim.SGD(served.parameters(), lr=0.1, momentum=0.9), served)
+    here = torch.optim.SGD(local.parameters(), lr=0.1, momentum=0.9)
+    for step in range(6):
+        x = torch.randn(2, 3, 6, 6, generator=generator(rank, step))
+        for model, optimizer in ((local, here), (served, there)):
+            optimizer.zero_grad()
+            squares(model(x, step not in (2, 3))).backward()
+            if step == 2:
+                with torch.no_grad():
+                    model.module.sometimes.weight.mul_(3)
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(served.parameters(), local.parameters(), strict=True)), (
+            step
+        )
+    before = digest(list(served.parameters()))
+    there.zero_grad()
+    squares(served(x, True)).backward()
+    with torch.no_grad():
+        served.module.scale.add_(0)
+    with pytest.raises(ConfigurationError, match="changed between backward and step"):
+        there.step()
+    assert digest(list(served.parameters())) == before
+    for model, optimizer in ((local, here), (served, there)):
+        optimizer.zero_grad()
+        squares(model(x, True)).backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(served.parameters(), local.parameters(), strict=True))
+    return digest(list(served.parameters()))
+
+
+def test_parameters_that_are_changed_between_backward_and_step():
+    with in_threads(2) as addresses:
+        outcomes = pool(2).run(changed_before_step, addresses)
+    assert outcomes[0] == outcomes[1]
+
+
 def disagree(rank, num_ranks, addresses):
     """What ranks may not differ in, and what the servers' ends say; each a line."""
     said = []

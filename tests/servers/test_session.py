@@ -75,6 +75,26 @@ def test_a_piece_is_answered_to_all_when_all_have_pushed_it_and_pieces_overtake(
     assert np.array_equal(answers[0][1].body[0].view(np.float32), np.full(5, 5.0))
 
 
+def test_while_much_is_held_only_those_who_owe_the_oldest_piece_are_heard():
+    at = Session(3, TIMEOUT_S, SteppedKeys, most_held_bytes=60)
+    heard = lambda: [rank for rank in range(3) if at.hears(rank)]  # noqa: E731
+    ones = torch.ones(5)  # 20 bytes
+    at.receive(2, push(ones, 0), 0.0)
+    at.receive(2, push(ones, 1), 0.0)
+    assert heard() == [0, 1, 2], "40 bytes"
+    at.receive(2, push(ones, 2), 0.0)
+    assert heard() == [0, 1], "60 bytes"
+    at.receive(0, push(ones, 0), 0.0)
+    assert heard() == [1]
+    assert len(at.receive(1, push(ones, 0), 0.0)) == 3
+    assert heard() == [0, 1, 2], "40 bytes: what is answered is not held"
+    at.receive(0, push(ones, 1), 0.0)
+    at.receive(0, push(ones, 2), 0.0)
+    assert heard() == [1]
+    at.check(TIMEOUT_S + 0.1)
+    assert heard() == [0, 1, 2], "who says goodbye, once it is over"
+
+
 @pytest.mark.parametrize(
     ("frame", "words"),
     [

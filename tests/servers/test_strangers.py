@@ -1,8 +1,11 @@
 """Who reaches a server's port without the job's token, or speaks another protocol, gets nowhere and disturbs nobody."""
 
+import errno
 import socket
 import threading
+import time
 
+import numpy as np
 import pytest
 
 from paceline import version
@@ -10,12 +13,22 @@ from paceline.errors import ConfigurationError, ProtocolError, ServerLostError
 from paceline.servers.handshake import FROM_RANK, FROM_SERVER, GREETING, RefusedError, ServerSide, enter
 from paceline.servers.link import Answers, Link, Rank
 from paceline.servers.process import listen, serve_on
-from paceline.servers.wire import HEADER, DType, Frame, Kind, header_of
+from paceline.servers.server import Server
+from paceline.servers.session import Session
+from paceline.servers.wire import HEADER, DType, Frame, Kind, header_of, pack
 from running_servers import in_threads
 
 
 def rank(token="secret", number=0, num_ranks=1, session="s"):
     return Rank(number, num_ranks, session, 5.0, token)
+
+
+def wait_until_still(links):
+    """Until nothing more is sent."""
+    sent, before = None, 0
+    while sent != before:
+        sent, before = [link.bytes_sent for link in links], sent
+        time.sleep(0.1)  # no synchronization: whether anything still moves
 
 
 def talk(address, words):
@@ -117,6 +130,117 @@ def test_who_knows_the_token_and_says_nonsense_does_not_end_the_server(words):
                 if not liar.recv(100):
                     raise StopIteration
         Link(addresses, rank()).close(2.0)
+
+
+HELLO = pack(
+    {"version": version.__version__, "name": "", "session": "t", "rank": 5, "num_ranks": 2, "timeout_s": 5.0}
+)
+
+
+@pytest.mark.timeout(20)
+def test_who_says_nothing_or_too_little_is_dropped_after_a_while_and_nobody_else(monkeypatch):
+    monkeypatch.setattr("paceline.servers.server.PATIENCE_S", 0.3)
+    with in_threads(1, "secret") as addresses:
+        link = Link(addresses, rank())
+        host, port = addresses[0].split(":")
+        strangers = [socket.create_connection((host, int(port)), 10.0) for _ in range(5)]
+        _silent, half, *known = strangers
+        half.sendall(b"x" * (FROM_RANK - 1))
+        for each in known:  # who knows the token, and
+            enter(each, "secret", "the server")
+        known[1].sendall(Frame(Kind.HELLO, body=(HELLO,)).header[:-1])  # begins a frame
+        known[2].sendall(Frame(Kind.HELLO, body=(HELLO,)).header + HELLO)  # is refused, and stays
+        for stranger in strangers:
+            with stranger:
+                while stranger.recv(1000):
+                    pass
+        answers, body = Answers(1), bytearray(8)
+        link.ask(0, Frame(Kind.PUSH, 0, 0, DType.FLOAT64, (b"\0" * 8,)), answers, [body])
+        assert answers.wait(5.0)
+        link.close(2.0)
+
+
+def test_who_was_refused_leaves_no_session():
+    with in_threads(1) as addresses:
+        with pytest.raises(ConfigurationError, match="rank 7 of 2 cannot join"):
+            Link(addresses, rank("", 7, 2))
+        Link(addresses, rank("", 0, 1)).close(2.0)  # of the same name, with another number of ranks
+
+
+class _NoneLeft:
+    """A listening socket whose process has no file descriptors left, until it is told."""
+
+    def __init__(self, listener):
+        self._listener, self.num_tries, self.are_some = listener, 0, False
+
+    def __getattr__(self, name):
+        return getattr(self._listener, name)
+
+    def accept(self):
+        self.num_tries += 1
+        if not self.are_some:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+
+@pytest.mark.timeout(20)
+def test_a_server_without_file_descriptors_goes_on_and_does_not_spin():
+    listener = _NoneLeft(listen("127.0.0.1", 0))
+    server = Server(listener, "")
+    mine, theirs = socket.socketpair()
+    server.watch(theirs)
+    thread = threading.Thread(target=server.run)
+    began_s = time.monotonic()
+    thread.start()
+    try:
+        with socket.create_connection(listener.getsockname(), 10.0) as connected:
+            connected.settimeout(0.7)
+            with pytest.raises(TimeoutError):
+                connected.recv(100)
+            assert 1 <= listener.num_tries <= 2 + (time.monotonic() - began_s) / 0.25
+            listener.are_some = True
+            connected.settimeout(10.0)
+            assert connected.recv(FROM_SERVER).startswith(GREETING)
+    finally:
+        mine.close()
+        thread.join()
+        theirs.close()
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_are_far_ahead_wait_in_the_network_and_not_in_the_servers_memory(monkeypatch):
+    most, size, num_pieces = 1 << 20, 1 << 18, 256  # 64 MiB of each rank
+    held, made = [], []
+
+    class Watched(Session):
+        def _push(self, *given):
+            outgoing = super()._push(*given)
+            held.append(self._held_bytes)
+            return outgoing
+
+    def make(*given):
+        made.append(Watched(*given, most_held_bytes=most))
+        return made[0]
+
+    monkeypatch.setattr("paceline.servers.server.Session", make)
+    values, body = np.ones(size // 4, np.float32), np.empty(size // 4, np.float32)
+    with in_threads(1) as addresses:
+        links = [Link(addresses, rank("", number, 3)) for number in range(3)]
+        waiting = []
+        for number, link in enumerate(links):
+            if number == 2:
+                wait_until_still(links)
+            waiting.append(Answers(num_pieces))
+            for piece in range(num_pieces):
+                frame = Frame(Kind.PUSH, piece, 0, DType.FLOAT32, (values,))
+                link.ask(0, frame, waiting[-1], [body])
+        for answers in waiting:
+            assert answers.wait(30.0)
+        assert (body == 3).all()
+        for link in links:
+            link.close(2.0)
+    assert most <= max(held) <= most + 3 * (5 << 20), "a turn of a connection is 4 MiB"
+    assert made[0]._held_bytes == 0
 
 
 def test_more_ranks_than_may_be_strangers_come_at_once():

@@ -162,3 +162,17 @@ def test_what_cannot_be_is_refused_in_the_options_own_words(words, says):
     with pytest.raises(ConfigurationError) as refused:
         ClusterSpec.parse(**({"hosts": 2} | words))
     assert says in str(refused.value)
+
+
+def test_each_class_may_have_a_drop_threshold():
+    """One value serves all class selectors, eight are one each; others are refused, as is one above the queue."""
+    one = ClusterSpec.parse(hosts=2, rate="1Mbit", drop="10KB")
+    each = ClusterSpec.parse(hosts=2, rate="1Mbit", drop="1KB, 2KB,3KB,4KB,5KB,6KB,7KB,8KB")
+    assert one.drop_limits() == (10_000,) * 8
+    assert each.drop_limits() == tuple(range(1000, 9000, 1000))
+    assert ClusterSpec.from_json(each.to_json()) == each
+    assert ("drops not-ECN above", "9.766 KiB") in one.describe()
+    with pytest.raises(ConfigurationError, match=r"holds 2 values. Pass one, or 8"):
+        ClusterSpec.parse(hosts=2, rate="1Mbit", drop="10KB,20KB")
+    with pytest.raises(ConfigurationError, match="not within the queue"):
+        ClusterSpec.parse(hosts=2, rate="1Mbit", drop="1KB,2KB,3KB,4KB,5KB,6KB,7KB,8MB")

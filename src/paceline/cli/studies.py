@@ -115,6 +115,51 @@ def loss_bound(
     run_study(LossStudy(data), options, report, as_json)
 
 
+@app.command("network")
+def network(
+    hosts: Annotated[
+        str, typer.Option(help="Of the networks, comma-separated; multiples of 16.")
+    ] = "16,64,144",
+    flow_bytes: Annotated[
+        str, typer.Option(help="What a worker pushes, comma-separated.")
+    ] = "100000,1000000",
+    repeats: Annotated[int, typer.Option(min=1, help="Pushes of every job.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of places, ways and losses; the same one, the same times.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="16 hosts, one push: seconds.")] = False,
+    report: ReportFolder = Path("paceline-report"),
+    as_json: AsJson = False,
+) -> None:
+    """Simulate leaf-spine networks packet by packet: bounded loss beside TCPs, and what DLCP's claims come to."""
+    from paceline.lab.studies.description import run_study
+    from paceline.lab.studies.network_scale import QUICK, ScaleOptions, ScaleStudy
+
+    given = ScaleOptions(
+        hosts=_factors("--hosts", hosts),
+        flow_bytes=_factors("--flow-bytes", flow_bytes),
+        repeats=repeats,
+        seed=seed,
+    )
+    run_study(ScaleStudy(), QUICK if quick else given, report, as_json)
+
+
+@app.command("network-check")
+def network_check(
+    emulated: Annotated[Path, typer.Option(help="What python -m benchmarks.emulated_network wrote.")] = Path(
+        "benchmarks/results/emulated-network.json"
+    ),
+    repeats: Annotated[int, typer.Option(min=2, help="Of a sum or push.")] = 40,
+    seeds: Annotated[int, typer.Option(min=1, help="How often each row is simulated.")] = 3,
+    only: Annotated[str, typer.Option(help="Only rows whose case contains this.")] = "",
+    report: ReportFolder = Path("paceline-report"),
+    as_json: AsJson = False,
+) -> None:
+    """Simulate what emulated networks have done, and say how far off the simulation is."""
+    from paceline.lab.studies.description import run_study
+    from paceline.lab.studies.network_check import CheckOptions, CheckStudy
+
+    run_study(CheckStudy(), CheckOptions(emulated, repeats, seeds, only), report, as_json)
+
+
 def _factors(option: str, words: str) -> tuple[int, ...]:
     from paceline.errors import ConfigurationError
 

@@ -18,6 +18,7 @@ from paceline.compression import Compressor
 from paceline.data import Balance, GlobalBatches
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.skipping import Unit
 from paceline.ddp.step_shares import StepShares
 from paceline.errors import ConfigurationError
 from paceline.reductions import NarrowMean, Reduction
@@ -213,9 +214,14 @@ def check_delayed(named: Any, hooked: Any) -> None:
         )
 
 
-def manage(module: Module, ignored: set[str], delayed: Sequence[Parameter]) -> ManagedParameters:
+def manage(
+    module: Module, ignored: set[str], delayed: Sequence[Parameter], droppable: Sequence[Unit] = ()
+) -> ManagedParameters:
     """The parameters to synchronize: trainable, not ignored, each once, in registration order."""
     delayed_ids = {id(parameter) for parameter in delayed}
+    unit_of = {
+        id(parameter): number for number, unit in enumerate(droppable) for parameter in unit.parameters
+    }
     parameters: dict[int, tuple[Parameter, str, bool]] = {}
     for prefix, child in module.named_modules():
         sparse = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
@@ -229,6 +235,9 @@ def manage(module: Module, ignored: set[str], delayed: Sequence[Parameter]) -> M
         names=tuple(name for _, name, _ in found),
         sparse=tuple(sparse for _, _, sparse in found),
         delayed=frozenset(i for i, (parameter, _, _) in enumerate(found) if id(parameter) in delayed_ids),
+        units={
+            i: unit_of[id(parameter)] for i, (parameter, _, _) in enumerate(found) if id(parameter) in unit_of
+        },
     )
 
 
@@ -366,9 +375,7 @@ def check_forward_overlap(
         )
 
 
-def warn_of_ignored(
-    check_reduction: bool, skip_unused: bool, static_graph: bool, find_unused: bool, lazy_buckets: bool
-) -> None:
+def warn_of_ignored(check_reduction: bool, static_graph: bool, find_unused: bool, lazy_buckets: bool) -> None:
     """Say which arguments have no effect."""
     if lazy_buckets:
         warnings.warn(
@@ -381,14 +388,6 @@ def warn_of_ignored(
         warnings.warn(
             "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
             FutureWarning,
-            stacklevel=3,
-        )
-    if skip_unused:
-        warnings.warn(
-            "skip_all_reduce_unused_params=True is ignored: it is only right if all ranks skip the same parameters for "
-            "ever, and Paceline reduces every bucket on every rank. Freeze the parameters, or ignore them by name "
-            "(_set_params_and_buffers_to_ignore_for_model), to save their bytes.",
-            UserWarning,
             stacklevel=3,
         )
     if static_graph and find_unused:

@@ -146,11 +146,23 @@ class Arrivals:
         for recorder in self._recorders:
             recorder.remove()
         self._recorders = []
-        order = torch.tensor([*dict.fromkeys([*self.order, *otherwise]), size], device=device)
+        order = torch.tensor([*completed(self.order, otherwise), size], device=device)
         if group.size() > 1:
             peers.wait(launch_broadcast(order, group, source=0), "agreeing on the order of buckets")
         *agreed, first_size = order.tolist()
         return agreed, first_size
+
+
+def completed(observed: Sequence[int], otherwise: Sequence[int]) -> list[int]:
+    """The observed order, each once, with what was not observed behind its neighbour in the order of all."""
+    order = list(dict.fromkeys(observed))
+    seen = set(order)
+    before: int | None = None
+    for index in otherwise:
+        if index not in seen:
+            order.insert(0 if before is None else order.index(before) + 1, index)
+        before = index
+    return order
 
 
 class _Listener:
@@ -227,11 +239,13 @@ class Expectations:
     Attributes:
         predicts: Whether the engine is asked which parameters its graph reaches.
         defers: Gradients came late once: no bucket leaves before backward has ended.
+        skipped: Indices of parameters that the caller has declared not to be used in the backward under way.
     """
 
     def __init__(self, managed: ManagedParameters, find_unused: bool, static_graph: bool) -> None:
         self.predicts = find_unused
         self.defers = False
+        self.skipped: frozenset[int] = frozenset()
         self._static_graph = static_graph
         self._counts: list[int] | None = None
         self._predicted: list[bool] = []  # of this backward, where `predicts`
@@ -268,7 +282,13 @@ class Expectations:
             return NEVER
         if self.predicts:
             return sum(map(self._predicted.__getitem__, members))
-        return len(members)
+        return len(members) - sum(map(self.skipped.__contains__, members)) if self.skipped else len(members)
+
+    def reached(self) -> list[bool] | None:
+        """Which parameters the backward that has begun touches, where that is known before it ends."""
+        if self._counts is not None:
+            return [count > 0 for count in self._counts]
+        return self._predicted if self.predicts and not (self.defers or self._static_graph) else None
 
     def _predict(self) -> list[bool]:
         with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):

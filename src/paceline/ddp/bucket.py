@@ -38,6 +38,7 @@ class Bucket(Protocol):
         touched: Parameters as autograd finished them; the hooks hold this very list.
         expected: Touches that make it full; 1 while idle: the first touch wakes the reducer.
         launched: Whether it has been collected in this backward.
+        left_out: No rank needs it in this backward, so that it is not collected. Until the next one is armed.
         ready_s: When it was full, or backward had ended; 0.0 before.
         not_finite: From `collect` on: NaN if gradients of this rank are not finite, as far as seen, else zero; or None.
     """
@@ -49,6 +50,7 @@ class Bucket(Protocol):
     touched: list[Tensor]
     expected: int
     launched: bool
+    left_out: bool
     ready_s: float
     not_finite: Tensor | None
 
@@ -98,7 +100,7 @@ class Bucket(Protocol):
         """Start reducing the message. Collective; does not wait."""
 
     def attach(self, is_used: Callable[[int], bool]) -> None:
-        """Give every parameter its reduced gradient; those that nobody used get what they had.
+        """Give every parameter its reduced gradient; those that nobody used, or that were left out, keep what they had.
 
         Args:
             is_used: Whether any rank used a parameter, by index; asked only for those that this rank did not use.
@@ -107,7 +109,7 @@ class Bucket(Protocol):
     # ---- unused parameters and late gradients
 
     def untouched_members(self) -> list[int]:
-        """Parameters that this rank's step has not used so far; valid after `collect`."""
+        """Parameters that this rank's step has not used so far: of a bucket that was collected, or is left out."""
 
     def has_late_gradients(self) -> bool:
         """Whether gradients arrived after `collect`."""

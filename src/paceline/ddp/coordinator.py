@@ -28,6 +28,7 @@ from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer, ReducerOptions
 from paceline.ddp.replicas import Description, verify
+from paceline.ddp.skipping import Skipping, Unit
 from paceline.ddp.step_shares import StepShares
 from paceline.ddp.weights import Weighing, WeightExchange
 from paceline.reductions import Reduction
@@ -62,6 +63,8 @@ class Setting:
         delayed: Parameters that are reduced after all others.
         weight: What this rank's batch counts, by the forward's inputs, in steps outside of windows.
         shares: Connects the module with its batches' sampler.
+        droppable: What steps may skip.
+        skips_unused: What no rank's backward reaches is not reduced.
         make_reducer: The reducer's class.
         take_over_optimizers: Finds optimizers that step within backward, before each forward; returns what to call for
             a parameter whose gradient is reduced, if there are any.
@@ -75,6 +78,8 @@ class Setting:
     delayed: list[Parameter]
     weight: Callable[..., float] | None
     shares: StepShares | None
+    droppable: tuple[Unit, ...]
+    skips_unused: bool
     make_reducer: type[Reducer]
     take_over_optimizers: Callable[[Iterable[Parameter]], Callable[[Parameter], None] | None]
 
@@ -93,6 +98,7 @@ class StepCoordinator:
         window: Of micro-batches, while within one.
         join: What is known of ranks without batches.
         forward_overlap: What puts the end of steps off into the next forward, if anything does.
+        skipping: What steps leave out, if they may.
     """
 
     def __init__(
@@ -114,6 +120,8 @@ class StepCoordinator:
         self._frozen: list[Parameter] = []
         self.weighing = Weighing(self)
         self.forward_overlap: ForwardOverlap | None = None
+        skips = bool(setting.droppable) or setting.skips_unused
+        self.skipping = Skipping(self._module, setting.droppable, setting.skips_unused) if skips else None
         self.reducer: Reducer
 
     @property
@@ -150,6 +158,8 @@ class StepCoordinator:
             ("reduction", repr(setting.reduction)),
             ("weight", setting.weight is not None),
             ("balance", None if setting.shares is None else repr(setting.shares.balance)),
+            ("droppable", [unit.name for unit in setting.droppable]),
+            ("skip_all_reduce_unused_params", setting.skips_unused),
             ("find_unused_parameters", wrapped.find_unused_parameters),
             ("static_graph", wrapped.static_graph),
             ("forward_sync_buffers", wrapped.forward_sync_buffers),
@@ -182,7 +192,11 @@ class StepCoordinator:
         """Reduce the gradients of these parameters from now on. Local."""
         wrapped, setting = self.wrapped, self.setting
         options = ReducerOptions(
-            setting.caps, wrapped.find_unused_parameters, wrapped.static_graph, setting.searches_caps
+            setting.caps,
+            wrapped.find_unused_parameters,
+            wrapped.static_graph,
+            setting.searches_caps,
+            self.skipping,
         )
         self.reducer = setting.make_reducer(managed, options, self.reduce_groups, self.peers, self.buffers)
         self.reducer.synchronizes = self._synchronizes
@@ -244,7 +258,7 @@ class StepCoordinator:
 
     def managed(self) -> ManagedParameters:
         """The parameters that are to be synchronized now."""
-        return arguments.manage(self._module, self._ignored, self.setting.delayed)
+        return arguments.manage(self._module, self._ignored, self.setting.delayed, self.setting.droppable)
 
     # ---- before a step
 
@@ -257,7 +271,7 @@ class StepCoordinator:
         self.reducer.prepare()
         self._follow_changes()
         self.reducer.open_forwards.begin(counts=self.wrapped.training)
-        if not self.reducer.has_rebuilt_buckets:
+        if not self.reducer.cuts.has_followed:
             is_weighed = self.weighing.is_on()
             self.reducer.unweighed_size = 0 if is_weighed else inputs_outputs.batch_size(inputs, kwargs)
         if self.window is not None:

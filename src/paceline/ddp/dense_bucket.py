@@ -98,7 +98,7 @@ class DenseBucket:
         # State of one backward.
         self.touched: list[Tensor] = []
         self.expected = 1
-        self.launched = False
+        self.launched = self.left_out = False
         self.ready_s = 0.0
         self._is_whole = False  # known to have been touched once each, with a gradient
         self._seen: Tensor | None = None  # of each gradient an element, not scaled yet
@@ -122,9 +122,9 @@ class DenseBucket:
         """As `Bucket.arm`; autograd may add small gradients straight into the buffer."""
         self.touched.clear()
         self.expected = expected
-        self.launched = False
+        self.launched = self.left_out = False
         self.ready_s = 0.0
-        self._is_whole, self._seen = False, None
+        self._is_whole, self._seen, self.not_finite = False, None, None
         self._entered.clear()
         self._untouched, self._kept, self._with_graph = [], {}, {}
         self._installed = self._install()
@@ -259,7 +259,7 @@ class DenseBucket:
             _multiply(self._small, scale)
         seen = self._seen if self._is_whole and scale != 0.0 else None
         self.not_finite = self._sample.times_zero(self._sample.take() if seen is None else seen)
-        self.launched = True
+        self.launched, self.left_out = True, False
 
     def _keep(self, slot: int) -> None:
         gradient, view = self.parameters[slot].grad, self.views[slot]
@@ -307,6 +307,9 @@ class DenseBucket:
         )
 
     def attach(self, is_used: Callable[[int], bool]) -> None:
+        if self.left_out:
+            self.drop_installed()
+            return
         attached = len(self.members) if self._is_detached else self.num_large
         _set_gradients(self.parameters[:attached], self.views)
         for slot in self._untouched:
@@ -324,7 +327,7 @@ class DenseBucket:
 
     def untouched_members(self) -> list[int]:
         if not self._untouched:
-            return []
+            return self.members if self.left_out else []
         late = set(self.touched_slots()[self._num_touched_at_collect :])
         self._untouched = [slot for slot in self._untouched if slot not in late]
         return [self.members[slot] for slot in self._untouched]

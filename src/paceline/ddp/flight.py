@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch.distributed import ProcessGroup
 
 from paceline.comm.peers import Peers
-from paceline.comm.pending import Pending
+from paceline.comm.pending import Done, Pending
 from paceline.ddp.bucket import Bucket
 from paceline.observe import BucketTiming
 from paceline.observe.stations import station
@@ -18,8 +18,9 @@ from paceline.reductions import Reduction
 class _Launched:
     """One bucket on its way."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, size_bytes: int) -> None:
         self.bucket = bucket
+        self.size_bytes = size_bytes
         self.launched_s = time.perf_counter()
         self.done_s = 0.0
         self.waited_s = 0.0
@@ -30,7 +31,7 @@ class _Launched:
     def timing(self) -> BucketTiming:
         bucket = self.bucket
         return BucketTiming(
-            bucket.index, bucket.size_bytes, bucket.ready_s, self.launched_s, self.done_s, self.waited_s
+            bucket.index, self.size_bytes, bucket.ready_s, self.launched_s, self.done_s, self.waited_s
         )
 
 
@@ -58,13 +59,19 @@ class Flight:
 
     def launch(self, bucket: Bucket, is_last: bool) -> None:
         """Send a collected bucket. Does not wait."""
-        record = _Launched(bucket)
+        record = _Launched(bucket, bucket.size_bytes)
         try:
             pending = bucket.launch(self._reduction, self.group_of(bucket), is_last)
         except RuntimeError as error:
             if not self._reduction.is_ours:
                 raise  # a user's hook said so
             raise self._peers.lost(error, f"launching {_describe(bucket)}") from error
+        pending.on_done(record.note_done)
+        self._launched.append((record, pending))
+
+    def shelve(self, bucket: Bucket) -> None:
+        """It is a bucket's turn that no rank needs: nothing is sent."""
+        record, pending = _Launched(bucket, 0), Done()
         pending.on_done(record.note_done)
         self._launched.append((record, pending))
 

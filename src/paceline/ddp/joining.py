@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from paceline.comm.collectives import launch_maximum, launch_sum
 from paceline.ddp.accumulation import match_window
 from paceline.ddp.weights import raise_if_refused
+from paceline.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from paceline.ddp.coordinator import StepCoordinator
@@ -34,6 +35,19 @@ class JoinState:
     def is_enabled(wrapped: Any) -> bool:
         """Whether the module is within `join` now; torch's `Join` says so to its joinable."""
         return bool(wrapped._join_config.enable)
+
+
+def refuse_beside(model: Any) -> None:
+    """Raise ConfigurationError if the wrapper does what a rank without batches cannot take part in."""
+    if model.cap_search is not None:
+        raise ConfigurationError(
+            'join() and bucket_cap_mb="auto": a rank without batches has no steps to be timed. Give a number.'
+        )
+    if model.forward_overlap is not None:
+        raise ConfigurationError(
+            "join() and overlap_forward: a rank without batches has no forward to overlap with, and would keep the "
+            "others waiting. Leave out overlap_forward, or give all ranks equally many batches."
+        )
 
 
 class Shadow(JoinHook):

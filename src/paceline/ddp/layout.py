@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,12 +30,14 @@ class ManagedParameters:
         names: Their names in the module.
         sparse: Whether the gradient is expected to be a sparse tensor.
         delayed: Indices of those that are to be reduced after all others.
+        units: By index, the number of what can be skipped as a whole, for those that belong to such a unit.
     """
 
     parameters: tuple[Parameter, ...]
     names: tuple[str, ...]
     sparse: tuple[bool, ...]
     delayed: frozenset[int] = frozenset()
+    units: Mapping[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.parameters)
@@ -53,6 +55,7 @@ class ManagedParameters:
                 size_bytes=parameter.numel() * parameter.element_size(),
                 key=(self.key(index), index in self.delayed),
                 sparse=self.sparse[index],
+                unit=self.units.get(index),
             )
             for index, parameter in enumerate(self.parameters)
         ]

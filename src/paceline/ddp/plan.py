@@ -5,7 +5,9 @@ Rules
 2. A bucket is closed by the gradient that brings it to its cap, so it may exceed the cap by one gradient.
 3. Buckets are numbered in the order in which they close when gradients become ready in the given order;
    those still open at the end follow, by their last gradient. So bucket i is full before bucket i+1 is.
-4. Only sizes, keys and the order go in: the same input gives the same plan on every rank.
+4. Gradients of a unit share buckets with no others, and its last one closes one: a step may leave out what it skips.
+   The cap of later buckets holds for all of them.
+5. Only sizes, keys and the order go in: the same input gives the same plan on every rank.
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3. We differ from torch's rule in the last part
 of rule 3: torch appends the open buckets in registration order, or in the order of a hash map; and in the
@@ -15,6 +17,7 @@ default cap for CPUs of several hosts.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,11 +34,19 @@ MANY_HOSTS_BUCKETS = 48
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """What planning has to know about one gradient: its size and what it may share a bucket with."""
+    """What planning has to know about one gradient: its size and what it may share a bucket with.
+
+    Attributes:
+        size_bytes: Of the gradient.
+        key: Gradients of different keys share no bucket.
+        sparse: It travels alone.
+        unit: The number of what can be left out of a step as a whole, and which this belongs to (rule 4).
+    """
 
     size_bytes: int
     key: Hashable
     sparse: bool = False
+    unit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,16 +128,21 @@ def assign_buckets(specs: Sequence[GradientSpec], order: Sequence[int], caps: Bu
     closed: list[list[int]] = []
     open_by_key: dict[Hashable, _OpenBucket] = {}
     position = {index: place for place, index in enumerate(order)}
+    keys = [(spec.key, spec.unit) for spec in specs]
+    to_come = Counter(keys[index] for index in order if not specs[index].sparse)
     for index in order:
-        spec = specs[index]
+        spec, key = specs[index], keys[index]
         if spec.sparse:
             closed.append([index])
             continue
-        bucket = open_by_key.setdefault(spec.key, _OpenBucket())
+        bucket = open_by_key.setdefault(key, _OpenBucket())
         bucket.members.append(index)
         bucket.size_bytes += spec.size_bytes
-        if bucket.size_bytes >= caps.of(bucket.num_closed):
+        to_come[key] -= 1
+        ends_unit = spec.unit is not None and to_come[key] == 0
+        cap = caps.of(bucket.num_closed) if spec.unit is None else caps.caps_bytes[-1]
+        if ends_unit or bucket.size_bytes >= cap:
             closed.append(bucket.members)
-            open_by_key[spec.key] = _OpenBucket(num_closed=bucket.num_closed + 1)
+            open_by_key[key] = _OpenBucket(num_closed=bucket.num_closed + 1)
     rest = [bucket.members for bucket in open_by_key.values() if bucket.members]
     return closed + sorted(rest, key=lambda members: position[members[-1]])

@@ -5,7 +5,8 @@ Rules
    the ones before it.
 2. The last bucket leaves when backward has ended: it carries the ranks' word on how theirs ended (`control`).
 3. Every backward outside `no_sync` reduces every bucket. What a rank did not use counts as zero. So the sequence of
-   collectives depends on the number of synchronized backwards alone, never on which parameters they touched.
+   collectives depends on the number of synchronized backwards alone, never on which parameters they touched; or, where
+   buckets that no rank needs are left out, on what the ranks have agreed on in that backward (`skipping`).
 4. By linearity a second backward before `zero_grad` is right too: the mean of (old + new) is old + mean(new), because
    old is the same on every rank.
 5. A gradient that arrives after its bucket has left is kept apart and reduced once more, on all ranks.
@@ -30,21 +31,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import allocate_zeros
 from paceline.comm.peers import Peers
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.bucket import Bucket, Scales
+from paceline.ddp.bucket_cuts import BucketCuts
 from paceline.ddp.buffers import Buffers
-from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.flight import Flight
 from paceline.ddp.forward_overlap import ForwardOverlap
-from paceline.ddp.forward_overlap.flight import PieceFlight
-from paceline.ddp.layout import GradientMemory, ManagedParameters
+from paceline.ddp.forward_overlap.piece_flight import PieceFlight
+from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.recovery import Backward, Recovery
+from paceline.ddp.skipping import Skipping, collect_late
 from paceline.ddp.verdict import Status, Verdict
-from paceline.errors import PeerAbortedError, ProtocolError
+from paceline.errors import PeerAbortedError, ProtocolError, SkipError
 from paceline.observe import StepTiming, StepTimings
 from paceline.observe.stations import station
 from paceline.reductions import Mean, Reduction
@@ -59,12 +60,14 @@ class ReducerOptions:
         find_unused_parameters: Look for unused parameters when backward begins, from the first one on.
         static_graph: Every backward touches the same parameters equally often; learn how often from the first one.
         searches_caps: `caps` are where to begin; those with the shortest steps are found in the first steps.
+        skipping: Knows which buckets are left out; None: none ever is.
     """
 
     caps: BucketCaps
     find_unused_parameters: bool
     static_graph: bool
     searches_caps: bool = False
+    skipping: Skipping | None = None
 
 
 _under_way: list[Reducer] = []
@@ -89,7 +92,7 @@ class Reducer:
         out_of_memory: In the last backward that this rank gave up: who ran out of memory, if nothing else went wrong.
         synchronizes: Asked when a backward begins: whether it reduces gradients.
         on_reduced: Called for every parameter once its gradient is reduced (optimizers that step in backward).
-        cap_search: Tries bucket caps; None: they stay as they are.
+        cuts: How gradients are cut into buckets, and when anew.
         forward_overlap: Puts the end of steps off into the next forward; None: backward waits for its gradients.
     """
 
@@ -116,30 +119,25 @@ class Reducer:
         self.synchronizes: Callable[[], bool] = lambda: True
         self.on_reduced: Callable[[Parameter], None] | None = None
         self.forward_overlap: ForwardOverlap | None = None
-        self.has_rebuilt_buckets = False
 
         self._peers = peers
         self._buffers = buffers
+        self._skipping = options.skipping
         group = self.process_groups[0]
         self._num_ranks = group.size()
         self._used_before: set[int] = set()  # touched without synchronization since the last one
         self.verdict = Verdict(group.rank(), self._num_ranks, list(managed.named().items()))
         self.open_forwards = self.verdict.open_forwards
         self.recovery = Recovery(self, managed.parameters, self._used_before, self.open_forwards)
-        self.arrivals = Arrivals(
-            managed, options.find_unused_parameters, options.static_graph, self._take, self._on_full
+        looks = options.find_unused_parameters or (self._skipping is not None and self._skipping.looks)
+        self.arrivals = Arrivals(managed, looks, options.static_graph, self._take, self._on_full)
+        if self._skipping is not None:
+            self._skipping.follow(managed, group, peers)
+        self.cuts = BucketCuts(
+            managed, options.caps, options.searches_caps, self.arrivals, self.verdict, group, peers
         )
-        allocate = functools.partial(allocate_zeros, group)
-        self._memory = GradientMemory(managed, options.caps, self.verdict.control, allocate)
-        searches = options.searches_caps and self._num_ranks > 1
-        self.cap_search = CapSearch(options.caps, self._memory.size_bytes) if searches else None
-        self._cut(range(len(managed) - 1, -1, -1))
+        self.buckets = self.cuts.cut()
         self.arrivals.record_order()
-
-    def _cut(self, order: Sequence[int]) -> None:
-        self._order = list(order)
-        self.buckets = self._memory.cut(self._order)
-        self.arrivals.listen_to(self.buckets)
 
     # ---- before a backward
 
@@ -201,7 +199,13 @@ class Reducer:
             self._scales = Scales(
                 input=self.weight * self.reduction.input_scale(num_averaged), mean=self.weight / num_averaged
             )
+            if self._skipping is not None:
+                self._skipping.begin(backward.by_autograd, self.arrivals.expected)
             self.arrivals.arm(backward.synchronizes, backward.started_s)
+            if self._skipping is not None and backward.synchronizes:
+                self._skipping.propose(backward.by_autograd, self.arrivals.expected, self._used_before)
+                if self._launches_early:
+                    self._skipping.ask()
 
     def _new_pieces(self, overlap: ForwardOverlap, synchronizes: bool) -> PieceFlight | None:
         return overlap.new_flight(synchronizes, self.buckets, self.num_steps, self.timings, self.forward_s)
@@ -219,7 +223,7 @@ class Reducer:
     def _take(self, bucket: Bucket, slot: int, parameter: Parameter) -> None:
         """Autograd has finished a large gradient; the small ones it has added into the buffer itself."""
         backward = self.recovery.current() or self._begin_unseen()
-        if not self.arrivals.has_foreign_hooks(parameter):
+        if not self.arrivals.has_foreign_hooks(parameter) and bucket.expected:
             if backward.synchronizes:
                 bucket.enter(slot, self._scales.input)
             else:
@@ -242,15 +246,25 @@ class Reducer:
 
     def _launch_ready(self) -> None:
         last = len(self.buckets) - 1 if self._launches_early else 0
+        if self._skipping is not None and not self._skipping.lets_launch(self.buckets):
+            return
         while (place := self._flight.num_launched) < last and self.buckets[place].ready_s:
             self._launch(self.buckets[place])
 
+    def _is_shelved(self, bucket: Bucket) -> bool:
+        return self._skipping is not None and self._skipping.shelves(bucket)
+
     def _launch(self, bucket: Bucket) -> None:
+        if self._is_shelved(bucket):
+            assert isinstance(self._flight, Flight), "skipping is refused beside forward overlap"
+            self._flight.shelve(bucket)
+            return
         with station("launched"):
             if not bucket.launched:
                 bucket.collect(self._scales, self._used_before, has_ended=False)
+            is_last = all(map(self._is_shelved, self.buckets[bucket.index + 1 :]))
             try:
-                self._flight.launch(bucket, is_last=bucket is self.buckets[-1])
+                self._flight.launch(bucket, is_last)
             except Exception as error:
                 self.recovery.fail(error)
                 raise
@@ -264,12 +278,13 @@ class Reducer:
         try:
             if backward.synchronizes:
                 self._finish(backward)
-                if not self.has_rebuilt_buckets:
-                    self._rebuild()
-                elif self.cap_search is not None:
-                    self._try_caps(self.cap_search)
+                if self.cuts.may_change and self.cuts.is_due(self.timings, self.unweighed_size):
+                    self.buckets = self.cuts.cut()
             else:
                 self._end_unsynchronized()
+        except SkipError:
+            self.recovery.drop_gradients()
+            raise
         except Exception as error:
             if not isinstance(error, PeerAbortedError):
                 self.recovery.fail(error)
@@ -292,10 +307,10 @@ class Reducer:
         Raises:
             PeerAbortedError: Another rank's backward raised; gradients are undefined on all ranks.
             PeerLostError: A rank died or hangs; gradients are undefined.
+            SkipError: What is skipped differs between ranks, or was used; gradients are dropped.
         """
         ended_s = time.perf_counter()
-        is_late = any(bucket.has_late_gradients() for bucket in self.buckets)
-        unused = self._complete(self._tell_of_late() if is_late else Status.GOOD)
+        unused = self._complete(self._status())
         waited_s = time.perf_counter() - ended_s
         try:
             has_late = self.verdict.reach(self.num_steps + 1, self.reduction)
@@ -310,7 +325,7 @@ class Reducer:
                 self._reduce_late()
             self._attach(unused)
             if ranks := self.verdict.control.ranks_not_finite():
-                self.verdict.suspect(self.num_steps + 1, ranks, self._order)
+                self.verdict.suspect(self.num_steps + 1, ranks, self.cuts.order)
         if backward.by_autograd and (unused or self.options.find_unused_parameters):
             self._note_unused(unused)
         self.arrivals.expected.learn(self.buckets)
@@ -322,6 +337,19 @@ class Reducer:
             record(waited_s)
         else:
             self._put_off(overlap, unused, lambda later_s: record(waited_s + later_s))
+
+    def _status(self) -> Status:
+        """How this rank's backward has ended. Raises SkipError, once the others know, if it has used what it skips."""
+        if self._skipping is not None:
+            self._skipping.agree(self.buckets)
+            if error := self._skipping.error_of_used(self.buckets):
+                self._complete(Status.ABORTED)
+                raise error
+            for bucket in filter(self._is_shelved, self.buckets):
+                if bucket.slots_with_gradients():
+                    collect_late(bucket)
+        is_late = any(bucket.has_late_gradients() for bucket in self.buckets)
+        return self._tell_of_late() if is_late else Status.GOOD
 
     def _record(
         self, flight: Flight | PieceFlight, step: int, started_s: float, ended_s: float, waited_s: float
@@ -355,12 +383,15 @@ class Reducer:
 
     def _complete(self, status: Status) -> list[int]:
         """Launch the remaining buckets, the last with our words, and wait for all. Returns the unused parameters."""
+        if self._skipping is not None:
+            self._skipping.agree(self.buckets)
         remaining = self.buckets[self._flight.num_launched :]
         for bucket in remaining:
             if not bucket.ready_s:
                 with station("ready"):
                     bucket.ready_s = time.perf_counter()
-            bucket.collect(self._scales, self._used_before, has_ended=True)
+            if not self._is_shelved(bucket):
+                bucket.collect(self._scales, self._used_before, has_ended=True)
         unused = [index for bucket in self.buckets for index in bucket.untouched_members()]
         num_open = self.open_forwards.word(self._by_autograd)
         not_finite = [bucket.not_finite for bucket in self.buckets if bucket.not_finite is not None]
@@ -368,13 +399,12 @@ class Reducer:
         for bucket in remaining:
             self._launch(bucket)
         if self._buffers.come_at_end and self.reduction.carries_words:
-            self._buffers.launch(
-                self._buffers.source
-            )  # else later: a hook's callbacks may be starting collectives
+            self._buffers.launch(self._buffers.source)  # else later: a hook may be starting collectives
         is_awaited = self._flight.is_awaited_at_end
         if is_awaited or status is Status.ABORTED:
             self._flight.wait()
-        if not (is_awaited and self.reduction.carries_words) or self.buckets[-1].words is None:
+        last = self.buckets[-1]
+        if not (is_awaited and self.reduction.carries_words) or self._is_shelved(last) or last.words is None:
             self.verdict.exchange(self.process_groups[0], self._peers)
         if self._buffers.are_awaited:
             self._buffers.end_step()
@@ -382,8 +412,10 @@ class Reducer:
         return unused
 
     def _reduce_late(self) -> None:
-        """Sum what arrived after its bucket had left, on all ranks (rule 5)."""
+        """Sum what arrived after its bucket had left, or in one that was left out, on all ranks (rule 5)."""
         for bucket in self.buckets:
+            if bucket.left_out:
+                collect_late(bucket)
             pending = bucket.launch_late(self._scales.mean, self._flight.group_of(bucket))
             self._peers.wait(pending, "reducing late gradients")
             bucket.add_late()
@@ -402,33 +434,14 @@ class Reducer:
 
     def _note_unused(self, unused: list[int]) -> None:
         looks = self.options.find_unused_parameters
+        if self._skipping is not None:
+            unused = [] if self._skipping.looks else self._skipping.undeclared(unused)
         if unused:
             self.arrivals.expected.predicts = True
             if not (looks or self.options.static_graph):
                 self.verdict.warn_of_unused(unused)
         elif looks and self.num_steps == 0 and self.verdict.control.all_used_everywhere():
             self.verdict.warn_of_none_unused()
-
-    def _rebuild(self) -> None:
-        """After the first synchronized backward: lay the buckets out in the order that rank 0 observed."""
-        device = self.verdict.control.words.device
-        size = self.unweighed_size
-        order, first_size = self.arrivals.agree_on_order(
-            self._order, size, device, self.process_groups[0], self._peers
-        )
-        if size and first_size and size != first_size:
-            self.verdict.warn_of_unequal_batches(size, first_size)
-        self.has_rebuilt_buckets = True
-        if order != self._order:
-            self._cut(order)
-
-    def _try_caps(self, search: CapSearch) -> None:
-        """Cut the buckets anew if other caps are to be tried, or have been found to be better."""
-        device = self.verdict.control.words.device
-        caps = search.after_step(self.timings, device, self.process_groups[0], self._peers)
-        if caps is not None:
-            self._memory.caps = caps
-            self._cut(self._order)
 
     def rest(self) -> None:
         """No backward is under way any more."""
@@ -452,7 +465,11 @@ class Reducer:
     def complete_aborted(self, status: Status) -> None:
         """Perform what is left of the last backward's collectives, and tell the other ranks that it raised."""
         self.arrivals.expect_nothing()
-        self._complete(status)
+        self.out_of_memory = ()
+        try:
+            self._complete(status)
+        except SkipError:  # the other ranks raise it; nothing was launched
+            return
         self.out_of_memory = self.verdict.only_out_of_memory()
 
     def set_static_graph(self) -> None:

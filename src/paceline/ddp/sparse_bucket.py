@@ -32,7 +32,7 @@ class SparseBucket:
         self.num_large = 0
         self.touched: list[Tensor] = []
         self.expected = 1
-        self.launched = False
+        self.launched = self.left_out = False
         self.ready_s = 0.0
         self._used = False
         self._kept: Tensor | None = None
@@ -42,7 +42,7 @@ class SparseBucket:
     def arm(self, expected: int) -> None:
         self.touched.clear()
         self.expected = expected
-        self.launched = False
+        self.launched = self.left_out = False
         self.ready_s = 0.0
 
     def disarm(self) -> None:
@@ -71,7 +71,7 @@ class SparseBucket:
         self.message = _scaled(_as_sparse(parameter), scales.mean)
         self.size_bytes = self.message._values().numel() * self.message._values().element_size()
         parameter.grad = None
-        self.launched = True
+        self.launched, self.left_out = True, False
 
     def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Pending:
         return reduction.launch_sparse(self.message, group, self._keep_reduced)
@@ -80,13 +80,15 @@ class SparseBucket:
         self.message = reduced
 
     def attach(self, is_used: Callable[[int], bool]) -> None:
+        if self.left_out:
+            return
         if self._used or is_used(self.members[0]):
             self.parameters[0].grad = self.message
         else:
             self.parameters[0].grad = self._kept
 
     def untouched_members(self) -> list[int]:
-        self._used = self._used or self.has_late_gradients()
+        self._used = not self.left_out and (self._used or self.has_late_gradients())
         return [] if self._used else list(self.members)
 
     def has_late_gradients(self) -> bool:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ from paceline.comm.gradient_group import gradient_groups, on_one_host
 from paceline.comm.peers import next_name
 from paceline.compression import Compressor
 from paceline.data import Balance, GlobalBatches
-from paceline.ddp import arguments, inputs_outputs, sync_batch_norm
+from paceline.ddp import arguments, inputs_outputs, skipping, sync_batch_norm
 from paceline.ddp.accumulation import Batch, Window
 from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.coordinator import Setting, StepCoordinator
 from paceline.ddp.forward_overlap import ForwardOverlap
-from paceline.ddp.joining import Shadow
+from paceline.ddp.joining import Shadow, refuse_beside
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.mixed_precision import LowPrecision, cast_buffers
 from paceline.ddp.mixed_precision import check as check_precision
@@ -77,7 +77,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         param_to_hook_all_reduce: Accepted with it; they leave when backward has ended.
         mixed_precision: Torch's `_MixedPrecision`: dtypes for computing, reducing and buffers. Works on the CPU too.
         device_mesh: A one-dimensional mesh, in place of a process group.
-        skip_all_reduce_unused_params: Warned about and ignored: unused parameters cost bytes, never correctness.
+        skip_all_reduce_unused_params: Buckets that no rank uses in a step are not reduced, whichever these are; the
+            ranks agree on them as backward begins. Not with everything: see `droppable`.
         bucket_cap_mb_list: Caps of the first, second, ... bucket; the last one repeats.
         batched_grad_copy: Always so; the argument is accepted.
         forward_sync_buffers: Give all ranks rank 0's buffers before a step's first forward that will be synchronized.
@@ -96,6 +97,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             None: every rank counts the same. Not torch's.
         batch_sampler: The loader's `GlobalShuffle` or `TokenShuffle`, or a `GlobalStream`, whose `steps` are trained.
             Samples, or tokens, count alike then without `weight`, and shares may change between steps. Not torch's.
+        droppable: Modules, parameters or names that steps may `skip`, each entry as a whole, such as `list(net.blocks)`
+            or `[net.backbone]`: they get buckets of their own. Not with reductions that need every bucket, a static
+            graph, `overlap_forward` and searched caps. Not torch's.
         balance: "auto": move samples of `batch_sampler` from slow ranks to fast ones; or a `paceline.data.Balance`.
             Not torch's.
 
@@ -141,6 +145,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         batch_sampler: GlobalBatches | None = None,
         balance: Balance | str | None = None,
         overlap_forward: bool | str = False,
+        droppable: Any = None,
     ) -> None:
         Module.__init__(self)
         Joinable.__init__(self)
@@ -172,11 +177,22 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             )
             given_caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
             self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
-            managed = arguments.manage(module, self.parameters_to_ignore, self._delay_all_reduce_params)
+            self._units = skipping.units_of(module, droppable)
+            managed = arguments.manage(
+                module, self.parameters_to_ignore, self._delay_all_reduce_params, self._units
+            )
             self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
             arguments.check_linear(managed, self._reduction)
             self._searches_caps = arguments.check_cap_search(
                 bucket_cap_mb, bucket_cap_mb_list, self._reduction, overlap_forward
+            )
+            skipping.check(
+                self._units,
+                skip_all_reduce_unused_params,
+                self._reduction,
+                overlap_forward=overlap_forward,
+                bucket_cap_mb=bucket_cap_mb if self._searches_caps else None,
+                static_graph=static_graph and bool(self._units),
             )
             if overlap_forward:
                 arguments.check_forward_overlap(
@@ -228,7 +244,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.require_forward_param_sync = True
         arguments.warn_of_ignored(
             check_reduction,
-            skip_all_reduce_unused_params,
             static_graph,
             find_unused_parameters,
             lazy_bucket_allocation,
@@ -253,6 +268,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             self._delay_all_reduce_params,
             self._weight,
             self._shares,
+            self._units,
+            self.skip_all_reduce_unused_params,
             make_reducer=TorchsReducer,
             take_over_optimizers=take_over_optimizers,
         )
@@ -289,7 +306,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     @property
     def cap_search(self) -> CapSearch | None:
         """What `bucket_cap_mb="auto"` has tried and found: `tried`, `best_mb`. None without it, and for one rank."""
-        return self.reducer.cap_search
+        return self.reducer.cuts.search
 
     @property
     def forward_overlap(self) -> ForwardOverlap | None:
@@ -419,6 +436,31 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """
         self._steps.synchronize_gradients()
 
+    def skip(self, *what: Module | torch.nn.Parameter | str | Iterable[Any]) -> AbstractContextManager[None]:
+        """Backwards that begin in this context make no gradients of these parts: their buckets are not reduced.
+
+        Their `.grad` stays what it was, as that of any parameter that no rank has used. Contexts add up. Within
+        `no_sync` or a window nothing is lost: what an earlier micro-batch of the step has used is reduced.
+
+        Args:
+            what: Modules, parameters or names; entries of `droppable`. The same on every rank: draw from one seed.
+
+        Contract:
+            Local; every synchronized backward of a model with `droppable` compares what the ranks skip, in a small sum
+            beside autograd. A backward raises, on every rank, with all parameters untouched:
+
+        Raises:
+            SkipError: The ranks skip different layers, which it names; or a gradient was made of what is skipped (the
+                other ranks then get a PeerAbortedError).
+            ConfigurationError: What is no entry of `droppable`, nor several; at once.
+        """
+        if self._steps.skipping is None:
+            raise ConfigurationError(
+                "skip(): this model was not told what may be skipped. All ranks have to know that from the start: give "
+                "DistributedDataParallel(..., droppable=list(net.blocks))."
+            )
+        return self._steps.skipping.skip(*what)
+
     @property
     def reduction(self) -> Reduction:
         """What combines the ranks' gradients; its `state_dict()` is this rank's own, to be saved by every rank."""
@@ -468,15 +510,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             enable: False: do nothing.
             throw_on_early_termination: Raise on all ranks as soon as one has no more batches.
         """
-        if self.cap_search is not None:
-            raise ConfigurationError(
-                'join() and bucket_cap_mb="auto": a rank without batches has no steps to be timed. Give a number.'
-            )
-        if self.forward_overlap is not None:
-            raise ConfigurationError(
-                "join() and overlap_forward: a rank without batches has no forward to overlap with, and would keep the "
-                "others waiting. Leave out overlap_forward, or give all ranks equally many batches."
-            )
         return Join(
             [self],
             enable,
@@ -485,7 +518,12 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         )
 
     def join_hook(self, **kwargs: Any) -> Shadow:
-        """What `Join` runs on a rank that has no more batches."""
+        """What `Join` runs on a rank that has no more batches, whether `join` made it or a script.
+
+        Raises:
+            ConfigurationError: An option of this module needs batches on every rank.
+        """
+        refuse_beside(self)
         return Shadow(self, self._steps, kwargs.get("divide_by_initial_world_size", True))
 
     @property
@@ -525,7 +563,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._module_parameters = [
             p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
-        managed = arguments.manage(self.module, self.parameters_to_ignore, self._delay_all_reduce_params)
+        managed = arguments.manage(
+            self.module, self.parameters_to_ignore, self._delay_all_reduce_params, self._units
+        )
         self._reduction.prepare(managed.named(), self.process_group)
         self._set_up(managed, init_sync=False, init_sync_buffers=False)
 

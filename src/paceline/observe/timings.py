@@ -19,7 +19,7 @@ class BucketTiming:
 
     Attributes:
         index: Its place in the order in which backward fills buckets.
-        size_bytes: Bytes of this rank's gradients in it.
+        size_bytes: Bytes of this rank's gradients in it; 0 if no rank needed them, so that nothing was sent.
         ready_s: When its last gradient was in.
         launched_s: When its reduction was started; later than `ready_s` when an earlier bucket was late.
         done_s: When its reduction had completed.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.late_imports import on_first_use
 
 if TYPE_CHECKING:  # training needs a few of these, and should not wait for the simulator
     from paceline.planning.collective_time import CollectiveCost, Servers, collective_cost
@@ -32,38 +33,41 @@ if TYPE_CHECKING:  # training needs a few of these, and should not wait for the 
     )
     from paceline.planning.training_plan import Plan
 
-_HOME_OF = {
-    "NO_EMULATION": "hardware",
-    "BucketLoad": "step_time",
-    "Cluster": "hardware",
-    "CollectiveCost": "collective_time",
-    "Decision": "decision",
-    "EmulationCost": "hardware",
-    "HostLink": "hardware",
-    "LayerTimes": "recorded_workload",
-    "Line": "step_time",
-    "Plan": "training_plan",
-    "Prediction": "step_time",
-    "Proposal": "shares",
-    "ReductionCost": "step_time",
-    "Rules": "decision",
-    "Servers": "collective_time",
-    "Simulation": "simulator",
-    "Speed": "shares",
-    "SpeedEstimate": "shares",
-    "StepProfile": "step_time",
-    "Workload": "recorded_workload",
-    "best_shares": "shares",
-    "calibration_slowdown": "step_time",
-    "collective_cost": "collective_time",
-    "crossover_slowdown": "step_time",
-    "decide": "decision",
-    "finish_s": "shares",
-    "ideal_s": "shares",
-    "predict": "step_time",
-    "propose": "shares",
-    "simulate": "simulator",
-}
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "NO_EMULATION": "hardware",
+        "BucketLoad": "step_time",
+        "Cluster": "hardware",
+        "CollectiveCost": "collective_time",
+        "Decision": "decision",
+        "EmulationCost": "hardware",
+        "HostLink": "hardware",
+        "LayerTimes": "recorded_workload",
+        "Line": "step_time",
+        "Plan": "training_plan",
+        "Prediction": "step_time",
+        "Proposal": "shares",
+        "ReductionCost": "step_time",
+        "Rules": "decision",
+        "Servers": "collective_time",
+        "Simulation": "simulator",
+        "Speed": "shares",
+        "SpeedEstimate": "shares",
+        "StepProfile": "step_time",
+        "Workload": "recorded_workload",
+        "best_shares": "shares",
+        "calibration_slowdown": "step_time",
+        "collective_cost": "collective_time",
+        "crossover_slowdown": "step_time",
+        "decide": "decision",
+        "finish_s": "shares",
+        "ideal_s": "shares",
+        "predict": "step_time",
+        "propose": "shares",
+        "simulate": "simulator",
+    },
+)
 
 __all__ = [
     "NO_EMULATION",
@@ -97,12 +101,3 @@ __all__ = [
     "propose",
     "simulate",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the public name `name` from its module on first use."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value

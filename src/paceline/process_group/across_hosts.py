@@ -10,7 +10,9 @@ Source:
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,8 +20,9 @@ from paceline.errors import ConfigurationError
 from paceline.process_group.connections import Gloo
 from paceline.process_group.executor import Executor
 from paceline.process_group.folds import Fold
+from paceline.process_group.path_between_hosts import open_path, wanted_path
 from paceline.schedules import SCHEDULES, Choice, Links, Topology, choose
-from paceline.transports import Subset
+from paceline.transports import Subset, Transport
 from paceline.transports.c10d import C10dTransport
 from paceline.transports.link_probe import find_links
 
@@ -27,27 +30,38 @@ CHOICE = "PACELINE_ALLREDUCE"  # environment variable: the name of a schedule, t
 
 
 class AcrossHosts:
-    """All-reduces with the ranks of other hosts.
+    """All-reduces with the ranks of other hosts; broadcasts and gathers, too, where the path is not Gloo's own.
 
     Args:
         inner: A Gloo group over all ranks, used by nobody else at the same time.
+        store: For the path's connections alone.
         hosts: The ranks of every host.
         index: This rank's place on its host.
-        timeout_s: For one collective.
+        timeout: For one collective.
     """
 
-    def __init__(self, inner: Gloo, hosts: tuple[tuple[int, ...], ...], index: int, timeout_s: float) -> None:
-        self._transport = C10dTransport(inner)
+    def __init__(
+        self,
+        inner: Gloo,
+        store: dist.Store,
+        hosts: tuple[tuple[int, ...], ...],
+        index: int,
+        timeout: timedelta,
+    ) -> None:
+        self._inner, self._store, self._timeout = inner, store, timeout
+        self._path: Transport | None = None
+        self._hosts, self._index = hosts, index
         host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
         self._places = Topology(tuple(host_of[rank] for rank in range(len(host_of))))
         self._columns = Topology.one_rank_a_host(len(hosts))
         self._num_columns = min(len(ranks) for ranks in hosts)
-        self._timeout_s = timeout_s
-        self._executor: Executor | None = None
-        if index < self._num_columns:
-            self._executor = Executor(Subset(self._transport, [ranks[index] for ranks in hosts]))
+        self._timeout_s = timeout.total_seconds()
+        self._column: Executor | None = None
+        self._everybody: dict[int, Executor] = {}  # by the rank that is the first one there
         self._links: Links | None = None
         self._only: str | None = None
+        if len(hosts) > 1:
+            wanted_path()
         self.use(os.environ.get(CHOICE), CHOICE)
 
     def use(self, name: str | None, set_by: str = "use_schedule") -> None:
@@ -70,7 +84,20 @@ class AcrossHosts:
     def prepare(self) -> None:
         """Learn what the links can do, at the first use. Collective over all ranks of the group."""
         if self._links is None:
-            self._links = find_links(self._transport, self._places, self._timeout_s)
+            self._links = find_links(self._open(), self._places, self._timeout_s)
+
+    def _open(self) -> Transport:
+        """The path, opened at the first use. Collective over all ranks of the group."""
+        if self._path is None:
+            self._path = open_path(self._inner, self._store, self._timeout)
+            if self._index < self._num_columns:
+                column = [ranks[self._index] for ranks in self._hosts]
+                self._column = Executor(Subset(self._path, column))
+        return self._path
+
+    def is_by_datagrams(self) -> bool:
+        """Whether the path is UDP. Collective over all ranks of the group at the first use."""
+        return not isinstance(self._open(), C10dTransport)
 
     def choose(self, size_bytes: int, itemsize: int) -> Choice:
         """Return the cheapest schedule for a message of all columns together. After `prepare`."""
@@ -86,8 +113,29 @@ class AcrossHosts:
 
     def all_reduce(self, share: Tensor, fold: Fold) -> None:
         """Replace a column's share by the fold of all hosts' shares; an average is left a sum."""
-        assert self._executor is not None
+        assert self._column is not None
         operation = "SUM" if fold.averages else fold.name
         size_bytes = share.numel() * share.element_size() * self._num_columns
         schedule = self.choose(size_bytes, share.element_size()).schedule
-        self._executor.run(schedule, share, getattr(dist.ReduceOp, operation), self._timeout_s)
+        self._column.run(schedule, share, getattr(dist.ReduceOp, operation), self._timeout_s)
+
+    def broadcast(self, flat: Tensor, root: int) -> None:
+        """Give every rank `root`'s bytes, over this path. Shape (N,), contiguous."""
+        self._run("broadcast_tree", flat.view(torch.uint8), root, "broadcast")
+
+    def all_gather(self, flat: Tensor) -> None:
+        """Give every rank all ranks' bytes. Shape (P * N,): rank r's are in the r-th of P equal parts."""
+        self._run("all_gather_direct", flat.view(torch.uint8), 0, "all-gather")
+
+    def _run(self, name: str, flat: Tensor, first: int, operation: str) -> None:
+        ranks = self._inner.size()
+        if first not in self._everybody:
+            members = [(first + rank) % ranks for rank in range(ranks)]
+            self._everybody[first] = Executor(Subset(self._open(), members))
+        schedule = SCHEDULES[name].build(Topology.one_rank_a_host(ranks))
+        self._everybody[first].run(schedule, flat, None, self._timeout_s, operation=operation)
+
+    def close(self) -> None:
+        """Let go of connections of its own. Local."""
+        if self._path is not None and not isinstance(self._path, C10dTransport):
+            self._path.close()

@@ -58,7 +58,8 @@ class ProcessGroup(dist.ProcessGroup):
         self.address = address_towards(len(self.host.hosts))
         self._inner = make_gloo(dist.PrefixStore("collectives", store), rank, size, timeout, self.address)
         self._messages = make_gloo(dist.PrefixStore("messages", store), rank, size, timeout, self.address)
-        self._across = AcrossHosts(self._inner, self.host.hosts, self.host.index, timeout.total_seconds())
+        paths = dist.PrefixStore("between hosts", store)
+        self._across = AcrossHosts(self._inner, paths, self.host.hosts, self.host.index, timeout)
         self._collectives = BlockingCollectives(self.host, self._here, self._across, self._inner)
         self._lane = Lane(f"paceline lane of rank {rank}")
         end_before_exit(self, ProcessGroup._leave)
@@ -140,6 +141,7 @@ class ProcessGroup(dist.ProcessGroup):
             words = self._across.choose(size_bytes, 4).why
             if self.host.num_ranks > 1:
                 words += "; within a host through shared memory, each rank taking a share across"
+            words += "; by datagrams" if self._across.is_by_datagrams() else ""
             words += f"; over the interface {os.environ.get(INTERFACE) or f'with address {self.address}'}"
         return words + (f" ({self.host.remark})" if self.host.remark else "")
 
@@ -392,6 +394,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _leave(self, patience_s: float) -> None:
         if self._lane.close(patience_s):  # else what is under way may still want the others
+            self._across.close()
             self.host.me.status.leave()
 
     def shutdown(self) -> None:

@@ -58,21 +58,32 @@ class BlockingCollectives:
                 self._here.all_reduce(what, values, fold, lambda share: self._across.all_reduce(share, fold))
 
     def broadcast(self, tensor: Tensor, options: dist.BroadcastOptions) -> None:
-        if not self._alone:
+        if not self._alone and not self._across.is_by_datagrams():
             self.inner("broadcast", lambda: self._inner.broadcast([tensor], options))
             return
         what = Descriptor.of(self._next(), "broadcast", tensor, root=options.rootRank)
         with flat_view(tensor, is_output=True) as flat:
+            if not self._alone:
+                self._across.broadcast(flat, options.rootRank)
+                return
             self._here.broadcast(what, flat, options.rootRank)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        if not self._alone:
+        if not self._alone and not self._across.is_by_datagrams():
             options = AllgatherOptions()
             self.inner("all-gather", lambda: self._inner.allgather([list(outputs)], [tensor], options))
             return
         what = Descriptor.of(self._next(), "all-gather", tensor)
         with flat_view(tensor, is_output=False) as flat, flat_views(outputs, are_outputs=True) as rows:
-            self._here.all_gather(what, rows, flat)
+            if self._alone:
+                self._here.all_gather(what, rows, flat)
+                return
+            every = flat.new_empty(flat.numel() * self._num_ranks)
+            parts = every.split(flat.numel()) if flat.numel() else [every] * self._num_ranks
+            parts[self._inner.rank()].copy_(flat)
+            self._across.all_gather(every)
+            for row, part in zip(rows, parts, strict=True):
+                row.copy_(part)
 
     def reduce(self, tensor: Tensor, options: dist.ReduceOptions) -> None:
         fold = _fold(options.reduceOp, tensor)

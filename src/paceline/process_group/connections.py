@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -14,6 +14,9 @@ from paceline.transports import Transport
 from paceline.transports.c10d import C10dTransport
 from paceline.transports.lossy_transport import LossyTransport
 from paceline.transports.shared_memory import SharedMemoryTransport, join_host
+
+if TYPE_CHECKING:
+    from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
 
 Gloo = Any  # a ProcessGroupGloo; torch's stubs know none of its methods
 
@@ -84,12 +87,31 @@ def open_lossy_transport(store: dist.Store, rank: int, num_ranks: int, timeout: 
     try:
         from paceline.transports.bounded_loss.lossy_link import LossyLink  # noqa: PLC0415  numba takes a while
     except ImportError as error:
-        raise ConfigurationError(
-            f"a transport with bounded loss needs the package numba: pip install 'paceline[lossy]'. ({error})"
-        ) from error
+        raise _without_numba("a transport with bounded loss", error) from error
+    return LossyLink(store, rank, num_ranks, timeout, *_listening_on(num_ranks))
+
+
+def open_datagram_transport(
+    store: dist.Store, rank: int, num_ranks: int, timeout: timedelta
+) -> DatagramTransport:
+    """Connect the ranks for messages over UDP of which nothing is lost. As `open_lossy_transport`."""
+    try:
+        from paceline.transports.bounded_loss.datagram_transport import (  # noqa: PLC0415  as above
+            DatagramTransport,
+        )
+    except ImportError as error:
+        raise _without_numba("a transport over UDP", error) from error
+    return DatagramTransport(store, rank, num_ranks, timeout, *_listening_on(num_ranks))
+
+
+def _listening_on(num_ranks: int) -> tuple[str, str]:
+    """The address on which to take datagrams, or the interface."""
     interface = os.environ.get(INTERFACE, "").split(",")[0]
-    address = "" if interface else address_towards(num_ranks) or "127.0.0.1"
-    return LossyLink(store, rank, num_ranks, timeout, address, interface)
+    return ("" if interface else address_towards(num_ranks) or "127.0.0.1"), interface
+
+
+def _without_numba(what: str, error: ImportError) -> ConfigurationError:
+    return ConfigurationError(f"{what} needs the package numba: pip install 'paceline[lossy]'. ({error})")
 
 
 def timeout_of(process_group: dist.ProcessGroup) -> timedelta:

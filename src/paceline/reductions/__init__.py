@@ -5,9 +5,9 @@ Most classes are imported on first access (PEP 562), so that wrapping a model co
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from paceline.late_imports import on_first_use
 from paceline.reductions.by_name import choose_reduction
 from paceline.reductions.hook import GradBucket, HookReduction
 from paceline.reductions.mean import Mean, NarrowMean
@@ -43,23 +43,17 @@ __all__ = [
     "choose_reduction",
 ]
 
-_HOME_OF = {
-    "Adasum": "adasum",
-    "Auto": "auto",
-    "BoundedLoss": "bounded_loss_mean",
-    "Compressed": "compressed",
-    "GradientNoiseScale": "noise_scale",
-    "LossReport": "loss_report",
-    "Lossy": "lossy",
-    "ParameterServers": "parameter_servers",
-    "PowerSGD": "powersgd",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import `name` from its module on first access."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "Adasum": "adasum",
+        "Auto": "auto",
+        "BoundedLoss": "bounded_loss_mean",
+        "Compressed": "compressed",
+        "GradientNoiseScale": "noise_scale",
+        "LossReport": "loss_report",
+        "Lossy": "lossy",
+        "ParameterServers": "parameter_servers",
+        "PowerSGD": "powersgd",
+    },
+)

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,7 @@ from paceline.reductions.loss_report import LossReport
 from paceline.reductions.reduction import Message, Reduction, real_numel
 from paceline.transports import Bound, LossyTransport, Sum
 
+_CLASSES = 5
 _NATIVE = (torch.float32, torch.float64)
 
 SURVIVORS, NONE, FEEDBACK = "survivors", "none", "feedback"
@@ -59,6 +61,9 @@ class BoundedLoss(Reduction):
         compensation: "survivors" puts the mean of those ranks whose contribution arrived in place of a lost one, so
             that the expectation over losses is the mean. "none" takes it for zero: gradients shrink by what is lost.
             "feedback" does, too, and its sender adds it to the same gradient of the next step.
+        priorities: Whether switches are to know what matters: datagrams of the model's front layers, which the next
+            forward needs first, are of a higher class (DSCP CS5 down to CS1 for the last ones), and leave first; those
+            that may be lost are not ECN-capable, so that a port drops them where it marks the others.
         connect: Makes this rank's transport for a process group; by default one over UDP. Collective.
 
     Attributes:
@@ -78,12 +83,16 @@ class BoundedLoss(Reduction):
         instead of what was rounded off.
     """
 
+    needs_all_buckets = True
+
     def __init__(
         self,
         bound: float = 0.01,
         protected_ratio: float = 0.0,
         compensation: str = SURVIVORS,
         connect: Callable[[ProcessGroup], LossyTransport] | None = None,
+        *,
+        priorities: bool = False,
     ) -> None:
         if compensation not in COMPENSATIONS:
             raise ConfigurationError(
@@ -93,6 +102,8 @@ class BoundedLoss(Reduction):
         self._bound = Bound(bound, protected_ratio, is_scaled=compensation == SURVIVORS)
         self._compensation = compensation
         self._connect = connect
+        self._priorities = priorities
+        self._class_of: dict[int, int] = {}  # by a parameter's id
         self.losses = LossReport()
         self.loss_scale: Callable[[], float] = _one
         self._connection: _Connection | None = None
@@ -111,7 +122,7 @@ class BoundedLoss(Reduction):
     def __repr__(self) -> str:
         return (
             f"BoundedLoss(bound={self._bound.ratio}, protected_ratio={self._bound.protected_ratio}, "
-            f"compensation={self._compensation!r})"
+            f"compensation={self._compensation!r}{', priorities=True' if self._priorities else ''})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,6 +132,7 @@ class BoundedLoss(Reduction):
             "protected_ratio": self._bound.protected_ratio,
             "compensation": self._compensation,
             "connect": self._connect,
+            "priorities": self._priorities,
         }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -132,6 +144,8 @@ class BoundedLoss(Reduction):
         self._prepared_for = process_group
         self._sizes = {name: real_numel(parameter) for name, parameter in named_parameters.items()}
         self._names = {id(parameter): name for name, parameter in named_parameters.items()}
+        if self._priorities:
+            self._class_of = _classes(named_parameters)
 
     def begin_step(self) -> None:
         self._sums = []
@@ -154,7 +168,9 @@ class BoundedLoss(Reduction):
             layout = Layout(tuple(sizes.values()), (0,) * len(sizes), flat.dtype, flat.device)
             residual = self._residuals.slot(names, layout)
         launched = _Reduced(message.body, sizes, residual, message.process_group.rank())
-        self._connection.launch(launched, self._bound)
+        # Of a bucket that holds several, the one that is needed first decides.
+        level = max((self._class_of.get(id(parameter), 0) for parameter in message.parameters), default=0)
+        self._connection.launch(launched, replace(self._bound, priority=level))
         self._sums.append(launched)
         return launched
 
@@ -275,6 +291,16 @@ def _keep_lost(given: Tensor, ranges: Any, rank: int) -> None:
     given.zero_()
     for (first, end), values in zip(own, lost, strict=True):
         given[first:end] = values
+
+
+def _classes(named_parameters: Mapping[str, Parameter]) -> dict[int, int]:
+    """The class of each parameter, by its id: 5 for the first fifth of the model's elements, 1 for the last."""
+    total = max(1, sum(real_numel(parameter) for parameter in named_parameters.values()))
+    found, before = {}, 0
+    for parameter in named_parameters.values():
+        found[id(parameter)] = _CLASSES - before * _CLASSES // total
+        before += real_numel(parameter)
+    return {which: max(1, level) for which, level in found.items()}
 
 
 def _one() -> float:

@@ -84,8 +84,8 @@ class Memory:
     def restore(self, names: Iterable[str]) -> None:
         """Keep the state of these parameters as it was before this step. Before `commit`."""
         for name in names:
-            if name in self._homes:
-                home = self._homes[name]
+            home = self._homes.get(name)
+            if home is not None and home.slot.is_proposed:
                 home.slot.proposed[home.start : home.stop] = home.kept
 
     def commit(self) -> None:

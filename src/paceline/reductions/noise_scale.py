@@ -58,6 +58,8 @@ class GradientNoiseScale(Reduction):
         McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1.
     """
 
+    needs_all_buckets = True
+
     def __init__(
         self,
         inner: Reduction | str = "mean",

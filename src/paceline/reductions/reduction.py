@@ -61,6 +61,9 @@ class Reduction(ABC):
     divides_by_all: bool = True
     """Whether a rank that has nothing in a step counts as one with a zero gradient; else as if it were not there."""
 
+    needs_all_buckets: bool = False
+    """Whether every step has to launch every bucket, on every rank; else those that no rank needs may be left out."""
+
     def __repr__(self) -> str:
         """Class and settings, equal on all ranks: `ddp` compares them, so that ranks with different ones raise."""
         return type(self).__name__

@@ -47,6 +47,13 @@ class OrderedSum:
             self._next += 1
 
     @property
+    def held_bytes(self) -> int:
+        """Memory of what has been pushed."""
+        return sum(early.nbytes for early in self._early.values()) + (
+            0 if self._sum is None else self._sum.nbytes
+        )
+
+    @property
     def is_complete(self) -> bool:
         return self._next == self._num_ranks
 

@@ -4,6 +4,7 @@ Rules
 1. Nobody who has not shown that they know the job's token is listened to (`handshake`).
 2. Sessions know nothing of each other. One ends when its last connection does; a rank that is started again opens a new
    one.
+3. What a session holds is limited: ranks that are far ahead are not read from until the others have come (`Session`).
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
+        self._accepts_again_s = 0.0
         self._is_stopped = False
 
     def watch(self, descriptor: Any) -> None:
@@ -96,7 +98,11 @@ class Server:
             return
         try:
             connected, _ = self._listener.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionError):
+            return  # whoever it was has gone
+        except OSError:  # no descriptor or memory is left; the listener would be ready again at once
+            self._selector.unregister(self._listener)
+            self._accepts_again_s = time.monotonic() + _TICK_S
             return
         connected.setblocking(False)
         side = ServerSide(self._token)
@@ -170,12 +176,13 @@ class Server:
                 f"rank {rank} has Paceline {theirs}, and the parameter server {version.__version__}. Install the same "
                 "everywhere."
             )
-        opened = self._open.setdefault(session, _Open(Session(num_ranks, timeout_s, _make_steps)))
+        opened = self._open.get(session) or _Open(Session(num_ranks, timeout_s, _make_steps))
         if opened.session.num_ranks != num_ranks or rank in opened.clients or not 0 <= rank < num_ranks:
             raise ConfigurationError(
                 f"rank {rank} of {num_ranks} cannot join a session of {opened.session.num_ranks} ranks, of which "
                 f"{sorted(opened.clients)} have come."
             )
+        self._open[session] = opened
         opened.session.names[rank] = name
         opened.clients[rank] = client
         client.session, client.rank = opened.session, rank
@@ -193,13 +200,24 @@ class Server:
                 self._want(client)
 
     def _want(self, client: _Client) -> None:
-        if client.connected in self._clients and client.connection is not None:
-            wanted = selectors.EVENT_WRITE if client.connection.wants_to_send else 0
-            self._selector.modify(client.connected, selectors.EVENT_READ | wanted, client)
+        """Watch for what is wanted of a connection. Whom a session hears changes with what it receives and answers."""
+        if client.connected not in self._clients or client.connection is None:
+            return
+        is_heard = client.session is None or client.session.hears(client.rank)
+        wanted = selectors.EVENT_READ if is_heard else 0
+        wanted |= selectors.EVENT_WRITE if client.connection.wants_to_send else 0
+        is_watched = client.connected in self._selector.get_map()
+        if is_watched and wanted:
+            self._selector.modify(client.connected, wanted, client)
+        elif is_watched:
+            self._selector.unregister(client.connected)
+        elif wanted:
+            self._selector.register(client.connected, wanted, client)
 
     def _drop(self, client: _Client, words: str) -> None:
         self._clients.discard(client.connected)
-        self._selector.unregister(client.connected)
+        if client.connected in self._selector.get_map():
+            self._selector.unregister(client.connected)
         client.connected.close()
         for name, opened in list(self._open.items()):
             if client.session is opened.session:
@@ -215,7 +233,8 @@ class Server:
             client = key.data
             if isinstance(client, _Client) and client.session is None and now_s - client.since_s > PATIENCE_S:
                 self._drop(client, "")
-        if self._listener not in self._selector.get_map() and not self._is_full:
+        may_accept = now_s >= self._accepts_again_s and not self._is_full
+        if may_accept and self._listener not in self._selector.get_map():
             self._selector.register(self._listener, selectors.EVENT_READ)
 
 

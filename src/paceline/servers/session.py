@@ -6,6 +6,9 @@ Rules
    session is over: nothing is answered but that.
 3. With an optimizer, a step is provisional until the next one begins, or state is fetched: then ranks say whether they
    have used it. So ranks may abandon a step whose backward failed on one of them (`SteppedKeys`).
+4. Once `most_held_bytes` of unanswered pieces are held, only ranks that owe the oldest of them are heard: so it is
+   answered sooner or later, and what is held is limited by that and one turn of each connection. A rank that is not
+   heard and dies is missed when it is heard again.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import numpy as np
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.servers.ordered_sum import Bytes, OrderedSum
 from paceline.servers.wire import KEY, WIDTHS, Frame, Kind, pack, pack_state, unpack, unpack_state
+
+MOST_HELD_BYTES = 1 << 30
 
 Outgoing = list[tuple[int, Frame]]
 """To which rank, what."""
@@ -56,6 +61,7 @@ class Session:
         num_ranks: How many.
         timeout_s: From the first push of a piece to the last.
         make_steps: Makes what steps an optimizer, of the words of SET_UP.
+        most_held_bytes: Of pieces that not all ranks have pushed.
 
     Attributes:
         names: Of the ranks that have come: where their process is, for messages.
@@ -63,13 +69,19 @@ class Session:
     """
 
     def __init__(
-        self, num_ranks: int, timeout_s: float, make_steps: Callable[[dict[str, Any]], Steps]
+        self,
+        num_ranks: int,
+        timeout_s: float,
+        make_steps: Callable[[dict[str, Any]], Steps],
+        most_held_bytes: int = MOST_HELD_BYTES,
     ) -> None:
         self.num_ranks = num_ranks
         self.names: dict[int, str] = {}
         self.failure: Frame | None = None
         self._timeout_s = timeout_s
         self._make_steps = make_steps
+        self._most_held_bytes = most_held_bytes
+        self._held_bytes = 0
         self._steps: Steps | None = None
         self._pushes: dict[int, _Push] = {}
         self._said: dict[str, tuple[int, bytes, set[int]]] = {}  # by subject: who first, what, and who since
@@ -135,8 +147,10 @@ class Session:
                 f"and rank {push.first_rank} {push.num_bytes} bytes of {len(push.keys) // KEY.size}, or other keys. "
                 "Ranks push the same in the same order: do they hold the same model?"
             )
+        self._held_bytes -= push.total.held_bytes
         push.total.add(rank, values)
         if not push.total.is_complete:
+            self._held_bytes += push.total.held_bytes
             return []
         del self._pushes[frame.number]
         answer = push.total.result()
@@ -144,6 +158,16 @@ class Session:
             answer = self._steps.step(np.frombuffer(push.keys, "<u4").tolist(), answer)
         reply = Frame(Kind.PUSH, frame.number, dtype=frame.dtype, body=(answer,))
         return [(each, reply) for each in range(self.num_ranks)]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as much is held as may be."""
+        return self._held_bytes >= self._most_held_bytes
+
+    def hears(self, rank: int) -> bool:
+        """Whether to read what a rank sends, or to leave it in the network for now: rule 4."""
+        oldest = next(iter(self._pushes.values()), None)
+        return oldest is None or not self.is_full or rank not in oldest.total.arrived
 
     def _agree(self, subject: str, rank: int, said: bytes) -> int:
         """All ranks say the same about a subject; how many have."""
@@ -199,6 +223,7 @@ class Session:
     def _fail(self, kind: str, rank: int, words: str) -> Outgoing:
         self.failure = Frame(Kind.FAILED, body=(pack({"kind": kind, "rank": rank, "words": words}),))
         self._pushes.clear()
+        self._held_bytes = 0
         return [(each, self.failure) for each in range(self.num_ranks) if each not in self._left]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,14 @@ class Bound:
         protected_ratio: Of the chunks, those of the largest mean magnitude, of which nothing may be lost.
         is_scaled: Whether the sum of what arrived is scaled up to estimate the sum of all; else what is lost counts
             as zero.
+        priority: 1 to 5: the class selector (DSCP) of its datagrams, of which larger ones are sent first, too; those
+            that may be lost are then not ECN-capable. With 0 all are ECN-capable, of the default class.
     """
 
     ratio: float
     protected_ratio: float = 0.0
     is_scaled: bool = True
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio < 1:
@@ -42,6 +45,11 @@ class Bound:
         if not 0 <= self.protected_ratio <= 1:
             raise ConfigurationError(
                 f"protected_ratio={self.protected_ratio} cannot be: it is a part of the chunks, from 0 to 1."
+            )
+        if self.priority not in range(6):
+            raise ConfigurationError(
+                f"a priority of {self.priority} cannot be: 1 to 5 are class selectors that networks leave to users, "
+                "and 0 is none."
             )
 
 
@@ -61,6 +69,19 @@ class Losses:
     missing: tuple[int, ...]
     expected: tuple[int, ...]
     ranges: NDArray[np.int64]
+
+
+def joined(parts: Sequence[tuple[int, Losses]]) -> Losses:
+    """The losses of a vector that was summed in parts: pairs of a part's first element and its losses, in order."""
+    shifts = [np.array([0, first, first]) for first, _ in parts]
+    return Losses(
+        collective=parts[0][1].collective,
+        missing=tuple(map(sum, zip(*(losses.missing for _, losses in parts), strict=True))),
+        expected=tuple(map(sum, zip(*(losses.expected for _, losses in parts), strict=True))),
+        ranges=np.concatenate(
+            [losses.ranges + shift for (_, losses), shift in zip(parts, shifts, strict=True)]
+        ),
+    )
 
 
 class Sum:

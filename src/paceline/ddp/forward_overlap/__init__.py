@@ -4,6 +4,6 @@
 `hooks` makes modules wait for their own, `agreement` finds the order, `overlap` is the life of a step that is put off.
 """
 
-from paceline.ddp.forward_overlap.overlap import ForwardOverlap
+from paceline.ddp.forward_overlap.postponed_step import ForwardOverlap
 
 __all__ = ["ForwardOverlap"]

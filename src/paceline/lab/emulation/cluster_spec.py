@@ -19,6 +19,7 @@ from paceline.lab.emulation import quantities as q
 
 MAX_HOSTS = 200
 MAX_LINKS = 8
+_CLASSES = 8
 DEFAULT_QUEUE_BYTES = 256 * 1024
 _SLOWEST, _FASTEST = 64e3, 100e9
 _CHEAP = 200e6
@@ -49,7 +50,8 @@ class ClusterSpec:
         min_rto_s: TCP's smallest retransmission timeout in seconds; None leaves the kernel's 200 ms.
         priority: Whether switch ports serve packets by DSCP class selector, strictly.
         mark_bytes: Backlog in bytes above which a port marks ECN-capable packets; None never marks.
-        drop_bytes: Backlog in bytes above which a port drops packets that are not ECN-capable; None never does.
+        drop_bytes: Backlog in bytes above which a port drops packets that are not ECN-capable; None never does; eight
+            values for the class selectors 0 to 7.
         racks: Into how many racks the hosts are divided; 1 is a single switch.
         uplink_bits_per_s: Bits per second between a rack's switch and the spine; None does not limit it.
         links: Links per host, each to a switch of its own; flows are spread over them.
@@ -70,7 +72,7 @@ class ClusterSpec:
     min_rto_s: float | None = None
     priority: bool = False
     mark_bytes: int | None = None
-    drop_bytes: int | None = None
+    drop_bytes: int | tuple[int, ...] | None = None
     racks: int = 1
     uplink_bits_per_s: float | None = None
     links: int = 1
@@ -148,7 +150,7 @@ class ClusterSpec:
             min_rto_s=None if min_rto is None else q.seconds(min_rto, "--min-rto"),
             priority=priority,
             mark_bytes=None if mark is None else q.size(mark, "--mark"),
-            drop_bytes=None if drop is None else q.size(drop, "--drop"),
+            drop_bytes=_thresholds(drop),
             racks=racks,
             uplink_bits_per_s=None if uplink is None else q.rate(uplink, "--uplink"),
             links=links,
@@ -166,6 +168,12 @@ class ClusterSpec:
     def to_json(self) -> str:
         """All fields, on one line."""
         return json.dumps(asdict(self))
+
+    def drop_limits(self) -> tuple[int, ...] | None:
+        """`drop_bytes`, of each class selector; None if nothing is dropped for it."""
+        if self.drop_bytes is None or isinstance(self.drop_bytes, tuple):
+            return self.drop_bytes
+        return (self.drop_bytes,) * _CLASSES
 
     @property
     def num_ranks(self) -> int:
@@ -209,7 +217,8 @@ class ClusterSpec:
         if self.mark_bytes is not None:
             rows.append(("ECN marks above", q.show_size(self.mark_bytes)))
         if self.drop_bytes is not None:
-            rows.append(("drops not-ECN above", q.show_size(self.drop_bytes)))
+            shown = _each(self.drop_limits() or (), q.show_size, "")
+            rows.append(("drops not-ECN above", shown))
         if self.racks > 1:
             uplink = "not limited" if self.uplink_bits_per_s is None else q.show_rate(self.uplink_bits_per_s)
             rows.append(("racks, uplink of each", f"{self.racks}, {uplink}"))
@@ -275,7 +284,12 @@ class ClusterSpec:
                 f"--queue {self.queue_bytes}B holds no packet: one is up to {largest} bytes here "
                 f"(MTU {self.mtu}, offload {'on' if self.offload else 'off'}). Pass a larger one."
             )
-        for option, value in (("--mark", self.mark_bytes), ("--drop", self.drop_bytes)):
+        drops = self.drop_limits() or ()
+        if isinstance(self.drop_bytes, tuple) and len(drops) != _CLASSES:
+            raise ConfigurationError(
+                f"--drop holds {len(drops)} values. Pass one, or {_CLASSES} for the class selectors from 0 on."
+            )
+        for option, value in (("--mark", self.mark_bytes), *(("--drop", limit) for limit in drops)):
             if value is None:
                 continue
             if not 0 < value <= self.queue_bytes:
@@ -319,6 +333,14 @@ def _check_rate(value: float | None, option: str) -> None:
             f"{option} {q.show_rate(value)} cannot be emulated; rates from {q.show_rate(_SLOWEST)} to "
             f"{q.show_rate(_FASTEST)} can."
         )
+
+
+def _thresholds(text: str | None) -> int | tuple[int, ...] | None:
+    """One value, or several separated by commas."""
+    if text is None:
+        return None
+    found = tuple(q.size(value.strip(), "--drop") for value in text.split(","))
+    return found[0] if len(found) == 1 else found
 
 
 def _each(values: tuple[float | None, ...], show: Callable[[float], str], none: str) -> str:

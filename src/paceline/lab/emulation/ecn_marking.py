@@ -4,7 +4,7 @@ Rules
 1. The backlog is that of a virtual queue, drained at the port's rate: a program in front of a queue cannot see the
    queue. It is kept as the time at which the queue will be empty, so that one atomic addition keeps it on all cores.
 2. A packet above the mark threshold that says it is ECN-capable is marked; above the drop threshold, one that is not
-   is dropped. Whatever passes is added to the backlog.
+   is dropped; each class selector may have a drop threshold of its own. Whatever passes is added to the backlog.
 3. The program is assembled here and loaded by bpf(2): no compiler, no pinned file. It goes with its interface.
 
 Limits: needs root (bpf(2) is refused in a user namespace); IPv4; without IP options it makes no difference.
@@ -16,6 +16,7 @@ import ctypes
 import os
 import platform
 import struct
+from collections.abc import Sequence
 
 from paceline.lab.emulation.traffic_control import Filter
 
@@ -30,7 +31,7 @@ _EQUAL, _ABOVE, _AT_LEAST, _NOT_EQUAL, _ALWAYS = 0x10, 0x20, 0x30, 0x50, 0x00
 _NOW, _MARK_CE = 5, 97  # the kernel's bpf_ktime_get_ns and bpf_skb_ecn_set_ce
 _COMPARE_EXCHANGE = 0xF1
 _SKB_LENGTH, _SKB_PROTOCOL = 0, 16
-_TOS = 15
+_TOS, _TO_CLASS = 15, 5
 _DROP, _GO_ON = 2, -1
 
 # The map's single value: when the queue will be empty (ns), and two counters.
@@ -39,8 +40,10 @@ _VALUE_BYTES = 24
 _LOG2_SCALE = 16
 
 
-def load(rate_bits_per_s: float, mark_bytes: int | None, drop_bytes: int | None) -> tuple[Filter, int]:
-    """The program for a port of this rate, and the open file of its counters.
+def load(
+    rate_bits_per_s: float, mark_bytes: int | None, drop_bytes: Sequence[int] | None
+) -> tuple[Filter, int]:
+    """The program for a port of this rate, and the open file of its counters; `drop_bytes` by class selector.
 
     Raises:
         OSError: The kernel refused; EPERM without root.
@@ -51,7 +54,7 @@ def load(rate_bits_per_s: float, mark_bytes: int | None, drop_bytes: int | None)
         counters,
         round(ns_per_byte * 2**_LOG2_SCALE),
         None if mark_bytes is None else round(mark_bytes * ns_per_byte),
-        None if drop_bytes is None else round(drop_bytes * ns_per_byte),
+        [round(limit * ns_per_byte) for limit in drop_bytes or ()],
     )
     log = ctypes.create_string_buffer(_LOG_BYTES)
     text, licence = ctypes.create_string_buffer(code), ctypes.create_string_buffer(b"GPL")
@@ -80,7 +83,7 @@ def read(counters: int) -> tuple[int, int]:
     return marked, dropped
 
 
-def _program(counters: int, scaled_ns_per_byte: int, mark_ns: int | None, drop_ns: int | None) -> bytes:
+def _program(counters: int, scaled_ns_per_byte: int, mark_ns: int | None, drop_ns: Sequence[int]) -> bytes:
     """The instructions; r6 the packet, r7 the map's value, r8 now, r9 when the queue will be empty."""
     a = _Assembler()
     a.move(6, 1)
@@ -108,8 +111,14 @@ def _program(counters: int, scaled_ns_per_byte: int, mark_ns: int | None, drop_n
         a.count(7, _MARKED)
     a.jump(_ALWAYS, 0, 0, "keep")
     a.label("plain")
-    if drop_ns is not None:
-        a.constant(1, drop_ns)
+    if drop_ns:
+        a.load_packet_byte(_TOS)
+        a.shift_right(0, _TO_CLASS)
+        for number, limit in enumerate(drop_ns):
+            a.constant(1, limit)
+            if number + 1 < len(drop_ns):
+                a.jump(_EQUAL, 0, number, "compare")
+        a.label("compare")
         a.jump_register(_AT_LEAST, 1, 9, "keep")
         a.count(7, _DROPPED)
         a.leave(_DROP)

@@ -87,6 +87,7 @@ def receive_stream() -> dict[str, Any]:
         listener.settimeout(_PATIENCE_S)
         _print_message({"port": listener.getsockname()[1]})
         connection, _ = listener.accept()
+        connection.settimeout(_PATIENCE_S)
         buffer = bytearray(_BLOCK)
         with connection:
             payload = -connection.recv_into(buffer)

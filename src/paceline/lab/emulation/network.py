@@ -237,7 +237,7 @@ class Network:
             attach(random_loss(spec.loss_ratio[host]), index, INGRESS)
         if marks and rate is not None:
             try:
-                program, self._marks[host, link] = ecn_marking.load(rate, spec.mark_bytes, spec.drop_bytes)
+                program, self._marks[host, link] = ecn_marking.load(rate, spec.mark_bytes, spec.drop_limits())
             except PermissionError as error:
                 raise UnsupportedError(
                     "--mark and --drop load a program into the kernel, which only root may do. Run as root, or leave "

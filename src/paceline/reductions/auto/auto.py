@@ -63,6 +63,8 @@ class Auto(Reduction):
         al., MLSys 2022): it pays on slow links only, so predict first.
     """
 
+    needs_all_buckets = True
+
     def __init__(
         self,
         candidates: Sequence[Compressor | Reduction | str] = ("bf16",),

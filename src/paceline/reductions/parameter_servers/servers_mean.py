@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from paceline.comm.pending import Pending
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.reductions.parameter_servers.connection import Connection, supported
+from paceline.reductions.parameter_servers.server_connections import ServerConnections, supported
 from paceline.reductions.parameter_servers.stepped import Stepped
 from paceline.reductions.reduction import Message, Reduction
 
@@ -39,12 +39,14 @@ class ParameterServers(Reduction):
 
     Cost:
         Each rank sends and receives the gradients once, at the same time. The servers together receive and send them
-        once for every rank; each holds what ranks that are ahead have pushed.
+        once for every rank; each holds what ranks that are ahead have pushed, up to 1 GiB a model: then those wait.
 
     Source:
         Li et al. 2014, "Scaling distributed machine learning with the parameter server", synchronous, with keys cut by
         bytes; the number of servers: Zou et al. 2017, lemma 3.2 (`paceline plan --servers`).
     """
+
+    needs_all_buckets = True
 
     def __init__(self, addresses: Sequence[str] | None = None) -> None:
         if isinstance(addresses, str) or (addresses is not None and not addresses):
@@ -53,7 +55,7 @@ class ParameterServers(Reduction):
                 "or None for those of paceline run --servers."
             )
         self._addresses = None if addresses is None else tuple(addresses)
-        self._connection: Connection | None = None
+        self._connection: ServerConnections | None = None
         self._prepared_for: ProcessGroup | None = None
         self._named: Mapping[str, Parameter] = {}
         self.stepped: Stepped | None = None
@@ -104,17 +106,17 @@ class ParameterServers(Reduction):
             )
         self.stepped = stepped
 
-    def connect(self) -> Connection:
+    def connect(self) -> ServerConnections:
         """The connection, opened at its first use. Collective the first time; does not block."""
         if self._connection is None:
             assert self._prepared_for is not None, "DistributedDataParallel has prepared it"
             parameters = list(self._named.values())
 
-            def on_open(connection: Connection) -> None:
+            def on_open(connection: ServerConnections) -> None:
                 if self.stepped is not None:
                     self.stepped.set_up(connection)
 
-            self._connection = Connection(
+            self._connection = ServerConnections(
                 self._prepared_for, parameters, parameters[0].device, self._addresses, on_open
             )
         return self._connection

@@ -5,8 +5,9 @@ Rules
    What comes back waits beside the parameters until `install`, which is the optimizer's `step()`.
 2. When the next backward begins, ranks tell the servers whether they have installed the step before, and which
    parameters nobody used. What was not installed is taken back there. So a failed backward changes nothing anywhere.
-3. Servers hold parameters of their own. Rank 0 sends those that have changed here since the last `install` (before the
-   first step: all), as torch's version counters tell.
+3. Servers hold parameters of their own. Rank 0 sends those that have changed here since the servers last had them
+   (before the first step: all), as torch's version counters tell. What somebody changes between a backward that has
+   used it and `install` would be overwritten, so `install` refuses; what that has not used is sent with the next step.
 4. `.grad` is None after backward: no rank has the mean.
 """
 
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.pending import Pending
 from paceline.errors import ConfigurationError
-from paceline.reductions.parameter_servers.connection import Connection, ask_all
+from paceline.reductions.parameter_servers.server_connections import ServerConnections, ask_all
 from paceline.reductions.reduction import Message
 from paceline.servers.link import PATIENCE_S, Answers
 from paceline.servers.wire import Frame, Kind, pack, pack_state, unpack_state
@@ -50,13 +51,14 @@ class Stepped:
         self._parameters = list(parameters)
         self._is_first = is_first
         self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._connection: Connection | None = None
+        self._connection: ServerConnections | None = None
         self._begin: bytes | None = None  # words of the step that begins, until they are sent
         self._used, self._unused = False, list[Parameter]()  # of the last step, for the servers
         self._awaits = False  # a step has come back and is not installed
         self._pulled: dict[int, Tensor] = {}  # by bucket
         self._arrived: list[tuple[Parameter, Tensor]] = []
         self._versions: dict[int, int] = {}  # of parameters, as the servers have them
+        self._pushed_versions: dict[int, int] = {}  # when the step under way was launched
         self._to_load: State | None = None
 
     def settings(self) -> list[dict[str, Any]]:
@@ -66,7 +68,7 @@ class Stepped:
             for group in self._optimizer.param_groups
         ]
 
-    def set_up(self, connection: Connection) -> None:
+    def set_up(self, connection: ServerConnections) -> None:
         """Tell the servers what they step. On the lane, when they have answered."""
         self._connection = connection
         groups = self.settings()
@@ -111,11 +113,12 @@ class Stepped:
             unused = [key.number for index in indices for key in cutting.keys_of(index)]
         return {"used": self._used, "unused": unused}
 
-    def launch(self, connection: Connection, message: Message) -> Pending:
+    def launch(self, connection: ServerConnections, message: Message) -> Pending:
         """Push a bucket of gradients; parameters come back. Collective; does not block."""
         pulled = self._pulled.get(message.index)
         if pulled is None or pulled.shape != message.body.shape or pulled.dtype != message.body.dtype:
             pulled = self._pulled[message.index] = torch.empty_like(message.body)
+        self._pushed_versions |= {id(p): p._version for p in message.parameters}
         first = message.body.storage_offset()
         views = [
             pulled.as_strided(g.shape, g.stride(), g.storage_offset() - first) for g in message.gradients
@@ -132,7 +135,7 @@ class Stepped:
 
         return connection.launch(message, pulled, before)
 
-    def _send_changed(self, connection: Connection, message: Message) -> None:
+    def _send_changed(self, connection: ServerConnections, message: Message) -> None:
         """Rule 3, for the parameters of a bucket that is about to be pushed."""
         if not self._is_first:
             return
@@ -162,15 +165,32 @@ class Stepped:
 
     @torch.no_grad()
     def install(self) -> bool:
-        """Give the parameters what the servers made of them; returns whether there was a step. Local."""
+        """Give the parameters what the servers made of them; returns whether there was a step. Local.
+
+        Raises:
+            ConfigurationError: Somebody has changed one of them since backward; nothing is installed.
+        """
         if not self._awaits:
             return False
         unused = set(map(id, self._unused))
         arrived = [(p, view) for p, view in self._arrived if id(p) not in unused]
+        self._awaits = False
+        self._raise_if_changed([p for p, _ in arrived])
         torch._foreach_copy_([p for p, _ in arrived], [view for _, view in arrived])
-        self._versions = {id(p): p._version for p in self._parameters}
-        self._used, self._awaits = True, False
+        self._versions |= self._pushed_versions | {id(p): p._version for p, _ in arrived}
+        self._used = True
         return True
+
+    def _raise_if_changed(self, parameters: Sequence[Parameter]) -> None:
+        changed = [p for p in parameters if p._version != self._pushed_versions[id(p)]]
+        if changed:
+            indices = {id(p): index for index, p in enumerate(self._parameters)}
+            raise ConfigurationError(
+                f"{len(changed)} parameter(s) were changed between backward and step(), the first being number "
+                f"{indices[id(changed[0])]} of the model's, of the shape {tuple(changed[0].shape)}. The servers have "
+                "stepped with what they were in backward, which would overwrite the change. The step was dropped. "
+                "Change parameters after step(), or before backward."
+            )
 
     def drop(self) -> None:
         """A step that has come back and is not installed is not wanted. Local."""
@@ -211,7 +231,7 @@ class Stepped:
             for index, own in state.items()
         }
 
-    def _load(self, connection: Connection) -> None:
+    def _load(self, connection: ServerConnections) -> None:
         """On the lane, before a step begins."""
         state, self._to_load = self._to_load, None
         if state is None or not self._is_first:

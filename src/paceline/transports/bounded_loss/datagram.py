@@ -2,13 +2,14 @@
 
 ```text
  0  8  code: SipHash-2-4 of all that follows, by the key of this direction between these two ranks
- 8  4  collective: its number on this connection
+ 8  4  collective: its number on this connection, or of a message its number among those of this direction
 12  4  number: of this datagram among all DATA and END from this rank to that one; never used again; in FEEDBACK how
        long the received one whose time is echoed was on its way, by the two ranks' clocks
 16  4  time: microseconds on the sender's clock; in FEEDBACK the echo of a received one
-20  4  begun: how many collectives the sender has begun
+20  4  begun: how many collectives the sender has begun, or messages it has begun to receive from this peer
 24  4  chunk: of the transfer; in FEEDBACK the largest number received; in NACK the first chunk of the bitmap
-28  4  chunks: how many the transfer has; in FEEDBACK how many datagrams were received
+28  4  chunks: how many the transfer has, of a message in parts the tag of this part; in FEEDBACK how many datagrams
+       were received
 32  2  sender
 34  1  kind
 35  1  flags
@@ -37,8 +38,13 @@ MOST_PAYLOAD_BYTES = 8928
 DATA, END, FEEDBACK, NACK, DONE, STATUS = 1, 2, 3, 4, 5, 6
 """A chunk; every chunk was sent; what arrived; what is missing; enough arrived; a sign of life."""
 
-GATHER, PROTECTED, ASK = 1, 2, 4
-"""Flags: phase 1; the chunk must not be lost; answer this."""
+GATHER, PROTECTED, ASK, DROPPABLE = 1, 2, 4, 64
+"""Flags: phase 1; the chunk must not be lost; answer this; switches may drop this first."""
+
+CLASS_SHIFT = 3
+"""From here on three bits of the flags are the class selector, which goes into the IP header, too."""
+
+_ECN_CAPABLE = 2
 
 COLLECTIVE, NUMBER, TIME, BEGUN, CHUNK, CHUNKS, SENDER_KIND, AUX = 2, 3, 4, 5, 6, 7, 8, 9
 """Fields, as indices into the header's 32-bit words."""
@@ -101,6 +107,17 @@ def widened(low: int, near: int) -> int:
     if difference >= 0x80000000:
         difference -= 0x100000000
     return near + difference
+
+
+@compiled
+def tos_of(words: Any) -> int:
+    """The IP header's type of service of a datagram: its class selector; and ECN-capable, unless it may be dropped.
+
+    Source:
+        Wang et al. 2020 (DLCP), section 4: switches that mark one kind above a threshold drop the other there.
+    """
+    flags = np.int64(words[SENDER_KIND]) >> 24
+    return int((flags >> CLASS_SHIFT & 7) << 5 | (0 if flags & DROPPABLE else _ECN_CAPABLE))
 
 
 def words_of(rows: Any) -> tuple[Any, Any]:

@@ -1,69 +1,49 @@
-"""`Endpoint`: one rank's part of the bounded-loss protocol; bytes and times in, bytes and events out.
-
-Rules
-1. It opens no socket and reads no clock: whoever has it moves its datagrams, and tells it the time in microseconds.
-2. Every method is quick, and none may be called while another thread is in one.
-3. Interpreted code works per batch of datagrams; what is done for each is compiled (`receiving`, `sending`).
-"""
+"""`Endpoint`: one rank's part of sums with bounded loss; a `DatagramEnd`."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.transports.bounded_loss import congestion_window as window
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.receiving import allowed_losses, place, take_datagrams
-from paceline.transports.bounded_loss.sending import advance, transmit
+from paceline.transports.bounded_loss.datagram_end import DatagramEnd
+from paceline.transports.bounded_loss.receiving import allowed_losses
+from paceline.transports.bounded_loss.sending import advance
 from paceline.transports.bounded_loss.shards import mask_bytes, num_chunks, shard_bytes, transfer_chunks
 from paceline.transports.lossy_sums import add_survivors, lost_ranges
 from paceline.transports.lossy_transport import Bound, Losses
 
-_FIRST_ROOM = 256
 _PPM = 1_000_000
-_ANY_NUMBER = 1 << 30
+_REPLIES = 6  # the class selector of what answers
 
 
-class Endpoint:
-    """One rank's state of the protocol.
+class Endpoint(DatagramEnd):
+    """One rank's state of sums of vectors.
 
     Args:
-        rank: This one.
-        num_ranks: How many there are.
-        keys: For every peer 16 secret bytes, which both of the two ranks hold.
-        payload_bytes: Of a gradient in one datagram, a multiple of 8; the same on all ranks.
-        silence_us: A peer that is needed and says nothing for so long is lost.
+        num_owners: How many ranks sum: all (0), or only the first so many, as parameter servers do that workers push to
+            and pull from; the same on all ranks.
 
-    Attributes:
-        tables: Its memory, for compiled code.
+    The other arguments are `DatagramEnd`'s.
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, keys: Mapping[int, bytes], payload_bytes: int, silence_us: int
+        self,
+        rank: int,
+        num_ranks: int,
+        keys: Mapping[int, bytes],
+        payload_bytes: int,
+        silence_us: int,
+        num_owners: int = 0,
     ) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.tables = e.new_tables(rank, num_ranks, payload_bytes, d.HEADER_BYTES, _FIRST_ROOM)
-        self.tables.numbers[e.SILENCE_US] = silence_us
-        for peer, secret in keys.items():
-            sends = _direction_key(secret, rank, peer)
-            receives = _direction_key(secret, peer, rank)
-            self.tables.keys[peer] = np.frombuffer(sends + receives, np.uint64)
-        for peer in range(num_ranks):
-            window.reset(self.tables.peers[peer], self.tables.rates[peer])
+        super().__init__(rank, num_ranks, keys, payload_bytes, silence_us)
+        self._num_owners = num_owners or num_ranks
         self._held: dict[int, NDArray[Any]] = {}  # the vectors that `slots` has addresses of
         self._buffers: list[list[NDArray[np.uint8]]] = [[np.empty(0, np.uint8)] * 3 for _ in range(e.SLOTS)]
-
-    @property
-    def row_bytes(self) -> int:
-        """The size of the longest datagram."""
-        return int(d.HEADER_BYTES + self.tables.numbers[e.PAYLOAD])
 
     @property
     def can_begin(self) -> bool:
@@ -86,7 +66,7 @@ class Endpoint:
         collective = int(t.numbers[e.BEGUN_HERE])
         slot = collective % e.SLOTS
         item = vector.itemsize
-        per_rank = -(-len(vector) // self.num_ranks)
+        per_rank = -(-len(vector) // self._num_owners)
         shard = -(-per_rank * item // 8) * 8
         self._held[collective] = vector
         row = t.slots[slot]
@@ -95,24 +75,20 @@ class Endpoint:
         row[e.S_SHARD], row[e.S_ITEM] = shard, item
         row[e.S_BOUND_PPM] = int(bound.ratio * _PPM)
         row[e.S_PROTECT_PPM] = int(bound.protected_ratio * _PPM)
-        row[e.S_IS_SCALED] = bound.is_scaled
+        row[e.S_IS_SCALED], row[e.S_PRIORITY] = bound.is_scaled, bound.priority
         row[e.S_MASK_ROOM] = mask_bytes(row, 0, self.num_ranks, payload)  # no shard is longer than the first
-        staging, reduced, masks = self._memory(slot, shard, num_chunks(shard, payload) * payload)
-        row[e.S_GRADIENT], row[e.S_STAGING] = vector.ctypes.data, staging.ctypes.data
-        row[e.S_REDUCED], row[e.S_MASKS] = reduced.ctypes.data, masks.ctypes.data
+        staging, _, masks = self._memory(slot, shard, num_chunks(shard, payload) * payload)
         t = self.tables = e.with_room(t, transfer_chunks(row, 1, 0, self.num_ranks, payload))
-        row = t.slots[slot]
-        for phase in range(2):
-            for peer in range(self.num_ranks):
-                incoming = t.incoming[slot, phase, peer]
-                incoming[:] = 0
-                owner = self.rank if phase == 0 else peer
-                incoming[e.I_CHUNKS] = transfer_chunks(row, phase, owner, self.num_ranks, payload)
-                incoming[e.I_DONE] = incoming[e.I_CHUNKS] == 0
-                t.have[slot, phase, peer, : incoming[e.I_CHUNKS]] = 0
+        for peer in range(self.num_ranks):
+            self._expect(slot, 0, peer, staging.ctypes.data + peer * shard, 0)
+            mask = masks.ctypes.data + peer * int(t.slots[slot, e.S_MASK_ROOM])
+            self._expect(slot, 1, peer, vector.ctypes.data + peer * shard, mask)
         t.outgoing[slot] = 0
+        t.outgoing[slot, :, :, e.O_NUMBER] = collective
         self._start_phase(slot, 0)
         t.numbers[e.BEGUN_HERE] += 1
+        self._order()
+        t.peers[:, e.P_SENDING] = t.peers[:, e.P_RECEIVING] = t.numbers[e.BEGUN_HERE]
         for peer in range(self.num_ranks):
             if peer != self.rank:
                 t.peers[peer, e.P_ANSWER] = 1  # it may be waiting for this
@@ -131,31 +107,6 @@ class Endpoint:
                 self._start_phase(int(slot), 1)
             advance(t, now_us)
 
-    def receive(
-        self, rows: NDArray[np.uint8], sizes: NDArray[Any], marks: NDArray[Any], count: int, now_us: int
-    ) -> None:
-        """Take datagrams: the first `count` rows, of so many bytes, and whether each carried a congestion mark."""
-        words, longs = d.words_of(rows)
-        take_datagrams(self.tables, rows, words, longs, sizes, marks, count, now_us)
-        self.go_on(now_us)
-
-    def transmit(
-        self,
-        rows: NDArray[np.uint8],
-        sizes: NDArray[Any],
-        peers: NDArray[Any],
-        now_us: int,
-        most: int = _ANY_NUMBER,
-    ) -> int:
-        """Write the datagrams that should leave now, one a row, with their sizes and receivers; return how many.
-
-        At most `most` of them are chunks of vectors.
-        """
-        words, longs = d.words_of(rows)
-        count: int = transmit(self.tables, words, longs, sizes, peers, now_us, most)
-        self.go_on(now_us)
-        return count
-
     def take_finished(self) -> list[Losses]:
         """Return the collectives that have finished since the last call; their vectors are the caller's again."""
         t, found = self.tables, []
@@ -168,28 +119,30 @@ class Endpoint:
             advance(t, 0)
         return sorted(found, key=lambda finished: finished.collective)
 
-    @property
-    def lost_peer(self) -> int | None:
-        """A peer that is needed and has been silent for too long."""
-        peer = int(self.tables.numbers[e.LOST_PEER])
-        return peer if peer >= 0 else None
+    def _order(self) -> None:
+        """Serve higher priorities first, and among equals the older collective."""
+        t = self.tables
+        newest = int(t.numbers[e.BEGUN_HERE])
+        under_way = np.arange(newest - e.SLOTS, newest)
+        t.order[:] = np.argsort(-t.slots[under_way % e.SLOTS, e.S_PRIORITY], kind="stable")
+        if t.slots[(newest - 1) % e.SLOTS, e.S_PRIORITY]:
+            t.numbers[e.REPLY_FLAGS] = _REPLIES << d.CLASS_SHIFT
 
-    @property
-    def stuck_peer(self) -> int | None:
-        """A peer that is heard, and to which no chunk gets through: larger datagrams are lost on the way."""
-        peer = int(self.tables.numbers[e.STUCK_PEER])
-        return peer if peer >= 0 else None
-
-    @property
-    def misfit_peer(self) -> int | None:
-        """A peer whose transfers do not have the size that they should."""
-        peer = int(self.tables.numbers[e.MISFIT_PEER])
-        return peer if peer >= 0 else None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is under way, also not for a peer."""
-        return bool((self.tables.slots[:, e.S_STAGE] == e.FREE).all())
+    def _expect(self, slot: int, phase: int, peer: int, address: int, mask_address: int) -> None:
+        """Set up what comes from a peer in a phase, and where it goes."""
+        t, payload = self.tables, int(self.tables.numbers[e.PAYLOAD])
+        row, incoming = t.slots[slot], t.incoming[slot, phase, peer]
+        owner = self.rank if phase == 0 else peer
+        chunks = transfer_chunks(row, phase, owner, self.num_ranks, payload)
+        incoming[:] = 0
+        incoming[e.I_NUMBER] = row[e.S_COLLECTIVE]
+        incoming[e.I_CHUNKS] = incoming[e.I_TAG] = chunks
+        incoming[e.I_DONE] = chunks == 0
+        incoming[e.I_ADDRESS], incoming[e.I_BYTES] = address, shard_bytes(row, owner)
+        if phase == 1:
+            incoming[e.I_TAIL_ADDRESS] = mask_address
+            incoming[e.I_TAIL_BYTES] = mask_bytes(row, owner, self.num_ranks, payload)
+        t.have[slot, phase, peer, :chunks] = 0
 
     def _losses(self, slot: int) -> Losses:
         """What was lost of a collective that has finished, on all ranks, from the masks behind the reduced shards."""
@@ -219,15 +172,26 @@ class Endpoint:
         """Let a phase's chunks be sent to every peer."""
         t, payload = self.tables, int(self.tables.numbers[e.PAYLOAD])
         row = t.slots[slot]
+        collective = int(row[e.S_COLLECTIVE])
         for peer in range(self.num_ranks):
+            owner = peer if phase == 0 else self.rank
             outgoing = t.outgoing[slot, phase, peer]
             outgoing[:] = 0
-            chunks = transfer_chunks(row, phase, peer if phase == 0 else self.rank, self.num_ranks, payload)
-            outgoing[e.O_CHUNKS] = chunks
+            outgoing[e.O_NUMBER] = collective
+            chunks = transfer_chunks(row, phase, owner, self.num_ranks, payload)
+            outgoing[e.O_CHUNKS] = outgoing[e.O_TAG] = chunks
+            outgoing[e.O_BYTES] = shard_bytes(row, owner)
+            outgoing[e.O_FLAGS] = int(row[e.S_PRIORITY]) << d.CLASS_SHIFT
+            if phase == 0 and row[e.S_PRIORITY] and row[e.S_BOUND_PPM]:
+                outgoing[e.O_FLAGS] |= d.DROPPABLE
+            if phase == 0:
+                outgoing[e.O_ADDRESS] = self._held[collective].ctypes.data + peer * int(row[e.S_SHARD])
+            else:
+                outgoing[e.O_ADDRESS] = self._buffers[slot][1].ctypes.data
+                outgoing[e.O_TAIL_BYTES] = mask_bytes(row, owner, self.num_ranks, payload)
             if chunks == 0 or peer == self.rank:
                 continue
             outgoing[e.O_ACTIVE] = 1
-            collective = int(row[e.S_COLLECTIVE])
             outgoing[e.O_START] = (collective * 40503 + self.rank * 7919 + peer * 104729) % chunks
             t.chunk_state[slot, phase, peer, :chunks] = e.UNSENT
             if phase == 0:
@@ -284,22 +248,3 @@ class Endpoint:
             if self._buffers[slot][number].nbytes < size:
                 self._buffers[slot][number] = np.zeros(size, np.uint8)
         return self._buffers[slot]
-
-    def _take_stashed(self, peer: int, collective: int, now_us: int) -> None:
-        t = self.tables
-        count = int(t.peers[peer, e.P_STASHED])
-        t.peers[peer, e.P_STASHED] = 0
-        for entry in range(count):
-            row, size = t.stash[peer, entry].copy(), int(t.stash_sizes[peer, entry])
-            words = row.view(np.uint32)
-            if d.widened(int(words[d.COLLECTIVE]), collective) == collective:
-                place(t, peer, row, words, size, now_us)
-            else:
-                kept = int(t.peers[peer, e.P_STASHED])
-                t.stash[peer, kept, :size] = row[:size]
-                t.stash_sizes[peer, kept] = size
-                t.peers[peer, e.P_STASHED] = kept + 1
-
-
-def _direction_key(secret: bytes, source: int, target: int) -> bytes:
-    return hmac.new(secret, f"{source} to {target}".encode(), hashlib.sha256).digest()[:16]

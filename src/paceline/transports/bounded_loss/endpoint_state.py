@@ -23,8 +23,8 @@ LATE_REPLIES = 16
 RANK, RANKS, PAYLOAD, BEGUN_HERE, OLDEST, TURN, STRANGERS, STALE, DUPLICATES, LOST_PEER, MISFIT_PEER = range(
     11
 )
-SILENCE_US, IS_CHANGED, SENT, REPEATED, MARKED, REPLAYED, STUCK_PEER = range(11, 18)
-NUM_NUMBERS = 18
+SILENCE_US, IS_CHANGED, SENT, REPEATED, MARKED, REPLAYED, STUCK_PEER, REPLY_FLAGS = range(11, 19)
+NUM_NUMBERS = 19
 
 # slots: a collective
 (
@@ -34,20 +34,19 @@ NUM_NUMBERS = 18
     S_SHARD,
     S_ITEM,
     S_BOUND_PPM,
-    S_GRADIENT,
-    S_STAGING,
-    S_REDUCED,
     S_PROTECT_PPM,
     S_IS_SCALED,
-    S_MASKS,
     S_MASK_ROOM,
+    S_PRIORITY,
     NUM_S,
-) = range(14)
-FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED = range(6)
-"""Stages of a slot: ARRIVED_ALL is to be summed; it stays RETIRED while a peer may still need a repetition."""
+) = range(11)
+FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED, CARRYING, CARRIED = range(8)
+"""Stages of a slot: ARRIVED_ALL is to be summed; it stays RETIRED while a peer may still need a repetition. Of messages
+it is CARRYING, and CARRIED as soon as one of its transfers has ended."""
 
-# outgoing: a transfer to a peer
+# outgoing: a transfer to a peer; its number is a collective's, or a message's among those to that peer
 (
+    O_NUMBER,
     O_ACTIVE,
     O_CHUNKS,
     O_START,
@@ -60,13 +59,19 @@ FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED = range(6)
     O_TRIES,
     O_PROTECTED,
     O_ENDS,
+    O_ADDRESS,
+    O_BYTES,
+    O_TAIL_BYTES,
+    O_TAG,
+    O_FLAGS,
     NUM_O,
-) = range(13)
+) = range(19)
 UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
 """States of a chunk at its sender."""
 
 # incoming: a transfer from a peer
 (
+    I_NUMBER,
     I_CHUNKS,
     I_GOT,
     I_GOT_PROTECTED,
@@ -75,11 +80,16 @@ UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
     I_END_AT,
     I_END_NUMBER,
     I_REPLY,
+    I_ADDRESS,
+    I_BYTES,
+    I_TAIL_ADDRESS,
+    I_TAIL_BYTES,
+    I_TAG,
     NUM_I,
-) = range(9)
+) = range(15)
 NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
 
-# peers: counts, times in microseconds
+# peers: counts, times in microseconds; SENDING and RECEIVING are the transfers that have begun here
 (
     P_NEXT,
     P_UNRESOLVED,
@@ -112,8 +122,10 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     P_HAS_WAY,
     P_WAY,
     P_STUCK_SINCE,
+    P_SENDING,
+    P_RECEIVING,
     NUM_P,
-) = range(32)
+) = range(34)
 
 # rates: a peer's, floating; times in microseconds
 (
@@ -137,7 +149,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Tables(NamedTuple):
-    """All of an endpoint's memory but the gradients, which `slots` has the addresses of."""
+    """All of an endpoint's memory but what it sends and receives, of which it has the addresses."""
 
     numbers: Numbers
     slots: Numbers
@@ -155,6 +167,9 @@ class Tables(NamedTuple):
     late: Numbers  # peer, entry, (collective, phase)
     stash: Bytes  # peer, entry, bytes
     stash_sizes: Numbers
+    order: (
+        Numbers  # of the transfers that may be under way to a peer, the oldest being 0: which is served first
+    )
 
 
 def new_tables(rank: int, num_ranks: int, payload_bytes: int, header_bytes: int, chunks: int) -> Tables:
@@ -168,11 +183,13 @@ def new_tables(rank: int, num_ranks: int, payload_bytes: int, header_bytes: int,
     numbers[LOST_PEER] = numbers[MISFIT_PEER] = numbers[STUCK_PEER] = -1
     slots = zeros(SLOTS, NUM_S)
     slots[:, S_COLLECTIVE] = -1
+    outgoing, incoming = zeros(SLOTS, 2, num_ranks, NUM_O), zeros(SLOTS, 2, num_ranks, NUM_I)
+    outgoing[..., O_NUMBER] = incoming[..., I_NUMBER] = -1
     return Tables(
         numbers=numbers,
         slots=slots,
-        outgoing=zeros(SLOTS, 2, num_ranks, NUM_O),
-        incoming=zeros(SLOTS, 2, num_ranks, NUM_I),
+        outgoing=outgoing,
+        incoming=incoming,
         peers=zeros(num_ranks, NUM_P),
         rates=np.zeros((num_ranks, NUM_R)),
         ring=zeros(num_ranks, RING, NUM_G),
@@ -181,6 +198,7 @@ def new_tables(rank: int, num_ranks: int, payload_bytes: int, header_bytes: int,
         late=zeros(num_ranks, LATE_REPLIES, 2),
         stash=np.zeros((num_ranks, STASH, header_bytes + payload_bytes), np.uint8),
         stash_sizes=zeros(num_ranks, STASH),
+        order=np.arange(SLOTS),
         **_per_chunk(num_ranks, chunks),
     )
 

@@ -1,54 +1,31 @@
-"""`LossyLink`: sums of vectors over ranks by UDP, of which a bounded part may be lost; the socket and its thread.
-
-Rules
-1. The socket listens on one address of this host, and takes datagrams of this job's ranks only.
-2. One thread owns the endpoint and the socket. Callers hand it vectors; it answers peers also while they compute.
-3. After an error the link cannot be used any more: every sum under way, and every later one, raises it.
-"""
+"""`LossyLink`: sums of vectors over ranks by UDP, of which a bounded part may be lost."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
 import os
-import socket
-import struct
-import threading
 import time
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from paceline.comm.rendezvous import Rendezvous
-from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
+from paceline.errors import ConfigurationError, ProtocolError
 from paceline.host.exit import end_before_exit
 from paceline.transports.bounded_loss import datagram_loop as loop
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss import system_calls as system
-from paceline.transports.bounded_loss.datagram import payload_room
 from paceline.transports.bounded_loss.endpoint import Endpoint
-from paceline.transports.bounded_loss.key_agreement import KeyAgreement
-from paceline.transports.lossy_transport import Bound, LossyTransport, Sum
+from paceline.transports.bounded_loss.link_thread import LINGER_S, LinkThread, silence_s
+from paceline.transports.bounded_loss.udp_socket import Met, meet
+from paceline.transports.lossy_transport import Bound, Losses, LossyTransport, Sum, joined
 
-_ROWS = 64
-_SLICE_US = 100_000
-_SILENCE_S = 20.0
-_LINGER_S = 2.0
-_SEND_BUFFER_BYTES = 1024 * 1024
-_RECEIVE_BUFFER_BYTES = 4 * 1024 * 1024
-_LEAST_RECEIVE_BUFFER_BYTES = 1024 * 1024
-_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
-_IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_RECVTOS = 10, 2, 13
-_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
-_ECN_CAPABLE = 2
+PART_BYTES = 4 << 20
+"""A longer vector is summed in parts: while the sums of one are sent out, the next one is collected."""
 
 
 class LossyLink(LossyTransport):
@@ -63,6 +40,7 @@ class LossyLink(LossyTransport):
         timeout: How long a rank waits for another to connect, and for a sum.
         address: Of this host, on which it listens; "" for that of `interface`.
         interface: A network interface, where there is no address.
+        num_owners: As of `Endpoint`: 0, or how many ranks sum for all.
 
     Contract:
         Collective: making one, over these ranks.  Blocks: until every rank has come.
@@ -80,17 +58,17 @@ class LossyLink(LossyTransport):
         timeout: timedelta,
         address: str = "",
         interface: str = "",
+        num_owners: int = 0,
     ) -> None:
         super().__init__(rank, num_ranks)
         loop.compile_all()
-        self._driver = _Driver(store, rank, num_ranks, timeout, address or _address_of(interface))
-        thread = threading.Thread(
-            target=self._driver.run, name=f"paceline lossy link of rank {rank}", daemon=True
+        met = meet(
+            store, rank, num_ranks, timeout, address, interface, "connecting to sum gradients over UDP"
         )
-        self._driver.thread = thread
+        self._driver = _Driver(rank, met, timeout.total_seconds(), num_owners)
         self._let_go = weakref.finalize(self, self._driver.close, 0.0)
         end_before_exit(self, LossyLink.close)
-        thread.start()
+        self._driver.thread.start()
 
     def launch(self, vector: NDArray[Any], bound: Bound) -> Sum:
         """Start replacing `vector` by the sum over the ranks.
@@ -113,165 +91,83 @@ class LossyLink(LossyTransport):
 
     @property
     def counters(self) -> dict[str, int]:
-        n = self._driver.endpoint.tables.numbers
-        names = {
-            "sent": e.SENT,
-            "repeated": e.REPEATED,
-            "strangers": e.STRANGERS,
-            "duplicates": e.DUPLICATES,
-            "replayed": e.REPLAYED,
-            "stale": e.STALE,
-            "marked": e.MARKED,
-        }
-        return {name: int(n[column]) for name, column in names.items()}
+        return self._driver.counters
 
     @property
     def place(self) -> tuple[str, int]:
         """The address and port on which this rank listens."""
         return self._driver.place
 
-    def close(self, timeout_s: float = _LINGER_S) -> bool:
+    def close(self, timeout_s: float = LINGER_S) -> bool:
         """End the thread, after peers have what they need of this rank; returns whether it has ended."""
         return self._driver.close(timeout_s)
 
 
-class _Driver:
-    """What the thread works on; the link itself may be collected."""
+@dataclass
+class _Launched:
+    """A sum that was launched, and those of its parts that have not finished."""
 
-    thread: threading.Thread
+    sum: Sum
+    num_left: int
+    finished: list[tuple[int, Losses]] = field(default_factory=list)  # with the part's first element
 
-    def __init__(
-        self, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, address: str
-    ) -> None:
-        self._rank = rank
-        self._timeout_s = timeout.total_seconds()
-        self._silence_s = min(self._timeout_s, _SILENCE_S)
-        self._socket = _bind(address)
-        self.place: tuple[str, int] = self._socket.getsockname()
-        agreement = KeyAgreement()
-        rendezvous = Rendezvous(store, rank, num_ranks, timeout, "connecting to sum gradients over UDP")
-        card = {"place": self.place, "public": agreement.public, "mtu": _mtu_of(address)}
-        rendezvous.publish("place", json.dumps(card))
-        cards = [json.loads(words) for words in rendezvous.collect("place")]
-        keys = {
-            peer: agreement.secret_with(other["public"]) for peer, other in enumerate(cards) if peer != rank
-        }
-        payload = payload_room(min(int(other["mtu"]) for other in cards))
-        self.endpoint = Endpoint(rank, num_ranks, keys, payload, int(self._silence_s * 1e6))
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._io = loop.new_io(
-            self._socket.fileno(),
-            self._wake,
-            _ROWS,
-            self.endpoint.row_bytes,
-            _socket_addresses([other["place"] for other in cards]),
-            system.MOST_SEGMENTS,
-        )
-        self._places = [other["place"] for other in cards]
-        self._queue: deque[Sum] = deque()
-        self._under_way: dict[int, Sum] = {}
-        self._lock = threading.Lock()
-        self._is_closing = False
-        self._failure: Exception | None = None
+    def take(self, first: int, losses: Losses) -> None:
+        self.finished.append((first, losses))
+        self.num_left -= 1
+        if self.num_left == 0:
+            self.sum.end(joined(sorted(self.finished, key=lambda part: part[0])))
+
+
+class _Driver(LinkThread):
+    """The sums that the thread works on; the link itself may be collected."""
+
+    def __init__(self, rank: int, met: Met, timeout_s: float, num_owners: int) -> None:
+        silence_us = int(silence_s(timeout_s) * 1e6)
+        self.endpoint = Endpoint(rank, len(met.places), met.keys, met.payload_bytes, silence_us, num_owners)
+        super().__init__(self.endpoint, met, timeout_s, f"paceline lossy link of rank {rank}")
+        self._queue: deque[tuple[_Launched, int, int]] = deque()  # parts: first element, and end
+        self._launched: dict[int, tuple[_Launched, int]] = {}
 
     def submit(self, launched: Sum) -> None:
         with self._lock:
-            if self._failure is None and self._is_closing:
-                self._failure = ProtocolError(f"rank {self._rank}'s link was closed; make a new one.")
-            if self._failure is None:
-                self._queue.append(launched)
+            if self._usable():
+                cuts = _cuts(launched)
+                whole = _Launched(launched, len(cuts) - 1)
+                self._queue.extend((whole, *pair) for pair in pairwise(cuts))
                 os.eventfd_write(self._wake, 1)
                 return
         launched.end(None, self._failure)
 
-    def close(self, timeout_s: float) -> bool:
-        with self._lock:
-            if not self._is_closing:
-                self._is_closing = True
-                os.eventfd_write(self._wake, 1)
-        if self.thread is not threading.current_thread():
-            self.thread.join(timeout_s)
-        return not self.thread.is_alive()
-
-    def run(self) -> None:
-        """The thread: drive the datagrams, begin what was launched, end what is finished."""
-        try:
-            self._run()
-        except Exception as error:  # noqa: BLE001  whatever it is, it is raised for those who wait
-            self._fail(error)
-        with self._lock:
-            self._is_closing = True
-            self._socket.close()
-            os.close(self._wake)
-
-    def _run(self) -> None:
-        closed_s: float | None = None
-        while True:
-            self._begin_launched()
-            why = loop.drive(self.endpoint.tables, self._io, _SLICE_US)
-            if why == loop.CALLED:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
-            self.endpoint.go_on(time.monotonic_ns() // 1000)
-            self._end_finished()
-            if why == loop.FAILED:
-                raise self._too_long()
-            self._raise_if_lost()
-            if self._is_closing:
-                closed_s = closed_s or time.monotonic()
-                is_needed = self._under_way or self._queue or not self.endpoint.is_idle
-                if not is_needed or time.monotonic() - closed_s > _LINGER_S:
-                    self._fail(ProtocolError(f"rank {self._rank}'s link was closed; make a new one."))
-                    return
-
-    def _begin_launched(self) -> None:
+    def _begin(self) -> None:
         while self._queue and self.endpoint.can_begin:
-            launched = self._queue.popleft()
-            number = self.endpoint.begin(launched.vector, launched.bound, time.monotonic_ns() // 1000)
-            self._under_way[number] = launched
+            whole, first, end = self._queue.popleft()
+            now_us = time.monotonic_ns() // 1000
+            number = self.endpoint.begin(whole.sum.vector[first:end], whole.sum.bound, now_us)
+            self._launched[number] = whole, first
 
-    def _end_finished(self) -> None:
-        if not self._under_way:
+    def _end(self) -> None:
+        if not self._launched:
             return
         for finished in self.endpoint.take_finished():
-            self._under_way.pop(finished.collective).end(finished)
+            whole, first = self._launched.pop(finished.collective)
+            whole.take(first, finished)
 
-    def _raise_if_lost(self) -> None:
-        if not self._under_way:
-            return
+    def _is_under_way(self) -> bool:
+        return bool(self._launched or self._queue)
+
+    def _check(self) -> None:
         misfit = self.endpoint.misfit_peer
         if misfit is not None:
             raise ProtocolError(
                 f"rank {self._rank} and rank {misfit} sum vectors of different lengths. Every rank launches the same "
                 "sums in the same order; another model, or another bucket size, on one of them causes this."
             )
-        stuck = self.endpoint.stuck_peer
-        if stuck is not None:
-            raise PeerLostError(
-                f"rank {self._rank} hears rank {stuck} ({self._places[stuck][0]}), but none of its datagrams of "
-                f"{self.endpoint.row_bytes + 28} bytes got there for {self._silence_s:g} s: a router between them "
-                "drops what is longer than its MTU, silently. Set the smallest MTU of the path on every host, for "
-                "example: ip link set dev eth0 mtu 1400.",
-                stuck,
-            )
-        lost, waited_s = self.endpoint.lost_peer, self._silence_s
-        oldest = min(self._under_way)
-        if lost is None and time.monotonic() - self._under_way[oldest].launched_s > self._timeout_s:
-            lost, waited_s = self._awaited(oldest), self._timeout_s
-        if lost is not None:
-            address, port = self._places[lost]
-            never = (
-                ""
-                if self.endpoint.tables.peers[lost, e.P_RX_LARGEST] >= 0
-                else (
-                    " No datagram of its gradients ever came: if it is running, a firewall may keep UDP from passing."
-                )
-            )
-            raise PeerLostError(
-                f"rank {self._rank} heard nothing that it needs from rank {lost} ({address} port {port}) for "
-                f"{waited_s:g} s.{never}",
-                lost,
-            )
+        oldest = min(self._launched, default=None)
+        if oldest is not None and self._has_waited(self._launched[oldest][0].sum):
+            raise self._unheard(self._awaited(oldest), self._timeout_s)
+
+    def _has_waited(self, launched: Sum) -> bool:
+        return time.monotonic() - launched.launched_s > self._timeout_s
 
     def _awaited(self, collective: int) -> int:
         """The first peer whose part of a collective is not here."""
@@ -282,85 +178,17 @@ class _Driver:
                     return peer
         return (self._rank + 1) % self.endpoint.num_ranks
 
-    def _too_long(self) -> Exception:
-        return ConfigurationError(
-            f"datagrams of {self.endpoint.row_bytes + 28} bytes do not fit into the path from rank {self._rank}: the "
-            "interface's MTU is larger than the network's. Lower it (ip link set dev eth0 mtu 1500) on every host."
-        )
-
-    def _fail(self, error: Exception) -> None:
+    def _give_up(self, error: Exception) -> None:
         with self._lock:
-            self._failure = self._failure or error
-            waiting = [*self._under_way.values(), *self._queue]
-            self._under_way.clear()
+            wholes = [entry[0] for entry in (*self._launched.values(), *self._queue)]
+            self._launched.clear()
             self._queue.clear()
-        for launched in waiting:
+        for launched in {id(whole): whole.sum for whole in wholes}.values():
             launched.end(None, error)
 
 
-def _bind(address: str) -> socket.socket:
-    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    try:
-        made.setblocking(False)
-        made.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _ECN_CAPABLE)
-        made.setsockopt(socket.IPPROTO_IP, _IP_RECVTOS, 1)
-        made.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-        with contextlib.suppress(PermissionError):
-            made.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _SEND_BUFFER_BYTES)
-            made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER_BYTES)
-        got = made.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-        if got < _LEAST_RECEIVE_BUFFER_BYTES:
-            warnings.warn(
-                f"the kernel gives a socket {got // 1024} KiB to receive into, so bursts from several ranks overflow "
-                "it and count as lost. Raise it on every host: sysctl -w net.core.rmem_max=4194304.",
-                UserWarning,
-                stacklevel=2,
-            )
-        made.bind((address, 0))
-    except OSError as error:
-        made.close()
-        raise ConfigurationError(
-            f"no UDP socket can listen on {address}: {error}. Set GLOO_SOCKET_IFNAME to the interface that the other "
-            "hosts reach."
-        ) from error
-    return made
-
-
-def _socket_addresses(places: Sequence[tuple[str, int]]) -> NDArray[np.int64]:
-    """A sockaddr_in a peer, shape (P, 2)."""
-    raw = b"".join(
-        struct.pack("=H", socket.AF_INET) + struct.pack(">H", port) + socket.inet_aton(address) + bytes(8)
-        for address, port in places
-    )
-    found: NDArray[np.int64] = np.frombuffer(raw, np.int64).reshape(-1, 2).copy()
-    return found
-
-
-def _address_of(interface: str) -> str:
-    """The IPv4 address of an interface."""
-    names = [name for _, name in socket.if_nameindex()]
-    for name in interface.split(","):
-        if name not in names:
-            raise ConfigurationError(
-                f"there is no interface {name!r} on this host; there are {', '.join(names)}."
-            )
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError as error:
-                raise ConfigurationError(f"the interface {name!r} has no IPv4 address: {error}.") from error
-            return socket.inet_ntoa(answer[20:24])
-    raise ConfigurationError("no interface was named.")
-
-
-def _mtu_of(address: str) -> int:
-    """The MTU of the interface that has this address; 1500 if none has."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):
-                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == address:
-                    return int(struct.unpack("=i", fcntl.ioctl(probe, _SIOCGIFMTU, request)[16:20])[0])
-    return 1500
+def _cuts(launched: Sum) -> list[int]:
+    """Where a vector is cut into parts; one with a priority is not, so that as much as possible can overtake it."""
+    elements = len(launched.vector)
+    per_part = elements if launched.bound.priority else PART_BYTES // launched.vector.itemsize
+    return [*range(0, elements, per_part), elements]

@@ -18,7 +18,7 @@ from paceline.transports.bounded_loss import congestion_window as window
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
-from paceline.transports.bounded_loss.shards import chunk_bytes, incoming_address
+from paceline.transports.bounded_loss.shards import chunk_bytes, num_chunks
 
 _GRACE_US = 2000
 _REMEMBER_US = 10_000_000
@@ -81,19 +81,21 @@ def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: 
         if flags & d.ASK:
             p[e.P_ANSWER] = 1
         return
-    collective = d.widened(np.int64(word[d.COLLECTIVE]), n[e.BEGUN_HERE])
-    slot = collective % e.SLOTS
     phase = flags & d.GATHER
-    is_here = collective >= 0 and t.slots[slot, e.S_COLLECTIVE] == collective
+    if kind in (d.DATA, d.END):
+        collective = d.widened(np.int64(word[d.COLLECTIVE]), p[e.P_RECEIVING])
+        is_here = collective >= 0 and t.incoming[collective % e.SLOTS, phase, peer, e.I_NUMBER] == collective
+        _take_numbered(t, peer, collective, is_here, row, word, size, mark, now_us)
+        return
+    collective = d.widened(np.int64(word[d.COLLECTIVE]), p[e.P_SENDING])
+    slot = collective % e.SLOTS
+    is_here = collective >= 0 and t.outgoing[slot, phase, peer, e.O_NUMBER] == collective
     if kind == d.DONE:
         if is_here:
             t.outgoing[slot, phase, peer, e.O_ACTIVE] = 0
             n[e.IS_CHANGED] = 1
-    elif kind == d.NACK:
-        if is_here:
-            _take_nack(t, slot, phase, peer, row, word, size)
-    elif kind in (d.DATA, d.END):
-        _take_numbered(t, peer, collective, is_here, row, word, size, mark, now_us)
+    elif kind == d.NACK and is_here:
+        _take_nack(t, slot, phase, peer, row, word, size)
 
 
 @compiled
@@ -108,7 +110,7 @@ def _take_numbered(
         n[e.REPLAYED] += 1
         p[e.P_TELL_NOW] = 1  # what I said about it may have been lost
         return
-    if not is_here and collective >= n[e.BEGUN_HERE]:
+    if not is_here and collective >= p[e.P_RECEIVING]:
         kept = p[e.P_STASHED]
         if kept == e.STASH:
             return
@@ -118,7 +120,7 @@ def _take_numbered(
     _note_number(t, peer, number, np.int64(word[d.TIME]), mark, now_us)
     if is_here:
         place(t, peer, row, word, size, now_us)
-    elif collective < n[e.BEGUN_HERE]:
+    elif collective < p[e.P_RECEIVING]:
         _reply_late(t, peer, collective, (np.int64(word[d.SENDER_KIND]) >> 24) & d.GATHER)
 
 
@@ -164,10 +166,10 @@ def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> Non
     who = np.int64(word[d.SENDER_KIND])
     flags, kind = who >> 24, (who >> 16) & 0xFF
     phase = flags & d.GATHER
-    slot = d.widened(np.int64(word[d.COLLECTIVE]), n[e.BEGUN_HERE]) % e.SLOTS
+    slot = d.widened(np.int64(word[d.COLLECTIVE]), t.peers[peer, e.P_RECEIVING]) % e.SLOTS
     incoming = t.incoming[slot, phase, peer]
-    chunk, chunks = np.int64(word[d.CHUNK]), np.int64(word[d.CHUNKS])
-    if chunks != incoming[e.I_CHUNKS]:
+    chunk, chunks = np.int64(word[d.CHUNK]), incoming[e.I_CHUNKS]
+    if np.int64(word[d.CHUNKS]) != incoming[e.I_TAG]:
         n[e.MISFIT_PEER] = peer
         return
     if phase == 1:
@@ -184,15 +186,17 @@ def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> Non
         t.peers[peer, e.P_TELL_NOW] = 1
     else:
         payload = n[e.PAYLOAD]
-        owner = n[e.RANK] if phase == 0 else peer
-        length = chunk_bytes(t.slots[slot], phase, owner, n[e.RANKS], payload, min(chunk, chunks - 1))
+        length = chunk_bytes(incoming[e.I_BYTES], incoming[e.I_TAIL_BYTES], payload, min(chunk, chunks - 1))
         if chunk >= chunks or size - d.HEADER_BYTES != length:
             n[e.MISFIT_PEER] = peer
             return
         if t.have[slot, phase, peer, chunk]:
             n[e.DUPLICATES] += 1
             return
-        target = incoming_address(t.slots[slot], phase, peer, payload, chunk)
+        first_of_tail = num_chunks(incoming[e.I_BYTES], payload)
+        target = incoming[e.I_ADDRESS] + chunk * payload
+        if chunk >= first_of_tail:
+            target = incoming[e.I_TAIL_ADDRESS] + (chunk - first_of_tail) * payload
         copy_memory(target, row.ctypes.data + d.HEADER_BYTES, length)
         t.have[slot, phase, peer, chunk] = 1
         incoming[e.I_GOT] += 1
@@ -289,12 +293,13 @@ def _take_feedback(t: Any, peer: int, row: Any, word: Any, size: int, now_us: in
 @compiled
 def _confirm(t: Any, peer: int, sent: Any) -> None:
     """A chunk has arrived, whichever of its repetitions it was."""
-    collective = sent[e.G_COLLECTIVE]
-    slot = collective % e.SLOTS
-    if t.slots[slot, e.S_COLLECTIVE] != collective or sent[e.G_CHUNK] < 0:
+    if sent[e.G_CHUNK] < 0:
         return
+    slot = sent[e.G_COLLECTIVE] % e.SLOTS
     phase, chunk = sent[e.G_CHUNK] >> 32, sent[e.G_CHUNK] & 0xFFFFFFFF
     outgoing = t.outgoing[slot, phase, peer]
+    if outgoing[e.O_NUMBER] != sent[e.G_COLLECTIVE]:
+        return
     state = t.chunk_state[slot, phase, peer, chunk]
     if state == e.QUEUED:
         outgoing[e.O_QUEUED] -= 1
@@ -309,14 +314,11 @@ def give_up(t: Any, peer: int, number: int) -> None:
     sent = t.ring[peer, number % e.RING]
     sent[e.G_STATE] = e.MISSING
     t.peers[peer, e.P_FLYING] -= 1
-    collective = sent[e.G_COLLECTIVE]
-    slot = collective % e.SLOTS
-    if t.slots[slot, e.S_COLLECTIVE] != collective:
-        return
+    slot = sent[e.G_COLLECTIVE] % e.SLOTS
     place_of = sent[e.G_CHUNK] if sent[e.G_CHUNK] >= 0 else -sent[e.G_CHUNK] - 1
     phase, chunk = place_of >> 32, place_of & 0xFFFFFFFF
     outgoing = t.outgoing[slot, phase, peer]
-    if not outgoing[e.O_ACTIVE]:
+    if outgoing[e.O_NUMBER] != sent[e.G_COLLECTIVE] or not outgoing[e.O_ACTIVE]:
         return
     if sent[e.G_CHUNK] < 0:
         outgoing[e.O_END_AT] = 0
@@ -346,7 +348,7 @@ def _take_nack(t: Any, slot: int, phase: int, peer: int, row: Any, word: Any, si
     """Learn, chunk by chunk, what the receiver misses; only about what was sent before the END that it answers."""
     outgoing = t.outgoing[slot, phase, peer]
     first, chunks = np.int64(word[d.CHUNK]), outgoing[e.O_CHUNKS]
-    if not outgoing[e.O_ACTIVE] or np.int64(word[d.CHUNKS]) != chunks:
+    if not outgoing[e.O_ACTIVE] or np.int64(word[d.CHUNKS]) != outgoing[e.O_TAG]:
         return
     end_number = d.widened(np.int64(word[d.AUX]), t.peers[peer, e.P_NEXT])
     for chunk in range(first, min(chunks, first + (size - d.HEADER_BYTES) * 8)):

@@ -1,8 +1,9 @@
 """What an endpoint sends, and when; compiled, many datagrams at a time.
 
 Rules
-1. Collectives go in their order; of one, repetitions first, then chunks that were never sent, then an END, and soon
-   another: nothing follows whose arrival would tell that the first was lost, and the answer may be lost as well.
+1. Collectives go in their order, those of a higher priority first; of one, repetitions first, then chunks that were
+   never sent, then an END, and soon another: nothing follows whose arrival would tell that the first was lost, and the
+   answer may be lost as well.
 2. The first chunk of a transfer differs from collective to collective, so that no part of a vector is always the last
    one, which losses hit more often.
 3. Ranks are served in turn, by bursts of a few datagrams: a small switch buffer holds a burst from everybody.
@@ -21,7 +22,7 @@ from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
 from paceline.transports.bounded_loss.receiving import give_up, judge
-from paceline.transports.bounded_loss.shards import chunk_bytes, outgoing_address
+from paceline.transports.bounded_loss.shards import chunk_bytes
 
 BURST = 8
 _FEEDBACK_DELAY_US = 2000
@@ -40,6 +41,7 @@ def advance(t: Any, now_us: int) -> None:
     """Move every collective on: note which shards are complete and what is finished, free what nobody needs."""
     n = t.numbers
     rank, ranks = n[e.RANK], n[e.RANKS]
+    has_ended = n[e.IS_CHANGED]
     n[e.IS_CHANGED] = 0
     for slot in range(e.SLOTS):
         s = t.slots[slot]
@@ -55,6 +57,12 @@ def advance(t: Any, now_us: int) -> None:
             if waiting == 0:
                 s[e.S_STAGE] = e.FREE
                 s[e.S_COLLECTIVE] = -1
+                for peer in range(ranks):
+                    for phase in range(2):
+                        t.outgoing[slot, phase, peer, e.O_NUMBER] = -1
+                        t.incoming[slot, phase, peer, e.I_NUMBER] = -1
+        if s[e.S_STAGE] == e.CARRYING and has_ended:
+            s[e.S_STAGE] = e.CARRIED
 
 
 @compiled
@@ -144,28 +152,25 @@ def _watch(t: Any, peer: int, now_us: int) -> None:
 def _reply(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: int, now_us: int) -> int:
     """Write what answers a peer: FEEDBACK, DONE, NACK, STATUS. Returns the new count."""
     n, p = t.numbers, t.peers[peer]
-    rank, begun = n[e.RANK], n[e.BEGUN_HERE]
+    rank, begun = n[e.RANK], p[e.P_RECEIVING]
     if p[e.P_RX_UNTOLD] > 0 and now_us - p[e.P_RX_FIRST_UNTOLD_AT] >= _FEEDBACK_DELAY_US:
         p[e.P_TELL_NOW] = 1
     if p[e.P_TELL_NOW] and p[e.P_RX_LARGEST] >= 0:
         count = _write_feedback(t, peer, words, sizes, peers, count, now_us)
     for slot in range(e.SLOTS):
-        collective = t.slots[slot, e.S_COLLECTIVE]
-        if collective < 0:
-            continue
         for phase in range(2):
             incoming = t.incoming[slot, phase, peer]
             reply = incoming[e.I_REPLY]
-            if reply == e.NO_REPLY or count >= sizes.shape[0]:
+            if incoming[e.I_NUMBER] < 0 or reply == e.NO_REPLY or count >= sizes.shape[0]:
                 continue
             incoming[e.I_REPLY] = e.NO_REPLY
             if reply == e.REPLY_DONE:
                 d.write_header(
                     words[count],
                     d.DONE,
-                    phase,
+                    phase | n[e.REPLY_FLAGS],
                     rank,
-                    collective,
+                    incoming[e.I_NUMBER],
                     0,
                     now_us,
                     begun,
@@ -180,14 +185,15 @@ def _reply(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count: int, no
     for entry in range(p[e.P_LATE]):
         if count < sizes.shape[0]:
             collective, phase = t.late[peer, entry, 0], t.late[peer, entry, 1]
-            d.write_header(words[count], d.DONE, phase, rank, collective, 0, now_us, begun, 0, 0, 0)
+            flags = phase | n[e.REPLY_FLAGS]
+            d.write_header(words[count], d.DONE, flags, rank, collective, 0, now_us, begun, 0, 0, 0)
             sizes[count], peers[count] = d.HEADER_BYTES, peer
             count += 1
     p[e.P_LATE] = 0
     is_quiet = now_us - max(p[e.P_HEARD_AT], p[e.P_ASKED_AT]) > _ASK_EVERY_US
     if (p[e.P_ANSWER] or is_quiet) and count < sizes.shape[0]:
-        ask = d.ASK if is_quiet else 0
-        d.write_header(words[count], d.STATUS, ask, rank, 0, 0, now_us, begun, 0, 0, 0)
+        flags = n[e.REPLY_FLAGS] | (d.ASK if is_quiet else 0)
+        d.write_header(words[count], d.STATUS, flags, rank, 0, 0, now_us, begun, 0, 0, 0)
         sizes[count], peers[count] = d.HEADER_BYTES, peer
         count += 1
         p[e.P_ANSWER] = 0
@@ -216,12 +222,12 @@ def _write_feedback(t: Any, peer: int, words: Any, sizes: Any, peers: Any, count
     d.write_header(
         word,
         d.FEEDBACK,
-        0,
+        n[e.REPLY_FLAGS],
         n[e.RANK],
         0,
         p[e.P_RX_TIME_AT] - p[e.P_RX_TIME],
         echo,
-        n[e.BEGUN_HERE],
+        p[e.P_RECEIVING],
         largest & 0xFFFFFFFF,
         p[e.P_RX_COUNT],
         p[e.P_RX_MARKED],
@@ -253,14 +259,14 @@ def _write_nacks(
         d.write_header(
             word,
             d.NACK,
-            phase,
+            phase | n[e.REPLY_FLAGS],
             n[e.RANK],
-            t.slots[slot, e.S_COLLECTIVE],
+            incoming[e.I_NUMBER],
             0,
             now_us,
-            n[e.BEGUN_HERE],
+            t.peers[peer, e.P_RECEIVING],
             first,
-            chunks,
+            incoming[e.I_TAG],
             incoming[e.I_END_NUMBER],
         )
         sizes[count], peers[count] = d.HEADER_BYTES + (here + 31) // 32 * 4, peer
@@ -279,13 +285,15 @@ def _send_burst(
     budget = min(np.int64(rate[e.R_WINDOW]) - p[e.P_FLYING], 2 * BURST, most, sizes.shape[0] - count)
     budget = min(budget, e.RING - (p[e.P_NEXT] - p[e.P_UNRESOLVED]))
     sent = 0
-    newest = t.numbers[e.BEGUN_HERE]
-    for collective in range(max(0, newest - e.SLOTS), newest):
-        slot = collective % e.SLOTS
-        if t.slots[slot, e.S_COLLECTIVE] != collective:
+    newest = p[e.P_SENDING]
+    for place_of in range(e.SLOTS):
+        collective = newest - e.SLOTS + t.order[place_of]
+        if collective < 0:
             continue
+        slot = collective % e.SLOTS
         for phase in range(2):
-            if not t.outgoing[slot, phase, peer, e.O_ACTIVE]:
+            outgoing = t.outgoing[slot, phase, peer]
+            if outgoing[e.O_NUMBER] != collective or not outgoing[e.O_ACTIVE]:
                 continue
             while sent < budget:
                 if p[e.P_BEGUN] <= collective:
@@ -342,22 +350,23 @@ def _write_chunk(
     now_us: int,
 ) -> None:
     """Write a DATA, or an END if `chunk` is -1, and remember its number."""
-    n, p, s = t.numbers, t.peers[peer], t.slots[slot]
+    n, p = t.numbers, t.peers[peer]
     outgoing = t.outgoing[slot, phase, peer]
-    payload, collective = n[e.PAYLOAD], s[e.S_COLLECTIVE]
+    payload, collective = n[e.PAYLOAD], outgoing[e.O_NUMBER]
     number = p[e.P_NEXT]
-    flags, kind, length = phase, d.DATA, 0
+    flags, kind, length = phase | outgoing[e.O_FLAGS], d.DATA, 0
     if chunk == _ENDED:
         kind = d.END
+        flags &= ~d.DROPPABLE
         outgoing[e.O_ENDS] = 2 if outgoing[e.O_END_AT] else 1
         outgoing[e.O_END_AT] = outgoing[e.O_END_AT] or now_us
     else:
-        owner = peer if phase == 0 else n[e.RANK]
-        length = chunk_bytes(s, phase, owner, n[e.RANKS], payload, chunk)
-        source = outgoing_address(s, phase, peer) + chunk * payload
-        copy_memory(word.ctypes.data + d.HEADER_BYTES, source, length)
+        length = chunk_bytes(outgoing[e.O_BYTES], outgoing[e.O_TAIL_BYTES], payload, chunk)
+        copy_memory(word.ctypes.data + d.HEADER_BYTES, outgoing[e.O_ADDRESS] + chunk * payload, length)
         if phase == 0 and t.chunk_class[slot, peer, chunk]:
             flags |= d.PROTECTED
+        if flags & d.PROTECTED or t.chunk_state[slot, phase, peer, chunk] != e.UNSENT:
+            flags &= ~d.DROPPABLE  # also not what is repeated, for the bound is used up
         t.chunk_state[slot, phase, peer, chunk] = e.FLYING
         t.chunk_number[slot, phase, peer, chunk] = number
     d.write_header(
@@ -368,9 +377,9 @@ def _write_chunk(
         collective,
         number,
         now_us,
-        n[e.BEGUN_HERE],
+        p[e.P_RECEIVING],
         max(chunk, 0),
-        outgoing[e.O_CHUNKS],
+        outgoing[e.O_TAG],
         outgoing[e.O_PROTECTED],
     )
     sizes[at], peers[at] = d.HEADER_BYTES + length, peer

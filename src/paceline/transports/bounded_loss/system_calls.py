@@ -11,6 +11,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
 
 _recvmmsg: Any = types.ExternalFunction(
@@ -32,7 +33,7 @@ _CLOCK_MONOTONIC = 1
 _MSG_WORDS = (
     8  # an mmsghdr, in 64 bits each: name, its length, iov, how many, control, its length, flags, length
 )
-_CONTROL_WORDS = 4
+_CONTROL_WORDS = 8
 _SOL_UDP, _UDP_SEGMENT = 17, 103
 _IPPROTO_IP, _IP_TOS = 0, 1
 _CONGESTED = 3
@@ -141,18 +142,23 @@ def receive_batch(descriptor: int, batch: Any) -> int:
 
 @compiled
 def prepare_messages(batch: Any, count: int, segments: int) -> int:
-    """Describe `count` filled rows as messages of at most `segments` datagrams each; return how many messages."""
+    """Describe `count` filled rows as messages of at most `segments` datagrams each; return how many messages.
+
+    Those of a message have one receiver and one type of service, which goes with it.
+    """
     row_bytes = batch.rows.shape[1]
     made = 0
     i = 0
     while i < count:
         peer, first = batch.peers[i], i
         length = batch.sizes[i]
+        tos = d.tos_of(batch.words[i])
         i += 1
         while (
             i < count
             and i - first < segments
             and batch.peers[i] == peer
+            and d.tos_of(batch.words[i]) == tos
             and batch.sizes[i - 1] == row_bytes
             and length + batch.sizes[i] < 65000
         ):
@@ -162,11 +168,13 @@ def prepare_messages(batch: Any, count: int, segments: int) -> int:
         vector[0], vector[1] = batch.rows.ctypes.data + first * row_bytes, length
         message[0], message[1] = batch.addresses.ctypes.data + peer * 8 * _ADDRESS_WORDS, 16
         message[2], message[3] = batch.vectors.ctypes.data + made * 16, 1
-        message[4] = message[5] = message[6] = 0
+        control = batch.control[made]
+        control[0], control[1], control[2] = 20, _IPPROTO_IP | _IP_TOS << 32, tos
+        message[4], message[5] = batch.control.ctypes.data + made * 8 * _CONTROL_WORDS, 24
+        message[6] = 0
         if i - first > 1:
-            control = batch.control[made]
-            control[0], control[1], control[2] = 18, _SOL_UDP | _UDP_SEGMENT << 32, row_bytes
-            message[4], message[5] = batch.control.ctypes.data + made * 8 * _CONTROL_WORDS, 24
+            control[3], control[4], control[5] = 18, _SOL_UDP | _UDP_SEGMENT << 32, row_bytes
+            message[5] = 48
         batch.covered[made] = i - first
         made += 1
     return made

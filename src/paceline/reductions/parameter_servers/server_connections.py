@@ -38,7 +38,7 @@ _DTYPES = {
 supported = frozenset(_DTYPES)
 
 
-class Connection:
+class ServerConnections:
     """Connections of one model over one process group.
 
     Args:
@@ -58,7 +58,7 @@ class Connection:
         parameters: Sequence[Parameter],
         device: torch.device,
         addresses: Sequence[str] | None,
-        on_open: Callable[[Connection], None],
+        on_open: Callable[[ServerConnections], None],
     ) -> None:
         self._group = process_group
         self._parameters = parameters
@@ -169,7 +169,7 @@ class Pushed:
         self._lock = threading.Lock()
         self._is_finished = False
 
-    def start(self, connection: Connection, before: Callable[[], None] | None) -> None:
+    def start(self, connection: ServerConnections, before: Callable[[], None] | None) -> None:
         """Launch it on the lane."""
         body = self._message.body
 

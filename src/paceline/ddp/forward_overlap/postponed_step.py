@@ -33,9 +33,9 @@ from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
-from paceline.ddp.forward_overlap.flight import HALF_STEPPED, PieceFlight
 from paceline.ddp.forward_overlap.hooks import Needs, install
 from paceline.ddp.forward_overlap.outstanding import lock
+from paceline.ddp.forward_overlap.piece_flight import HALF_STEPPED, PieceFlight
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.observe import StepTimings
 from paceline.planning.forward_overlap import Gain

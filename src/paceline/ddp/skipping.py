@@ -1,0 +1,334 @@
+"""Which buckets stay on the shelf: those that no rank needs in this step, agreed on before the first bucket leaves.
+
+Rules
+1. When a synchronized backward begins, every rank says which gradients it needs, in one small sum ahead of all buckets.
+   Backward hardly waits for it: the first full bucket does, 2 ms at most (what a sum takes if no rank is late; there
+   may be no later bucket to leave with). Then full buckets leave with the next one; the end of backward waits.
+2. A rank needs no gradient of what it has declared to be skipped (`model.skip`), nor, if `looks`, of what the autograd
+   engine says this backward does not reach; but all that earlier backwards of the step have used. A bucket of which no
+   rank needs anything is shelved. Its gradients stay what they were, as those of parameters that nobody has used.
+3. Where ranks have declared different layers, all of them read so in the same sum: nobody launches anything, everybody
+   raises. A rank that runs no backward of its own (joined, or giving up) has no say, and follows.
+4. A gradient of a declared parameter is an error. One that the engine has not foreseen (reentrant checkpointing) is
+   late (rule 5 of `reducer`), and from then on this rank needs everything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.nn import Module, ModuleList, Parameter
+
+from paceline.comm.collectives import device_for_metadata, launch_sum
+from paceline.comm.peers import Peers
+from paceline.comm.pending import Done, Pending
+from paceline.ddp.arrivals import Expectations
+from paceline.ddp.bucket import Bucket, Scales
+from paceline.ddp.layout import ManagedParameters
+from paceline.errors import ConfigurationError, SkipError
+from paceline.reductions import Reduction
+
+_BITS = 48  # of one word, which float64 sums exactly
+_MOST_NAMED = 5
+PATIENCE_S = 0.002
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is dropped as a whole, as given in `droppable=`: its name, and its parameters, trainable or not."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+
+
+def units_of(module: Module, droppable: Any) -> tuple[Unit, ...]:
+    """Read `droppable=`: an iterable, each entry a unit of its own.
+
+    Raises:
+        ConfigurationError: It is none, names what the module has not, or two entries have a parameter in common.
+    """
+    if droppable is None:
+        return ()
+    is_one = isinstance(droppable, (str, torch.Tensor)) or (
+        isinstance(droppable, Module) and not isinstance(droppable, ModuleList)
+    )
+    if is_one or not isinstance(droppable, Iterable):
+        raise ConfigurationError(
+            f"droppable={_shown(droppable)} is no list. Give what can be skipped, each entry by itself: "
+            "droppable=list(net.blocks), or [net.backbone]."
+        )
+    units = tuple(_unit(module, entry) for entry in droppable)
+    owners: dict[int, str] = {}
+    for unit in units:
+        for parameter in unit.parameters:
+            if id(parameter) in owners:
+                raise ConfigurationError(
+                    f"droppable: {owners[id(parameter)]} and {unit.name} have a parameter in common, which would be "
+                    "skipped with either. Leave one out, or make them one entry: [[first, second]]."
+                )
+            owners[id(parameter)] = unit.name
+    return units
+
+
+def _unit(module: Module, entry: Any) -> Unit:
+    parts = [_part(module, part) for part in _flat(entry)]
+    parameters = {id(p): p for _, found in parts for p in found}
+    name = " + ".join(name for name, _ in parts)
+    if not parameters:
+        raise ConfigurationError(f"droppable: {name or _shown(entry)} has no parameters. Leave it out.")
+    return Unit(name, tuple(parameters.values()))
+
+
+def _flat(what: Any) -> Iterator[Any]:
+    """What was given, lists taken apart; a module is one thing, also where one can iterate over it."""
+    if isinstance(what, Iterable) and not isinstance(what, (str, torch.Tensor, Module)):
+        for part in what:
+            yield from _flat(part)
+    else:
+        yield what
+
+
+def _part(module: Module, part: Any) -> tuple[str, list[Parameter]]:
+    """The name and the parameters of a part of the module, given as itself or by its name."""
+    for name, inner in module.named_modules():
+        if part is inner or (isinstance(part, str) and part == name):
+            return name or "the whole module", list(inner.parameters())
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if part is parameter or (isinstance(part, str) and part == name):
+            return name, [parameter]
+    raise ConfigurationError(
+        f"{_shown(part)} is no part of this {type(module).__name__}. Give modules or parameters of it, or names as in "
+        "module.named_modules(): blocks.3 is one, and model.blocks.3 or module.blocks.3 is none."
+    )
+
+
+def _shown(what: Any) -> str:
+    return f"a {type(what).__name__}" if isinstance(what, (Module, torch.Tensor)) else repr(what)
+
+
+def check(units: Sequence[Unit], looks: bool, reduction: Reduction, **conflicting: object) -> None:
+    """Refuse to skip together with what needs every bucket in every step.
+
+    Args:
+        units: What can be skipped.
+        looks: Whether `skip_all_reduce_unused_params` was asked for.
+        reduction: Combines the gradients.
+        conflicting: Arguments that are given, by name, with which nothing can be skipped.
+    """
+    if not (units or looks):
+        return
+    found = [f"{name}={value!r}" for name, value in conflicting.items() if value]
+    if reduction.needs_all_buckets:
+        found.append(f"gradients combined by {reduction!r}")
+    if found:
+        asked = "droppable" if units else "skip_all_reduce_unused_params"
+        raise ConfigurationError(
+            f"{asked} is not possible with {'; nor with '.join(found)}: that needs every bucket in every step. Leave "
+            "out either."
+        )
+
+
+class Skipping:
+    """What one module's steps skip, on one rank.
+
+    Args:
+        module: Whose.
+        units: What can be skipped.
+        looks: What a backward does not reach is not needed (`skip_all_reduce_unused_params`).
+    """
+
+    def __init__(self, module: Module, units: Sequence[Unit], looks: bool) -> None:
+        self.looks = looks
+        self._module, self._units = module, units
+        self._contexts: list[frozenset[int]] = []  # numbers of units, of each `with` that is open
+        self._managed: ManagedParameters
+        self._members: list[frozenset[int]] = []  # parameter indices of each unit
+        self._group: ProcessGroup
+        self._peers: Peers
+        # Of the synchronized backward under way.
+        self._declared: frozenset[int] = frozenset()  # numbers of units
+        self._skipped: frozenset[int] = frozenset()  # their parameters' indices
+        self._words = torch.zeros(0)
+        self._pending: Pending | None = None
+        self._has_arrived = threading.Event()
+        self._patience_s = PATIENCE_S
+        self._needed: list[bool] | None = None  # by any rank, once agreed on
+        self._disagreement = ""
+
+    def follow(self, managed: ManagedParameters, group: ProcessGroup, peers: Peers) -> None:
+        """These parameters are reduced from now on, over this group. Local."""
+        indices = {id(parameter): index for index, parameter in enumerate(managed.parameters)}
+        self._members = [
+            frozenset(indices[id(p)] for p in unit.parameters if id(p) in indices) for unit in self._units
+        ]
+        self._managed, self._group, self._peers = managed, group, peers
+
+    # ---- declared by the caller
+
+    @contextmanager
+    def skip(self, *what: Any) -> Iterator[None]:
+        """As `DistributedDataParallel.skip`."""
+        numbers = self._numbers_of(what)
+        self._contexts.append(numbers)
+        try:
+            yield
+        finally:
+            self._contexts.remove(numbers)
+
+    def _numbers_of(self, what: Any) -> frozenset[int]:
+        parts = [_part(self._module, part) for part in _flat(what)]
+        ids = {id(parameter) for _, parameters in parts for parameter in parameters}
+        numbers = [n for n, unit in enumerate(self._units) if ids & set(map(id, unit.parameters))]
+        whole = {id(parameter) for number in numbers for parameter in self._units[number].parameters}
+        if whole != ids:
+            names = ", ".join(name for name, _ in parts)
+            can = ", ".join(unit.name for unit in self._units) or "nothing"
+            raise ConfigurationError(
+                f"skip({names}): what is skipped has to consist of entries of droppable=, which are {can}. They have "
+                "buckets of their own; all ranks have to know them from the start, so give them to the constructor."
+            )
+        return frozenset(numbers)
+
+    # ---- a synchronized backward
+
+    def begin(self, by_autograd: bool, expected: Expectations) -> None:
+        """A backward begins: take down what is declared. Local."""
+        self._declared = frozenset().union(*self._contexts) if by_autograd else frozenset()
+        self._skipped = frozenset().union(*(self._members[number] for number in self._declared))
+        self._pending, self._needed, self._disagreement = None, None, ""
+        expected.skipped = self._skipped
+
+    def propose(self, by_autograd: bool, expected: Expectations, used_before: set[int]) -> None:
+        """Write down what this rank needs. Local; after `begin`."""
+        reached = expected.reached() if self.looks else None
+        rank, num_ranks = self._group.rank(), self._group.size()
+        needs = [
+            index in used_before
+            or (by_autograd and index not in self._skipped and (reached is None or reached[index]))
+            for index in range(len(self._managed))
+        ]
+        mask = 1 | sum(2 << number for number in self._declared) if by_autograd else 0
+        said = [0] * (num_ranks * self._num_words)
+        for place in range(self._num_words):
+            said[rank * self._num_words + place] = mask >> (place * _BITS) & ((1 << _BITS) - 1)
+        where = device_for_metadata(self._group, self._managed.parameters[0].device)
+        self._words = torch.tensor([*needs, *said], dtype=torch.float64, device=where)
+
+    @property
+    def _num_words(self) -> int:
+        """That say what one rank has declared."""
+        return len(self._units) // _BITS + 1
+
+    def ask(self) -> None:
+        """Launch the sum of what all ranks need.
+
+        Contract:
+            Collective: every rank, once a synchronized backward, before its buckets.  Blocks: no.
+        """
+        self._has_arrived, self._patience_s = threading.Event(), PATIENCE_S
+        self._pending = Done() if self._group.size() == 1 else launch_sum(self._words, self._group)
+        self._pending.on_done(self._has_arrived.set)
+
+    def lets_launch(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether it is known which of these leave. Local; waits for `PATIENCE_S` once a backward (rule 1)."""
+        if self._needed is None and self._pending is not None:
+            patience_s, self._patience_s = self._patience_s, 0.0
+            if self._has_arrived.wait(patience_s):
+                self._read(self._pending, buckets)
+        return self._needed is not None and not self._disagreement
+
+    def agree(self, buckets: Sequence[Bucket]) -> None:
+        """Know which of these buckets leave.
+
+        Contract:
+            Collective, if `ask` has not been called yet.  Blocks: yes.
+
+        Raises:
+            SkipError: The ranks have declared different layers; on every rank.
+        """
+        if self._pending is None:
+            self.ask()
+        if self._needed is None and self._pending is not None:
+            self._read(self._pending, buckets)
+        if self._disagreement:
+            raise SkipError(self._disagreement)
+
+    def _read(self, pending: Pending, buckets: Sequence[Bucket]) -> None:
+        self._peers.wait(pending, "agreeing on what this step skips")
+        num_parameters = len(self._managed)
+        counts = [round(word) for word in self._words.tolist()]
+        self._needed = [count > 0 for count in counts[:num_parameters]]
+        for bucket in buckets:
+            bucket.left_out = self.shelves(bucket)
+        said, width = counts[num_parameters:], self._num_words
+        masks = {
+            rank: sum(said[rank * width + place] << (place * _BITS) for place in range(width))
+            for rank in range(self._group.size())
+        }
+        masks = {rank: mask for rank, mask in masks.items() if mask & 1}
+        if len(set(masks.values())) > 1:
+            self._disagreement = self._describe(masks)
+
+    def _describe(self, masks: dict[int, int]) -> str:
+        found = []
+        for number, unit in enumerate(self._units):
+            skip = [rank for rank, mask in masks.items() if mask & (2 << number)]
+            if 0 < len(skip) < len(masks):
+                do_not = [rank for rank in masks if rank not in skip]
+                found.append(f"{unit.name} on {_ranks(skip)} but not on {_ranks(do_not)}")
+        more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        return (
+            f"rank {self._group.rank()}: the ranks skip different layers: {'; '.join(found[:_MOST_NAMED])}{more}. Draw "
+            "them from the same seed on every rank, such as random.Random(f'{seed} {step}'), not from a rank's own. "
+            "Nothing was reduced; the gradients of this step were dropped on every rank, parameters are untouched."
+        )
+
+    def shelves(self, bucket: Bucket) -> bool:
+        """Whether no rank needs anything of it. Local; once agreed on."""
+        needed = self._needed
+        return needed is not None and not any(needed[index] for index in bucket.members)
+
+    # ---- backward has ended
+
+    def error_of_used(self, buckets: Sequence[Bucket]) -> SkipError | None:
+        """What to raise if this backward has made gradients of what was declared to be skipped."""
+        touched = {b.members[slot] for b in buckets for slot in b.touched_slots()} if self._skipped else set()
+        used = [self._units[n].name for n in sorted(self._declared) if self._members[n] & touched]
+        if not used:
+            return None
+        names = [self._managed.names[index] for index in sorted(self._skipped & touched)][:_MOST_NAMED]
+        return SkipError(
+            f"rank {self._group.rank()}: {', '.join(used[:_MOST_NAMED])} was declared to be skipped, but this backward "
+            f"has made gradients of {', '.join(names)}. Let the forward leave out what `with model.skip(...)` names "
+            "(also where a parameter is shared with another layer). The gradients of this step were dropped on every "
+            "rank, parameters are untouched."
+        )
+
+    def undeclared(self, unused: Sequence[int]) -> list[int]:
+        """Of these parameter indices those that nobody has said would not be used."""
+        return [index for index in unused if index not in self._skipped]
+
+
+def collect_late(bucket: Bucket) -> None:
+    """Make the message of a bucket that was left out, of zeros; what has come nevertheless counts as late (rule 4)."""
+    bucket.drop_installed()
+    touched, late = list(bucket.touched), {}
+    for slot in bucket.slots_with_gradients():
+        parameter = bucket.parameters[slot]
+        late[slot] = None if parameter.grad is None else parameter.grad.clone()
+        parameter.grad = None
+    bucket.touched.clear()
+    bucket.collect(Scales(0.0, 0.0), set(), has_ended=True)
+    bucket.touched.extend(touched)
+    for slot, gradient in late.items():
+        bucket.parameters[slot].grad = gradient
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

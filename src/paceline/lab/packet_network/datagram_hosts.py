@@ -1,0 +1,195 @@
+"""Hosts of a simulated network that run the bounded-loss protocol: the transport's own `Endpoint`, in virtual time.
+
+A host takes turns as `datagram_loop` does: it takes what has arrived, sends what its own queue has room for (by the
+same function), and rests. What is done for a datagram is compiled, a turn is Python.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.lab.packet_network import engine
+from paceline.lab.packet_network.state import BYTES, Net, check_room
+from paceline.lab.packet_network.tcp_state import Tcp
+from paceline.transports import Bound
+from paceline.transports.bounded_loss import datagram_loop as loop
+from paceline.transports.bounded_loss import endpoint_state as e
+from paceline.transports.bounded_loss.datagram import words_of
+from paceline.transports.bounded_loss.endpoint import Endpoint
+
+SPRAYED = -1
+_ROWS = 64
+_BATCHES = 4
+_SILENCE_US = 10**12
+_LONGEST_US = 600_000_000
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A job of ranks that sum vectors, or push them to some of them.
+
+    Attributes:
+        hosts: Of the ranks, in their order.
+        num_bytes: Of each vector.
+        bound: What may be lost.
+        num_owners: As of `Endpoint`.
+        num_vectors: How many are launched at once, one after the other: the layers of a model, the last one first.
+        is_sprayed: Whether every packet takes any way; else a flow takes one, by the seed.
+        has_classes: Whether packets have bands by layer, and what may be lost is not ECN-capable.
+    """
+
+    hosts: Sequence[int]
+    num_bytes: int
+    bound: Bound
+    num_owners: int = 0
+    num_vectors: int = 1
+    is_sprayed: bool = False
+    has_classes: bool = False
+
+
+@dataclass
+class _Job:
+    plan: JobPlan
+    ends: list[Endpoint]
+    bands: NDArray[np.int64]
+    flow: int
+    begun_us: int = 0
+    running: int = 0
+    flow_us: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    ended_us: dict[tuple[int, int], int] = field(default_factory=dict)
+    lost: int = 0
+    expected: int = 0
+
+
+class DatagramHosts:
+    """Jobs on a network, one host a rank.
+
+    Args:
+        net: The network; its rows hold a datagram.
+        tcp: Connections on it, if there are any.
+        jobs: What runs.
+        payload: Bytes of a chunk.
+        seed: Of the flows' ways, and of what follows.
+        turn_us: Between two turns of a host.
+        jitter_us: Mean of what a host is late, since others use its core; exponentially distributed.
+    """
+
+    def __init__(
+        self,
+        net: Net,
+        tcp: Tcp,
+        jobs: Sequence[JobPlan],
+        payload: int = 1432,
+        seed: int = 0,
+        turn_us: int = 400,
+        jitter_us: int = 0,
+    ) -> None:
+        self._net, self._tcp = net, tcp
+        dice = self._dice = np.random.default_rng(seed)
+        self._turn_us, self._jitter_us = turn_us, jitter_us
+        self._jobs = [self._new_job(plan, payload, int(dice.integers(1 << 20))) for plan in jobs]
+        self._rows = np.zeros((_ROWS, self._jobs[0].ends[0].row_bytes), np.uint8)
+        self._words, _ = words_of(self._rows)
+        self._sizes, self._peers = np.zeros(_ROWS, np.int64), np.zeros(_ROWS, np.int64)
+        self._marks = np.zeros(_ROWS, np.int64)
+        self._local = {
+            host: np.array([loop._SMALLEST_LIMIT, loop._LARGEST_LIMIT, 0, 0], np.int64)
+            for plan in jobs
+            for host in plan.hosts
+        }
+        self.now_us = 1000
+        ranks = [(job, rank) for job in self._jobs for rank in range(len(job.ends))]
+        self._turns = [
+            (self.now_us + 37 * number % turn_us, number, *each) for number, each in enumerate(ranks)
+        ]
+        heapq.heapify(self._turns)
+
+    def _new_job(self, plan: JobPlan, payload: int, flow: int) -> _Job:
+        ranks = len(plan.hosts)
+        ends = []
+        for rank in range(ranks):
+            keys = {
+                peer: bytes([min(rank, peer), max(rank, peer)]) * 8 for peer in range(ranks) if peer != rank
+            }
+            ends.append(Endpoint(rank, ranks, keys, payload, _SILENCE_US, plan.num_owners))
+        bands = np.empty(0, np.int64)
+        if (
+            plan.has_classes
+        ):  # the layer that the next forward needs first is launched last, and has the first band
+            last = plan.num_vectors - 1
+            bands = np.array(
+                [1 + (last - number) * 6 // max(1, last) for number in range(plan.num_vectors)], np.int64
+            )
+        return _Job(plan, ends, bands, flow)
+
+    def run(self, at_least_us: int = 0) -> list[_Job]:
+        """Let every job sum its vectors once; returns the jobs, with the times at which all of it was done.
+
+        Args:
+            at_least_us: A pause before that.
+        """
+        begin_us = self.now_us + at_least_us
+        for job in self._jobs:
+            job.flow_us, job.ended_us, job.begun_us = {}, {}, begin_us
+            job.running, job.lost, job.expected = len(job.ends) * job.plan.num_vectors, 0, 0
+        waiting = {(id(job), rank) for job in self._jobs for rank in range(len(job.ends))}
+        vectors: list[NDArray[np.float32]] = []
+        while any(job.running for job in self._jobs):
+            self.now_us, number, job, rank = heapq.heappop(self._turns)
+            if self.now_us >= begin_us and (id(job), rank) in waiting:
+                waiting.remove((id(job), rank))
+                for _ in range(job.plan.num_vectors):
+                    vectors.append(np.ones(job.plan.num_bytes // 4, np.float32))
+                    job.ends[rank].begin(vectors[-1], job.plan.bound, self.now_us)
+            self._turn(job, rank)
+            rest_us = self._turn_us + int(self._dice.exponential(self._jitter_us))
+            heapq.heappush(self._turns, (self.now_us + rest_us, number, job, rank))
+            assert self.now_us < begin_us + _LONGEST_US, "it does not end"
+        check_room(self._net)
+        return self._jobs
+
+    def _turn(self, job: _Job, rank: int) -> None:
+        """What `datagram_loop.drive` does between two rests."""
+        net, end, host = self._net, job.ends[rank], job.plan.hosts[rank]
+        engine.run_until(net, self._tcp, self.now_us * 1000, False)
+        has_arrived = net.arrived[host, BYTES] > 0
+        if not has_arrived and end.is_idle:
+            return
+        while net.arrived[host, BYTES]:
+            got = engine.take_datagrams(net, host, self._rows, self._sizes, self._marks)
+            end.receive(self._rows, self._sizes, self._marks, got, self.now_us)
+        self._note_arrivals(job, rank)
+        targets = np.asarray(job.plan.hosts)
+        spine = SPRAYED if job.plan.is_sprayed else job.flow + rank
+        for _ in range(_BATCHES):
+            most = loop._room(self._local[host], engine.queued_bytes(net, host), self._rows.shape[1])
+            count = end.transmit(self._rows, self._sizes, self._peers, self.now_us, most)
+            if count == 0:
+                break
+            engine.send_datagrams(
+                net, self._rows, self._words, self._sizes, targets[self._peers], host, count, spine, job.bands
+            )
+        for losses in end.take_finished():
+            job.running -= 1
+            job.ended_us[rank, losses.collective] = self.now_us
+            if rank == 0:
+                job.lost += sum(losses.missing)
+                job.expected += sum(losses.expected)
+
+    def _note_arrivals(self, job: _Job, rank: int) -> None:
+        """When each peer's part of the vectors was here: a flow of a push."""
+        if rank >= (job.plan.num_owners or len(job.ends)):
+            return
+        t = job.ends[rank].tables
+        for slot in range(e.SLOTS):
+            collective = int(t.slots[slot, e.S_COLLECTIVE])
+            if collective < 0:
+                continue
+            for peer in np.flatnonzero(t.incoming[slot, 0, :, e.I_DONE]):
+                if peer != rank:
+                    job.flow_us.setdefault((collective, int(peer), rank), self.now_us)

@@ -1,0 +1,101 @@
+"""The path that collectives take between hosts: Gloo's TCP, or with PACELINE_BETWEEN_HOSTS=udp reliable datagrams.
+
+Rules
+1. All ranks take the same: rank 0's environment says which is wanted, and datagrams are used only if full-sized ones
+   get through between every two ranks, both ways.
+2. Where they do not, for a firewall or an MTU that lies, all fall back to TCP, and rank 0 says once why.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import ConfigurationError, PacelineError
+from paceline.process_group.connections import Gloo, open_datagram_transport
+from paceline.transports import Transport
+from paceline.transports.c10d import C10dTransport
+
+PATH = "PACELINE_BETWEEN_HOSTS"
+"""Environment variable: "tcp", the default, or "udp"; rank 0's counts."""
+
+TCP, UDP = "tcp", "udp"
+HANDSHAKE_S = 10.0
+_TROUBLE_BYTES = 400
+
+
+def wanted_path() -> str:
+    """What this process's environment asks for.
+
+    Raises:
+        ConfigurationError: It asks for something else.
+    """
+    wanted = os.environ.get(PATH, TCP) or TCP
+    if wanted not in (TCP, UDP):
+        raise ConfigurationError(f'{PATH}={wanted!r}: say "udp", or "tcp", which is the default.')
+    return wanted
+
+
+def open_path(inner: Gloo, store: dist.Store, timeout: timedelta) -> Transport:
+    """Open the path that rank 0 wants, or TCP if datagrams do not get through.
+
+    Args:
+        inner: A Gloo group over all ranks, used by nobody else at the same time.
+        store: Used for this alone.
+        timeout: How long a rank waits for another.
+
+    Contract:
+        Collective over the ranks of `inner`.  Blocks: yes.
+        Afterwards: the same kind of transport on all ranks.
+    """
+    is_wanted = torch.tensor([int(wanted_path() == UDP)])
+    inner.broadcast([is_wanted], dist.BroadcastOptions()).wait()
+    if not is_wanted.item():
+        return C10dTransport(inner)
+    transport, trouble = _greet_everybody(inner, store, timeout)
+    troubles = [words for words in _gathered(inner, trouble) if words]
+    if transport is not None and not troubles:
+        return transport
+    if transport is not None:
+        transport.close(0.0)
+    if inner.rank() == 0:
+        warnings.warn(
+            f"{PATH}=udp: {troubles[0]} All ranks of this group use TCP instead. Let UDP pass between the hosts, or "
+            f"leave {PATH} out.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return C10dTransport(inner)
+
+
+def _greet_everybody(inner: Gloo, store: dist.Store, timeout: timedelta) -> tuple[Any, str]:
+    """Exchange a datagram of full size with every other rank; return the transport, and what went wrong if anything."""
+    transport = None
+    try:
+        transport = open_datagram_transport(store, inner.rank(), inner.size(), timeout)
+        peers = [peer for peer in range(inner.size()) if peer != inner.rank()]
+        greeting = torch.zeros(transport.payload_bytes, dtype=torch.uint8)
+        transport.exchange(
+            [(peer, greeting) for peer in peers],
+            [(peer, torch.empty_like(greeting)) for peer in peers],
+            min(HANDSHAKE_S, timeout.total_seconds() / 2),
+        )
+    except (PacelineError, RuntimeError, OSError) as error:
+        return transport, f"datagrams do not get through ({error})."
+    return transport, ""
+
+
+def _gathered(inner: Gloo, words: str) -> list[str]:
+    """Every rank's words. Collective."""
+    mine = torch.zeros(_TROUBLE_BYTES, dtype=torch.uint8)
+    encoded = words.encode()[:_TROUBLE_BYTES]
+    if encoded:
+        mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    rows = [torch.empty_like(mine) for _ in range(inner.size())]
+    inner.allgather([rows], [mine]).wait()
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]

@@ -1,0 +1,134 @@
+"""`DatagramEnd`: one rank's end of the datagram protocol; bytes and times in, bytes and events out.
+
+Rules
+1. It opens no socket and reads no clock: whoever has it moves its datagrams, and tells it the time in microseconds.
+2. Every method is quick, and none may be called while another thread is in one.
+3. Interpreted code works per batch of datagrams; what is done for each is compiled (`receiving`, `sending`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.transports.bounded_loss import congestion_window as window
+from paceline.transports.bounded_loss import datagram as d
+from paceline.transports.bounded_loss import endpoint_state as e
+from paceline.transports.bounded_loss.receiving import place, take_datagrams
+from paceline.transports.bounded_loss.sending import transmit
+
+_FIRST_ROOM = 256
+_ANY_NUMBER = 1 << 30
+
+
+class DatagramEnd(ABC):
+    """One rank's state of the protocol.
+
+    Args:
+        rank: This one.
+        num_ranks: How many there are.
+        keys: For every peer 16 secret bytes, which both of the two ranks hold.
+        payload_bytes: Carried by one datagram, a multiple of 8; the same on all ranks.
+        silence_us: A peer that is needed and says nothing for so long is lost.
+
+    Attributes:
+        tables: Its memory, for compiled code.
+    """
+
+    def __init__(
+        self, rank: int, num_ranks: int, keys: Mapping[int, bytes], payload_bytes: int, silence_us: int
+    ) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.tables = e.new_tables(rank, num_ranks, payload_bytes, d.HEADER_BYTES, _FIRST_ROOM)
+        self.tables.numbers[e.SILENCE_US] = silence_us
+        for peer, secret in keys.items():
+            sends = _direction_key(secret, rank, peer)
+            receives = _direction_key(secret, peer, rank)
+            self.tables.keys[peer] = np.frombuffer(sends + receives, np.uint64)
+        for peer in range(num_ranks):
+            window.reset(self.tables.peers[peer], self.tables.rates[peer])
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of the longest datagram."""
+        return int(d.HEADER_BYTES + self.tables.numbers[e.PAYLOAD])
+
+    @abstractmethod
+    def go_on(self, now_us: int) -> None:
+        """Do what compiled code leaves to Python."""
+
+    def receive(
+        self, rows: NDArray[np.uint8], sizes: NDArray[Any], marks: NDArray[Any], count: int, now_us: int
+    ) -> None:
+        """Take datagrams: the first `count` rows, of so many bytes, and whether each carried a congestion mark."""
+        words, longs = d.words_of(rows)
+        take_datagrams(self.tables, rows, words, longs, sizes, marks, count, now_us)
+        self.go_on(now_us)
+
+    def transmit(
+        self,
+        rows: NDArray[np.uint8],
+        sizes: NDArray[Any],
+        peers: NDArray[Any],
+        now_us: int,
+        most: int = _ANY_NUMBER,
+    ) -> int:
+        """Write the datagrams that should leave now, one a row, with their sizes and receivers; return how many.
+
+        At most `most` of them are chunks.
+        """
+        words, longs = d.words_of(rows)
+        count: int = transmit(self.tables, words, longs, sizes, peers, now_us, most)
+        self.go_on(now_us)
+        return count
+
+    @property
+    def lost_peer(self) -> int | None:
+        """A peer that is needed and has been silent for too long."""
+        return self._peer_in(e.LOST_PEER)
+
+    @property
+    def stuck_peer(self) -> int | None:
+        """A peer that is heard, and to which no chunk gets through: larger datagrams are lost on the way."""
+        return self._peer_in(e.STUCK_PEER)
+
+    @property
+    def misfit_peer(self) -> int | None:
+        """A peer whose transfers do not have the size that they should."""
+        return self._peer_in(e.MISFIT_PEER)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way, also not for a peer."""
+        return bool((self.tables.slots[:, e.S_STAGE] == e.FREE).all())
+
+    def _peer_in(self, number: int) -> int | None:
+        peer = int(self.tables.numbers[number])
+        return peer if peer >= 0 else None
+
+    def _take_stashed(self, peer: int, number: int, now_us: int) -> None:
+        """Put where it belongs what came before this transfer from `peer` began."""
+        t = self.tables
+        count = int(t.peers[peer, e.P_STASHED])
+        t.peers[peer, e.P_STASHED] = 0
+        for entry in range(count):
+            row, size = t.stash[peer, entry].copy(), int(t.stash_sizes[peer, entry])
+            words = row.view(np.uint32)
+            if d.widened(int(words[d.COLLECTIVE]), number) == number:
+                place(t, peer, row, words, size, now_us)
+            else:
+                kept = int(t.peers[peer, e.P_STASHED])
+                t.stash[peer, kept, :size] = row[:size]
+                t.stash_sizes[peer, kept] = size
+                t.peers[peer, e.P_STASHED] = kept + 1
+
+
+def _direction_key(secret: bytes, source: int, target: int) -> bytes:
+    return hmac.new(secret, f"{source} to {target}".encode(), hashlib.sha256).digest()[:16]

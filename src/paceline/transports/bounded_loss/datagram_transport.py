@@ -1,0 +1,222 @@
+"""`DatagramTransport`: messages between ranks by UDP, of which nothing is lost; a `Transport` beside Gloo's TCP.
+
+What was lost is repeated selectively, and the rate follows the path's delay, as with sums of bounded loss.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.errors import PeerLostError, ProtocolError
+from paceline.host.exit import end_before_exit
+from paceline.transports.bounded_loss import datagram_loop as loop
+from paceline.transports.bounded_loss import endpoint_state as e
+from paceline.transports.bounded_loss.link_thread import LINGER_S, LinkThread, silence_s
+from paceline.transports.bounded_loss.message_endpoint import Ended, MessageEndpoint
+from paceline.transports.bounded_loss.udp_socket import Met, meet
+from paceline.transports.transport import Message, Transport
+
+PART_BYTES = 1 << 20
+_QUIET_S = 0.1
+_MOST_TAG = (1 << 32) - 1
+
+
+class DatagramTransport(Transport):
+    """This rank's end.
+
+    Limits first: Linux, IPv4.
+
+    Args:
+        store: Used for this alone.
+        rank: Of this process.
+        num_ranks: How many take part.
+        timeout: How long a rank waits for another to connect; one that is needed and silent for so long, at most 20 s,
+            is lost.
+        address: Of this host, on which it listens; "" for that of `interface`.
+        interface: A network interface, where there is no address.
+
+    Contract:
+        Collective: making one, over these ranks.  Blocks: until every rank has come.
+
+    Raises:
+        ConfigurationError: There is no such interface, or it has no IPv4 address.
+        PeerLostError: A rank did not come.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        num_ranks: int,
+        timeout: timedelta,
+        address: str = "",
+        interface: str = "",
+    ) -> None:
+        super().__init__(rank, num_ranks)
+        loop.compile_all()
+        met = meet(store, rank, num_ranks, timeout, address, interface, "connecting over UDP")
+        self._driver = _Driver(rank, met, timeout.total_seconds())
+        self._let_go = weakref.finalize(self, self._driver.close, 0.0)
+        end_before_exit(self, DatagramTransport.close)
+        self._driver.thread.start()
+
+    @property
+    def payload_bytes(self) -> int:
+        """What the longest datagram carries."""
+        return self._driver.payload_bytes
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Datagrams of this rank: sent, repeated, those of strangers that were dropped, and others. Local."""
+        return self._driver.counters
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The address and port on which this rank listens."""
+        return self._driver.place
+
+    def close(self, timeout_s: float = LINGER_S) -> bool:
+        """End the thread, after peers have what they need of this rank; returns whether it has ended."""
+        return self._driver.close(timeout_s)
+
+    def _exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        timeout_s: float,
+        on_received: Callable[[int], None],
+    ) -> None:
+        until_s = time.monotonic() + timeout_s
+        coming = [_Carried(False, peer, tensor) for peer, tensor in receives]
+        going = [_Carried(True, peer, tensor) for peer, tensor in sends]
+        self._driver.hand_in([*coming, *going])
+        for index, carried in enumerate(coming):
+            self._driver.wait(carried, until_s, timeout_s)
+            on_received(index)
+        for carried in going:
+            self._driver.wait(carried, until_s, timeout_s)
+
+
+class _Carried:
+    """A message, and those of its parts that have not begun, and not ended."""
+
+    def __init__(self, is_sent: bool, peer: int, tensor: Tensor) -> None:
+        self.is_sent = is_sent
+        self.peer = peer
+        memory: NDArray[np.uint8] = tensor.detach().view(torch.uint8).numpy()
+        parts = [memory[at : at + PART_BYTES] for at in range(0, memory.nbytes, PART_BYTES)]
+        # What is left of the message after this part: so messages of other sizes never fit.
+        self.waiting = deque(
+            (part, (memory.nbytes - i * PART_BYTES) & _MOST_TAG) for i, part in enumerate(parts)
+        )
+        self.num_left = len(parts)
+
+
+class _Driver(LinkThread):
+    """The messages that the thread works on; the transport itself may be collected."""
+
+    def __init__(self, rank: int, met: Met, timeout_s: float) -> None:
+        silence_us = int(silence_s(timeout_s) * 1e6)
+        ranks = len(met.places)
+        self.endpoint = MessageEndpoint(rank, ranks, met.keys, met.payload_bytes, silence_us)
+        super().__init__(self.endpoint, met, timeout_s, f"paceline datagrams of rank {rank}")
+        self.payload_bytes = met.payload_bytes
+        self._changed = threading.Condition(self._lock)
+        # To each peer, and from each, in order.
+        self._waiting: dict[tuple[bool, int], deque[_Carried]] = {
+            (is_sent, peer): deque() for is_sent in (False, True) for peer in range(ranks)
+        }
+        self._part_of: dict[Ended, _Carried] = {}
+        self._misfits: set[int] = set()
+        self._heard, self._heard_s = -1, 0.0
+
+    def hand_in(self, messages: Sequence[_Carried]) -> None:
+        """Let messages be carried, after all that were handed in before."""
+        with self._lock:
+            if not self._usable():
+                assert self._failure is not None
+                raise self._failure
+            for carried in messages:
+                self._waiting[carried.is_sent, carried.peer].append(carried)
+            os.eventfd_write(self._wake, 1)
+
+    def wait(self, carried: _Carried, until_s: float, timeout_s: float) -> None:
+        """Wait for a message; the error names the peer that did not send or take it in time."""
+        with self._changed:
+            while carried.num_left:
+                if carried.peer in self._misfits:
+                    raise ProtocolError(
+                        f"rank {self._rank} and rank {carried.peer} exchange messages of different sizes: they are in "
+                        "different collectives."
+                    )
+                if self._failure is not None:
+                    raise self._failure
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    raise PeerLostError(
+                        f"rank {self._rank} heard nothing from rank {carried.peer} for {timeout_s:g} s: it is stuck, "
+                        "stopped or unreachable",
+                        carried.peer,
+                    )
+                self._changed.wait(left_s)
+
+    def _begin(self) -> None:
+        with self._lock:
+            for (is_sent, peer), queue in self._waiting.items():
+                while queue and (
+                    self.endpoint.can_send(peer) if is_sent else self.endpoint.can_receive(peer)
+                ):
+                    carried = queue[0]
+                    memory, tag = carried.waiting.popleft()
+                    if is_sent:
+                        number = self.endpoint.send(peer, memory, tag)
+                    else:
+                        number = self.endpoint.receive_into(peer, memory, tag, time.monotonic_ns() // 1000)
+                    self._part_of[is_sent, peer, number] = carried
+                    if not carried.waiting:
+                        queue.popleft()
+
+    def _end(self) -> None:
+        if not self._part_of:
+            return
+        ended = self.endpoint.take_ended()
+        if ended:
+            with self._changed:
+                for which in ended:
+                    self._part_of.pop(which).num_left -= 1
+                self._changed.notify_all()
+
+    def _is_under_way(self) -> bool:
+        return bool(self._part_of) or any(self._waiting.values())
+
+    def _check(self) -> None:
+        misfit = self.endpoint.misfit_peer
+        if misfit is not None:
+            self.endpoint.forgive_misfit()
+            with self._changed:  # only who waits for this peer is told: others may learn something better
+                self._misfits.add(misfit)
+                self._changed.notify_all()
+
+    def _is_settled(self) -> bool:
+        """Whether peers have been quiet: else one may not know that its last message arrived."""
+        t = self.endpoint.tables
+        heard = int(t.peers[:, e.P_RX_COUNT].sum() + t.numbers[e.REPLAYED] + t.numbers[e.STALE])
+        if heard != self._heard:
+            self._heard, self._heard_s = heard, time.monotonic()
+        return time.monotonic() - self._heard_s > _QUIET_S
+
+    def _give_up(self, error: Exception) -> None:
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,192 @@
+"""`LinkThread`: the thread that owns a socket and an endpoint, and drives the datagrams between them.
+
+Rules
+1. The socket listens on one address of this host, and takes datagrams of this job's ranks only.
+2. Only this thread touches the endpoint. It answers peers also while the callers compute.
+3. After an error the link cannot be used any more: all that is under way, and whatever comes later, raises it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+
+from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
+from paceline.transports.bounded_loss import datagram_loop as loop
+from paceline.transports.bounded_loss import endpoint_state as e
+from paceline.transports.bounded_loss import system_calls as system
+from paceline.transports.bounded_loss.datagram_end import DatagramEnd
+from paceline.transports.bounded_loss.udp_socket import Met, socket_addresses
+
+_ROWS = 64
+_SLICE_US = 100_000
+_SILENCE_S = 20.0
+LINGER_S = 2.0
+
+
+def silence_s(timeout_s: float) -> float:
+    """A peer that is needed and says nothing for so long is lost."""
+    return min(timeout_s, _SILENCE_S)
+
+
+class LinkThread(ABC):
+    """What the thread works on.
+
+    Args:
+        endpoint: Of this rank.
+        met: Its socket, and the others' places.
+        timeout_s: How long something may be under way.
+        name: Of the thread.
+    """
+
+    def __init__(self, endpoint: DatagramEnd, met: Met, timeout_s: float, name: str) -> None:
+        self.end = endpoint
+        self.place: tuple[str, int] = met.socket.getsockname()
+        self._rank = endpoint.rank
+        self._timeout_s = timeout_s
+        self._places = met.places
+        self._socket = met.socket
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._io = loop.new_io(
+            self._socket.fileno(),
+            self._wake,
+            _ROWS,
+            endpoint.row_bytes,
+            socket_addresses(met.places),
+            system.MOST_SEGMENTS,
+        )
+        self._lock = threading.RLock()
+        self._is_closing = False
+        self._failure: Exception | None = None
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Let the endpoint begin what was handed in, as far as there is room. On the thread."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Tell those who wait what the endpoint has finished. On the thread."""
+
+    @abstractmethod
+    def _is_under_way(self) -> bool:
+        """Whether anything was handed in that has not ended. On the thread."""
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Raise what only this kind of link can go wrong with. On the thread."""
+
+    def _is_settled(self) -> bool:
+        """Whether no peer may be waiting for an answer, once nothing is under way. On the thread."""
+        return True
+
+    @abstractmethod
+    def _give_up(self, error: Exception) -> None:
+        """End all that was handed in with this error."""
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Datagrams: sent, repeated, of strangers, duplicates, replayed, of what has ended, with congestion marks."""
+        n = self.end.tables.numbers
+        names = {
+            "sent": e.SENT,
+            "repeated": e.REPEATED,
+            "strangers": e.STRANGERS,
+            "duplicates": e.DUPLICATES,
+            "replayed": e.REPLAYED,
+            "stale": e.STALE,
+            "marked": e.MARKED,
+        }
+        return {name: int(n[column]) for name, column in names.items()}
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread, after peers have what they need of this rank; returns whether it has ended."""
+        with self._lock:
+            if not self._is_closing:
+                self._is_closing = True
+                os.eventfd_write(self._wake, 1)
+        if self.thread is not threading.current_thread():
+            self.thread.join(timeout_s)
+        return not self.thread.is_alive()
+
+    def _usable(self) -> bool:
+        """Whether something may be handed in; with the lock."""
+        if self._failure is None and self._is_closing:
+            self._failure = self._closed()
+        return self._failure is None
+
+    def _run(self) -> None:
+        """The thread: drive the datagrams, begin what was handed in, end what is finished."""
+        try:
+            self._drive()
+        except Exception as error:  # noqa: BLE001  whatever it is, it is raised for those who wait
+            self._fail(error)
+        with self._lock:
+            self._is_closing = True
+            self._socket.close()
+            os.close(self._wake)
+
+    def _drive(self) -> None:
+        closed_s: float | None = None
+        while True:
+            self._begin()
+            why = loop.drive(self.end.tables, self._io, _SLICE_US)
+            if why == loop.CALLED:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            self.end.go_on(time.monotonic_ns() // 1000)
+            self._end()
+            if why == loop.FAILED:
+                raise self._too_long()
+            if self._is_under_way():
+                self._raise_if_lost()
+                self._check()
+            if self._is_closing:
+                closed_s = closed_s or time.monotonic()
+                is_needed = self._is_under_way() or not self.end.is_idle or not self._is_settled()
+                if not is_needed or time.monotonic() - closed_s > LINGER_S:
+                    self._fail(self._closed())
+                    return
+
+    def _raise_if_lost(self) -> None:
+        stuck = self.end.stuck_peer
+        if stuck is not None:
+            raise PeerLostError(
+                f"rank {self._rank} hears rank {stuck} ({self._places[stuck][0]}), but none of its datagrams of "
+                f"{self.end.row_bytes + 28} bytes got there for {silence_s(self._timeout_s):g} s: a router between "
+                "them drops what is longer than its MTU, silently. Set the smallest MTU of the path on every host, "
+                "for example: ip link set dev eth0 mtu 1400.",
+                stuck,
+            )
+        if self.end.lost_peer is not None:
+            raise self._unheard(self.end.lost_peer, silence_s(self._timeout_s))
+
+    def _unheard(self, peer: int, waited_s: float) -> PeerLostError:
+        address, port = self._places[peer]
+        never = (
+            ""
+            if self.end.tables.peers[peer, e.P_RX_LARGEST] >= 0
+            else " No datagram of its gradients ever came: if it is running, a firewall may keep UDP from passing."
+        )
+        return PeerLostError(
+            f"rank {self._rank} heard nothing that it needs from rank {peer} ({address} port {port}) for "
+            f"{waited_s:g} s.{never}",
+            peer,
+        )
+
+    def _too_long(self) -> Exception:
+        return ConfigurationError(
+            f"datagrams of {self.end.row_bytes + 28} bytes do not fit into the path from rank {self._rank}: the "
+            "interface's MTU is larger than the network's. Lower it (ip link set dev eth0 mtu 1500) on every host."
+        )
+
+    def _closed(self) -> Exception:
+        return ProtocolError(f"rank {self._rank}'s link was closed; make a new one.")
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+        self._give_up(error)

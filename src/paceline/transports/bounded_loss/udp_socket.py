@@ -1,0 +1,142 @@
+"""The UDP socket on which a rank takes datagrams, and how the ranks of a group learn each other's, and their keys."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import socket
+import struct
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from paceline.comm.rendezvous import Rendezvous
+from paceline.errors import ConfigurationError
+from paceline.transports.bounded_loss.datagram import payload_room
+from paceline.transports.bounded_loss.key_agreement import KeyAgreement
+
+_SEND_BUFFER_BYTES = 1024 * 1024
+_RECEIVE_BUFFER_BYTES = 4 * 1024 * 1024
+_LEAST_RECEIVE_BUFFER_BYTES = 1024 * 1024
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+_IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_RECVTOS = 10, 2, 13
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
+_ECN_CAPABLE = 2
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a rank knows of its group when all have come.
+
+    Attributes:
+        socket: Its own, bound.
+        places: Everybody's address and port, in the order of the ranks.
+        keys: For every peer the secret that only the two know.
+        payload_bytes: What a datagram carries: as much as fits into the smallest MTU of all.
+    """
+
+    socket: socket.socket
+    places: Sequence[tuple[str, int]]
+    keys: dict[int, bytes]
+    payload_bytes: int
+
+
+def meet(
+    store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, address: str, interface: str, doing: str
+) -> Met:
+    """Open a socket on `address`, or on that of `interface`, and learn of the others'.
+
+    Contract:
+        Collective over the ranks.  Blocks: until every rank has come.
+
+    Raises:
+        ConfigurationError: There is no such interface, or it has no IPv4 address.
+        PeerLostError: A rank did not come while this one was `doing` that.
+    """
+    address = address or _address_of(interface)
+    opened = _bind(address)
+    agreement = KeyAgreement()
+    rendezvous = Rendezvous(store, rank, num_ranks, timeout, doing)
+    card = {"place": opened.getsockname(), "public": agreement.public, "mtu": _mtu_of(address)}
+    rendezvous.publish("place", json.dumps(card))
+    cards = [json.loads(words) for words in rendezvous.collect("place")]
+    return Met(
+        opened,
+        [tuple(other["place"]) for other in cards],
+        {peer: agreement.secret_with(other["public"]) for peer, other in enumerate(cards) if peer != rank},
+        payload_room(min(int(other["mtu"]) for other in cards)),
+    )
+
+
+def _bind(address: str) -> socket.socket:
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _ECN_CAPABLE)
+        made.setsockopt(socket.IPPROTO_IP, _IP_RECVTOS, 1)
+        made.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+        with contextlib.suppress(PermissionError):
+            made.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _SEND_BUFFER_BYTES)
+            made.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER_BYTES)
+        got = made.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        if got < _LEAST_RECEIVE_BUFFER_BYTES:
+            warnings.warn(
+                f"the kernel gives a socket {got // 1024} KiB to receive into, so bursts from several ranks overflow "
+                "it and count as lost. Raise it on every host: sysctl -w net.core.rmem_max=4194304.",
+                UserWarning,
+                stacklevel=2,
+            )
+        made.bind((address, 0))
+    except OSError as error:
+        made.close()
+        raise ConfigurationError(
+            f"no UDP socket can listen on {address}: {error}. Set GLOO_SOCKET_IFNAME to the interface that the other "
+            "hosts reach."
+        ) from error
+    return made
+
+
+def socket_addresses(places: Sequence[tuple[str, int]]) -> NDArray[np.int64]:
+    """A sockaddr_in a peer, shape (P, 2)."""
+    raw = b"".join(
+        struct.pack("=H", socket.AF_INET) + struct.pack(">H", port) + socket.inet_aton(address) + bytes(8)
+        for address, port in places
+    )
+    found: NDArray[np.int64] = np.frombuffer(raw, np.int64).reshape(-1, 2).copy()
+    return found
+
+
+def _address_of(interface: str) -> str:
+    """The IPv4 address of an interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    for name in interface.split(","):
+        if name not in names:
+            raise ConfigurationError(
+                f"there is no interface {name!r} on this host; there are {', '.join(names)}."
+            )
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError as error:
+                raise ConfigurationError(f"the interface {name!r} has no IPv4 address: {error}.") from error
+            return socket.inet_ntoa(answer[20:24])
+    raise ConfigurationError("no interface was named.")
+
+
+def _mtu_of(address: str) -> int:
+    """The MTU of the interface that has this address; 1500 if none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == address:
+                    return int(struct.unpack("=i", fcntl.ioctl(probe, _SIOCGIFMTU, request)[16:20])[0])
+    return 1500

@@ -1,0 +1,188 @@
+"""PACELINE_BETWEEN_HOSTS=udp: collectives between hosts by reliable datagrams, with the bits of TCP, or TCP for all."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+import warnings
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline  # noqa: F401  registers the backend
+from linear_oracle import train_linear
+from models import digest, generator
+from paceline.process_group import path_between_hosts
+from paceline.transports.bounded_loss import udp_socket
+from paceline.transports.shared_memory.neighbours import SWITCH
+from ranks import Ranks, pool
+
+LINKS = "within=2e-5/4e9 between=1e-4/1e9"
+
+
+@contextlib.contextmanager
+def group_on(hosts, rank, path="udp", only=None, timeout_s=20):
+    """A group whose rank r believes to be on host hosts[r]; only rank 0 says which path it wants."""
+    words = {
+        SWITCH: f"host {hosts[rank]}",
+        "PACELINE_LINKS": LINKS,
+        "PACELINE_BETWEEN_HOSTS": path if rank == 0 else "tcp",
+        **({"PACELINE_ALLREDUCE": only} if only else {}),
+    }
+    with mock.patch.dict(os.environ, words):
+        ours = dist.new_group(backend="paceline", timeout=timedelta(seconds=timeout_s))
+        yield ours
+        dist.destroy_process_group(ours)
+
+
+def sums(rank, num_ranks, hosts, path, only):
+    with group_on(hosts, rank, path, only) as ours:
+        bits = []
+        for size in (0, 1, 1000, 700_001):  # the last one is several parts of a message for two ranks
+            for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                values = torch.randn(size, generator=generator(size, rank)).mul_(100).to(dtype)
+                dist.all_reduce(values, group=ours)
+                bits.append(digest([values]))
+        mean = torch.randn(5000, generator=generator(7, rank))
+        dist.all_reduce(mean, dist.ReduceOp.AVG, group=ours)
+        rows = [torch.zeros(3) for _ in range(num_ranks)]
+        dist.all_gather(rows, torch.full((3,), float(rank)), group=ours)
+        copies = []
+        for root in range(num_ranks):
+            copy = torch.full((40_000,), float(rank), dtype=torch.float64)
+            dist.broadcast(copy, root, group=ours)
+            copies.append(copy.unique().tolist())
+        nothing = torch.zeros(0)
+        dist.broadcast(nothing, 0, group=ours)
+        dist.barrier(group=ours)
+        return bits, digest([mean]), [row.tolist() for row in rows], copies, ours.explain(10**6)
+
+
+@pytest.mark.parametrize(("hosts", "only"), [("01", "ring"), ("0012", None)])
+def test_the_same_bits_as_over_tcp(hosts, only):
+    """Every dtype and size, with one rank a host and with hosts of unequal size."""
+    num_ranks = len(hosts)
+    over_tcp = pool(num_ranks).run(sums, hosts, "tcp", only)
+    over_udp = pool(num_ranks).run(sums, hosts, "udp", only)
+    for (bits, mean, rows, copies, words), (udp_bits, udp_mean, udp_rows, udp_copies, udp_words) in zip(
+        over_tcp, over_udp, strict=True
+    ):
+        assert udp_bits == bits == over_tcp[0][0]
+        assert udp_mean == mean == over_tcp[0][1]
+        assert udp_rows == rows == [[float(r)] * 3 for r in range(num_ranks)]
+        assert udp_copies == copies == [[float(root)] for root in range(num_ranks)]
+        assert "by datagrams" in udp_words
+        assert "by datagrams" not in words
+
+
+def train(rank, num_ranks, hosts):
+    with group_on(hosts, rank) as ours:
+        return train_linear(rank, num_ranks, 2, (300, 200), 3, process_group=ours)
+
+
+def test_data_parallel_by_datagrams():
+    """Two hosts of two ranks: gradients equal one process on the whole batch, bitwise equal on all ranks."""
+    results = pool(4).run(train, "0011")
+    assert max(error for error, _ in results) < 1e-12
+    assert len({bits for _, bits in results}) == 1
+
+
+class Elsewhere(socket.socket):
+    """A socket that the others believe to be at a port where nobody listens: what a firewall is like."""
+
+    def getsockname(self):
+        return ("127.0.0.1", 9)
+
+
+def blocked(rank, num_ranks, hosts, victim):
+    bind = udp_socket._bind
+    elsewhere = mock.patch.object(udp_socket, "_bind", lambda at: Elsewhere(fileno=bind(at).detach()))
+    lie = elsewhere if rank == victim else contextlib.nullcontext()
+    soon = mock.patch.object(path_between_hosts, "HANDSHAKE_S", 0.7)
+    with warnings.catch_warnings(record=True) as caught, soon, lie:
+        warnings.simplefilter("always")
+        with group_on(hosts, rank) as ours:
+            for _ in range(2):
+                values = torch.full((1000,), float(rank))
+                dist.all_reduce(values, group=ours)
+            words = ours.explain(1000)
+    said = [str(warning.message) for warning in caught if "PACELINE_BETWEEN_HOSTS" in str(warning.message)]
+    return values.unique().tolist(), words, said
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_where_udp_is_blocked_all_fall_back_together(victim):
+    """One rank of three is not reached: all take TCP, with the right sums, and only rank 0 says so, once."""
+    answers = pool(3).run(blocked, "012", victim)
+    for rank, (values, words, said) in enumerate(answers):
+        assert values == [3.0]
+        assert "by datagrams" not in words
+        assert len(said) == (rank == 0)
+    assert f"rank {victim}" in answers[0][2][0]
+    assert "All ranks of this group use TCP" in answers[0][2][0]
+
+
+def unknown(rank, _num_ranks):
+    with pytest.raises(ValueError, match=r"PACELINE_BETWEEN_HOSTS='tdp'"), group_on("01", rank, "tdp"):
+        pass
+
+
+def test_an_unknown_path_is_refused_where_the_group_is_made():
+    with Ranks(2) as ranks:
+        assert "tdp" not in str(ranks.outcomes(unknown, deadline_s=30)[0].value)
+
+
+def lose(rank, _num_ranks, how):
+    with group_on("01", rank, timeout_s=3) as ours:
+        tensor = torch.ones(200_000)
+        dist.all_reduce(tensor, group=ours)
+        if rank == 1:
+            os.kill(os.getpid(), how)
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError) as caught:
+            dist.all_reduce(tensor, group=ours)
+        return str(caught.value), time.monotonic() - began_s
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_is_named_within_the_timeout(how):
+    """Killed or stopped, on the other host: rank 0 names it after the group's timeout of 3 s."""
+    with Ranks(2) as ranks:
+        outcome = ranks.outcomes(lose, how, deadline_s=40)[0]
+    message, took_s = outcome.value
+    assert "rank 1" in message
+    assert took_s < 10
+
+
+def differ(rank, _num_ranks):
+    with group_on("01", rank) as ours, pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(10 if rank == 0 else 12_000), group=ours)
+    return str(caught.value)
+
+
+def test_a_disagreement_is_named():
+    """As over TCP: what each rank was in."""
+    for message in pool(2).run(differ):
+        assert "rank 0" in message
+        assert "rank 1" in message
+        assert "12000" in message.replace(",", "")
+
+
+def bothered(rank, _num_ranks):
+    with group_on("01", rank) as ours:
+        values = torch.ones(1000)
+        dist.all_reduce(values, group=ours)
+        transport = ours._across._path
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            for size in (0, 1, 39, 40, 500, 60_000):
+                stranger.sendto(os.urandom(size), transport.place)
+        dist.all_reduce(values, group=ours)
+        return values.unique().tolist(), transport.counters["strangers"]
+
+
+def test_strangers_are_counted_and_change_nothing():
+    assert pool(2).run(bothered) == [([4.0], 6)] * 2

@@ -1,0 +1,116 @@
+"""Classes of datagrams: what is sent first, what switches may drop, and what the IP header says."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import numpy as np
+import pytest
+
+from datagram_networks import Mailer, endpoints
+from paceline.errors import ConfigurationError
+from paceline.transports import Bound
+from paceline.transports.bounded_loss import datagram as d
+from paceline.transports.bounded_loss import system_calls as system
+from paceline.transports.bounded_loss.udp_socket import socket_addresses
+
+ECT = 2
+
+
+def kinds_of(datagrams):
+    """Triples of kind, collective and type of service."""
+    words = [datagram.view(np.uint32) for datagram in datagrams]
+    return [
+        (int(word[d.SENDER_KIND]) >> 16 & 0xFF, int(word[d.COLLECTIVE]), int(d.tos_of(word)))
+        for word in words
+    ]
+
+
+def test_the_front_layer_overtakes_what_was_launched_before():
+    """Three sums of classes 1, 2 and 5 begin one after the other: the last one's chunks all leave first."""
+    one, _ = ends = endpoints(2)
+    for end in ends:
+        for level in (1, 2, 5):
+            end.begin(np.ones(200, np.float32), Bound(0.2, priority=level), 1000)
+    sent, now_us = [], 1000
+    mailer = Mailer(one)
+    for _ in range(18):  # up to the first timeout, of 40 ms
+        sent += [datagram for _, datagram in mailer.take(one, now_us)]
+        now_us += 2000
+    order = [collective for kind, collective, _ in kinds_of(sent) if kind == d.DATA]
+    assert order == [2] * 7 + [1] * 7  # a first window of 16: each has 100 elements in 7 chunks, and an END
+    assert {tos for kind, collective, tos in kinds_of(sent) if (kind, collective) == (d.DATA, 2)} == {5 << 5}
+
+
+def test_what_must_arrive_is_never_droppable():
+    """Protected chunks, repetitions, ENDs, sums and answers are ECN-capable, and with p = 0 everything is."""
+    seen = {}
+    for ratio, protected in [(0.3, 0.5), (0.0, 0.0)]:
+        one, two = ends = endpoints(2)
+        vectors = [np.linspace(0, 1, 400, dtype=np.float32) for _ in ends]
+        for end, vector in zip(ends, vectors, strict=True):
+            end.begin(vector, Bound(ratio, protected, priority=3), 1000)
+        mailer, now_us, first = Mailer(one), 1000, set()
+        for turn in range(400):
+            for end, other in ((one, two), (two, one)):
+                for _, datagram in mailer.take(end, now_us):
+                    word = datagram.view(np.uint32)
+                    who = int(word[d.SENDER_KIND])
+                    kind, flags, tos = who >> 16 & 0xFF, who >> 24, int(d.tos_of(word))
+                    which = (end.rank, flags & d.GATHER, int(word[d.CHUNK]))
+                    is_first = kind == d.DATA and which not in first
+                    may_drop = is_first and not flags & (d.GATHER | d.PROTECTED) and ratio > 0
+                    assert tos & 3 == (0 if may_drop else ECT)
+                    assert tos >> 5 == (3 if kind in (d.DATA, d.END) else 6)
+                    seen[ratio, kind, may_drop] = True
+                    if kind == d.DATA:
+                        first.add(which)
+                    if turn > 20 or not is_first or which[2] % 3:  # every third chunk is lost at first
+                        mailer_of_other = Mailer(other)
+                        mailer_of_other.hand(other, [datagram], now_us)
+            now_us += 2000
+        assert vectors[0].tobytes() == vectors[1].tobytes()
+        assert one.take_finished()
+    assert (0.3, d.DATA, True) in seen
+    assert (0.3, d.DATA, False) in seen
+    assert (0.0, d.DATA, True) not in seen
+
+
+def test_the_default_has_no_class():
+    """Without a priority everything is ECN-capable, with DSCP 0, as before."""
+    one, two = endpoints(2)
+    for end in (one, two):
+        end.begin(np.ones(100, np.float32), Bound(0.5), 1000)
+    assert {tos for *_, tos in kinds_of([datagram for _, datagram in Mailer(one).take(one, 1000)])} == {ECT}
+
+
+@pytest.mark.parametrize("segments", [1, 40])
+def test_the_ip_header_carries_it(segments):
+    """Datagrams of three types of service, sent in one call, with segmentation offload and without."""
+    flags = [0, 0, 3 << 3 | d.DROPPABLE, 3 << 3 | d.DROPPABLE, 3 << 3 | d.DROPPABLE, 5 << 3 | d.PROTECTED]
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as source,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as target,
+    ):
+        target.bind(("127.0.0.1", 0))
+        target.setsockopt(socket.IPPROTO_IP, 13, 1)  # IP_RECVTOS
+        target.settimeout(5)
+        batch = system.new_batch(8, 104, socket_addresses([target.getsockname()]))
+        for i, flag in enumerate(flags):
+            d.write_header(batch.words[i], d.DATA, flag, 0, 0, i, 0, 0, 0, 1, 0)
+            batch.sizes[i] = 104
+        made = system.prepare_messages(batch, len(flags), segments)
+        assert made == (3 if segments > 1 else len(flags))
+        assert system.send_messages(source.fileno(), batch, 0, made) == made
+        for flag in flags:
+            data, control, *_ = target.recvmsg(2048, 64)
+            assert len(data) == 104
+            assert struct.unpack("<I", data[32:36])[0] >> 24 == flag
+            assert control[0][2][0] == (flag >> 3) << 5 | (0 if flag & d.DROPPABLE else ECT)
+
+
+def test_a_priority_that_networks_keep_for_themselves_is_refused():
+    for level in (-1, 6, 7):
+        with pytest.raises(ConfigurationError, match="class selectors"):
+            Bound(0.1, priority=level)
