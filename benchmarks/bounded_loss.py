@@ -150,19 +150,15 @@ def _layers(link: object, options: argparse.Namespace, rank: int) -> dict[str, l
     load = dist.new_group(backend="gloo")
     is_over = threading.Event()
 
-    def send_without_end() -> None:  # rank 1 to rank 0, and so into the port that all send to
+    def load_the_port() -> None:  # rank 1 sends to rank 0, and so into a port that all send to
         block = torch.zeros(64 * 1024)
-        while not is_over.is_set():
-            if rank == 1:
-                dist.send(block, 0, group=load)
-            else:
-                dist.recv(block, 1, group=load)
-            if rank == 0 and block[0]:
-                return
-        if rank == 1:
-            dist.send(torch.ones_like(block), 0, group=load)
+        while rank == 0 and not block[0]:
+            dist.recv(block, 1, group=load)
+        while rank == 1 and not block[0]:
+            block.fill_(float(is_over.is_set()))  # the last one says so
+            dist.send(block, 0, group=load)
 
-    threads = [threading.Thread(target=send_without_end)] if rank < 2 else []
+    threads = [threading.Thread(target=load_the_port)] if rank < 2 else []
     for thread in threads:
         thread.start()
     backs = [torch.ones(int(options.megabytes * 250_000)).numpy() for _ in range(options.layers)]
