@@ -20,6 +20,10 @@ import statistics
 import sys
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.transports.lossy_transport import LossyTransport
 
 BOUNDS = {"ours, bound 0": 0.0, "ours, bound 5 %": 0.05}
 GLOO, DATAGRAMS = "Gloo", "backend by datagrams"
@@ -108,7 +112,7 @@ def _rank(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _sums(link: object, options: argparse.Namespace, ranks: int) -> dict[str, list[float]]:
+def _sums(link: LossyTransport, options: argparse.Namespace, ranks: int) -> dict[str, list[float]]:
     """Sum a vector by each side in turn."""
     import torch
     import torch.distributed as dist
@@ -138,7 +142,7 @@ def _sums(link: object, options: argparse.Namespace, ranks: int) -> dict[str, li
     return samples
 
 
-def _layers(link: object, options: argparse.Namespace, rank: int) -> dict[str, list[float]]:
+def _layers(link: LossyTransport, options: argparse.Namespace, rank: int) -> dict[str, list[float]]:
     """Launch a step's gradients, the first layer's last, and time that one; the same without priorities in turn."""
     import threading
 

@@ -180,7 +180,8 @@ class _Driver(LinkThread):
 
     def _give_up(self, error: Exception) -> None:
         with self._lock:
-            wholes = [entry[0] for entry in (*self._launched.values(), *self._queue)]
+            wholes = [whole for whole, _ in self._launched.values()]
+            wholes += [whole for whole, *_ in self._queue]
             self._launched.clear()
             self._queue.clear()
         for launched in {id(whole): whole.sum for whole in wholes}.values():
