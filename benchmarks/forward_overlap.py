@@ -337,7 +337,8 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     )
     panel = Bars("", "a step, ms", bars_of({side: asdict(step) for side, step in steps.items()}, 1e3), marks)
     words = show_ratio(steps[best].median / steps[first].median, f"{look_of(first).name}'s")
-    return draw_figure(path, f"A step of {look_of(best).name} is {words}", [panel])
+    note = "; ".join(record["notes"][:2])
+    return draw_figure(path, f"A step of {look_of(best).name} is {words}", [panel], note)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ import json
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks.options import REPOSITORY, RESULTS_FOLDER, Quick, ResultsFolder, run_cli
+from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.report.terminal import progress_bar
 
 sys.path.insert(0, str(REPOSITORY / "tests"))
@@ -113,7 +114,8 @@ def _search(found: Found, count: int, path: Path | None) -> None:
 def store(found: Found, path: Path) -> None:
     """Write what was found, for `stored`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"generator": _generator(), **vars(found)}, indent=2) + "\n")
+    about = {"generator": _generator(), "provenance": asdict(collect(3, load_average()))}
+    path.write_text(json.dumps({**about, **vars(found)}, indent=2) + "\n")
 
 
 def stored(path: Path, first_seed: int) -> Found:
@@ -121,6 +123,7 @@ def stored(path: Path, first_seed: int) -> Found:
     record = json.loads(path.read_text()) if path.exists() else {}
     if record.pop("generator", None) != _generator() or record["first_seed"] != first_seed:
         return Found(first_seed)
+    del record["provenance"]
     counts: dict[str, Any] = {name: Counter(record.pop(name)) for name in ("kinds", "options", "operations")}
     return Found(**record, **counts)
 

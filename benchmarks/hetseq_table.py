@@ -111,7 +111,8 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     panel = Lines("over one node with equal shares", "nodes of 4 mixed GPUs", "speed-up", lines, ticks)
     last = summaries[str(max(nodes))]["speed_up"]
     title = f"{max(nodes)} nodes: {last['auto']:.1f} x one with shares by speed, {last['equal']:.1f} x with equal ones"
-    return draw_figure(path, title, [panel])
+    note = "Ranks sleep for their computing: a node's GPUs take 1, 1, 1.5 and 2 times as long a sample (assumed)."
+    return draw_figure(path, title, [panel], note)
 
 
 def main(

@@ -33,7 +33,7 @@ from benchmarks.options import REPOSITORY, RESULTS_FOLDER, AsJson, Quick, Result
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
 from paceline.lab.report.figures import draw_figure, show_ratio
-from paceline.lab.report.look import CURVE_COLORS, OURS
+from paceline.lab.report.look import CURVE_COLORS, OURS, look_of
 from paceline.lab.report.panels import Line, Lines
 from paceline.lab.report.publication import Report, figure_path, publish
 from paceline.lab.report.summary import Summary, slowest_rank
@@ -408,9 +408,12 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     numbers = list(config["servers"])
     measured = Line.of("measured", [(n, steps[f"{n} servers"]) for n in numbers], OURS)
     predicted = [(n, 1e3 * summaries["predicted_s"][f"{n} servers"]) for n in numbers]
-    levels = {"torch's all-reduce": steps["torch"].median, "our all-reduce": steps["ours"].median}
-    lines = [measured, Line.published("simulated", predicted, CURVE_COLORS[2])]
-    panel = Lines("", "parameter servers", "a step, ms", lines, {n: str(n) for n in numbers}, levels=levels)
+    levels = [
+        Line(name, [(n, steps[side].median) for n in numbers], look_of(side).color, ":", "")
+        for side, name in (("torch", "torch's all-reduce"), ("ours", "our all-reduce"))
+    ]
+    lines = [measured, Line.published("simulated", predicted, CURVE_COLORS[2]), *levels]
+    panel = Lines("", "parameter servers", "a step, ms", lines, {n: str(n) for n in numbers})
     best = min(numbers, key=lambda n: steps[f"{n} servers"].median)
     words = show_ratio(steps[f"{best} servers"].median / steps["ours"].median, "with our all-reduce")
     title = f"With {best} parameter server{'s' * (best > 1)} a step is {words}"

@@ -25,6 +25,8 @@ LINEAR = "bucket cap MB"  # this axis is
 QUICK_EVERY = 9  # of the curves, with --quick
 _PIECE_NUMBERS = 60_000_000  # figure 2
 _SATURATED = 1.1  # total time over its least
+_WHERE = {"DDP": "Li et al. 2020, figure", "Goyal": "Goyal et al. 2017, section", "mLSTM": "mLSTM study"}
+_MODELS = {"resnet50": "ResNet-50", "bert": "BERT"}
 
 
 @dataclass(frozen=True)
@@ -135,15 +137,15 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
         others = [point for point in points if point[0] not in found["fitted_x"]]
         curve = [(x, y) for (x, _), y in zip(points, found["predicted"], strict=True)]
         short = label.removeprefix(title.removeprefix(f"{figure}, ")).removeprefix(", ")
-        lines.append(Line(short or label, curve, color, "-", ""))
+        lines.append(Line(_in_words(short or label), curve, color, "-", ""))
         lines += [
             Line("", chosen, color, " ", mark) for chosen, mark in ((known, "x"), (others, "o")) if chosen
         ]
         axes[title] = tuple(found["axes"])
     drawn = [
         Lines(
-            title,
-            *axes[title],
+            _in_words(title),
+            *[name.replace("bucket cap MB", "bucket cap, MB") for name in axes[title]],
             lines,
             {} if axes[title][0] == LINEAR else {x: f"{x:g}" for line in lines for x, _ in line.points},
             log_x=axes[title][0] != LINEAR,
@@ -152,9 +154,16 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     ]
     errors = [abs(error) for found in record["summaries"].values() for error in found["predicted_errors"]]
     title = (
-        f"Published points (dots) are predicted to {median(errors):.0%} by curves fitted on others (crosses)"
+        f"Half of the published points (dots) are predicted to {100 * median(errors):.0f} % by curves fitted on others "
+        "(crosses)"
     )
     return draw_figure(path, title, drawn, columns=1)
+
+
+def _in_words(name: str) -> str:
+    for short, word in {**_WHERE, **_MODELS}.items():
+        name = name.replace(short, word)
+    return name
 
 
 if __name__ == "__main__":

@@ -347,12 +347,13 @@ def report(
         )
     worst = max(outcome.largest_difference() for outcome in outcomes)
     workloads = dict.fromkeys(outcome.job.workload for outcome in outcomes)
+    which = "-throttled" if all(outcome.job.case.throttled is not None for outcome in outcomes) else ""
     how = {
         "timed": "ranks compute and sleep for the rest of what their speed says: they hardly compete for the cores",
         "quota": "hosts have CPU quotas; the ideal is processor time divided by the quota",
     }[compute]
     return Report(
-        name=f"time_to_loss-{'-'.join(workloads)}-{compute}" + ("-quick" if quick else ""),
+        name=f"time_to_loss-{'-'.join(workloads)}-{compute}{which}" + ("-quick" if quick else ""),
         question="How long do unequal machines take to a given loss?",
         columns=(
             "training, slowness",

@@ -28,6 +28,9 @@ from random_programs import Program
 
 SIZE = 4  # of an input
 LATE_S = 0.002  # of the slow rank
+HEADS = (
+    "heads"  # a block that is none: the heads in a reentrant checkpoint, so that backward reaches that first
+)
 
 
 class InTurns(Auto):
@@ -176,7 +179,8 @@ class Net(nn.Module):
         super().__init__()
         self.place = place
         self.trunk = nn.Linear(SIZE, width)
-        self.blocks = nn.ModuleList(Block(kind, width) for kind in blocks)
+        self.blocks = nn.ModuleList(Block(kind, width) for kind in blocks if kind != HEADS)
+        self.checkpoints_heads = HEADS in blocks
         self.left = nn.Linear(width, 3)
         self.right = nn.Linear(width, 3)
         self.spare = nn.Parameter(torch.ones(3))
@@ -192,8 +196,10 @@ class Net(nn.Module):
             hidden = block(hidden, self.left.weight)
         if self.stumbles == "backward":
             hidden = _Stumble.apply(hidden)  # type: ignore[no-untyped-call]
-        heads = (self.left(hidden) if left else None, self.right(hidden) if right else None)
-        outputs = tuple(o if o is None or not spare else o * self.spare for o in heads)
+        if self.checkpoints_heads and (left or right) and torch.is_grad_enabled():
+            outputs = checkpoint(self._heads, hidden, left, right, spare, use_reentrant=True)
+        else:
+            outputs = self._heads(hidden, left, right, spare)
         if self.place == "global":
             LEFT.append(outputs)
         elif self.place == "attribute":
@@ -201,6 +207,10 @@ class Net(nn.Module):
         else:
             return Outputs(outputs) if self.place == "object" else outputs
         return None
+
+    def _heads(self, hidden: Tensor, left: bool, right: bool, spare: bool) -> tuple[Tensor | None, ...]:
+        heads = (self.left(hidden) if left else None, self.right(hidden) if right else None)
+        return tuple(o if o is None or not spare else o * self.spare for o in heads)
 
     def find(self, returned: Any) -> Any:
         """The outputs of the last forward."""

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 from models import digest, generator
 from paceline import DistributedDataParallel
@@ -116,9 +117,10 @@ def refused(rank, num_ranks):
             DistributedDataParallel(nn.Linear(2, 2), **{"bucket_cap_mb": "auto", **options})
         said.append(str(caught.value))
     model = DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb="auto")
-    with pytest.raises(ConfigurationError) as caught:
-        model.join()
-    said.append(str(caught.value))
+    for join in (model.join, lambda: Join([model])):
+        with pytest.raises(ConfigurationError) as caught:
+            join()
+        said.append(str(caught.value))
     with pytest.raises(RuntimeError) as caught:
         model.register_comm_hook(None, torch.nn.Identity())
     said.append(str(caught.value))
@@ -131,6 +133,7 @@ def test_what_keeps_to_buckets_is_refused():
         "bucket_cap_mb_list",
         "overlap_forward",
         "'fast'",
+        "join()",
         "join()",
         "register_comm_hook",
     )

@@ -4,10 +4,12 @@
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from benchmarks.fuzz import Found, store, stored
 
+from program_model import HEADS
 from program_oracle import explain, find_failures
 from random_programs import Program, draw, shrink
 from ranks import pool
@@ -28,6 +30,28 @@ def test_random_programs():
         ]
         reports += [f"and {len(failures) - 2} more"] if len(failures) > 2 else []
     assert not reports, "\n\n".join(reports)
+
+
+def rare_programs():
+    """Static graphs of several buckets; backwards that reach a nested one before they reach any parameter."""
+    programs = list(map(draw, range(FIRST_SEED, FIRST_SEED + NUM_PROGRAMS)))
+    static = [one for one in programs if one.kind == "torch" and "static_graph" in one.options]
+    hidden = [one for one in programs if one.outputs != "plain" and "tied" not in "".join(one.blocks)]
+    return [
+        *[replace(one, options={**one.options, "bucket_cap_mb": 0.0001}) for one in static[:5]],
+        *[replace(one, blocks=(*one.blocks, HEADS), num_ranks=2) for one in hidden[:8]],
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_programs_that_are_drawn_too_rarely():
+    """A static graph that is counted too low, and a reentrant checkpoint that ends a backward early, are seen here."""
+    programs = rare_programs()
+    assert len(programs) == 13
+    for num_ranks in (2, 3):
+        mine = [one for one in programs if one.num_ranks == num_ranks]
+        failures = find_failures(mine, pool(num_ranks)) if mine else {}
+        assert not failures, [(one.to_json(), words[0]) for one, words in failures.items()]
 
 
 def test_programs_are_drawn_from_their_seed_and_survive_writing():

@@ -306,7 +306,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     @property
     def cap_search(self) -> CapSearch | None:
         """What `bucket_cap_mb="auto"` has tried and found: `tried`, `best_mb`. None without it, and for one rank."""
-        return self.reducer.cap_search
+        return self.reducer.cuts.search
 
     @property
     def forward_overlap(self) -> ForwardOverlap | None:
@@ -510,7 +510,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             enable: False: do nothing.
             throw_on_early_termination: Raise on all ranks as soon as one has no more batches.
         """
-        refuse_beside(self)
         return Join(
             [self],
             enable,
@@ -519,7 +518,12 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         )
 
     def join_hook(self, **kwargs: Any) -> Shadow:
-        """What `Join` runs on a rank that has no more batches."""
+        """What `Join` runs on a rank that has no more batches, whether `join` made it or a script.
+
+        Raises:
+            ConfigurationError: An option of this module needs batches on every rank.
+        """
+        refuse_beside(self)
         return Shadow(self, self._steps, kwargs.get("divide_by_initial_world_size", True))
 
     @property

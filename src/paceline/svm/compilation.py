@@ -15,6 +15,7 @@ from typing import Any
 from numba.core import event
 
 _BACK = "\r"
+_TELLS_EVERY_S = 5.0  # where lines cannot be written over
 
 
 class Compilation(event.Listener):
@@ -52,14 +53,19 @@ def shown(*, always: bool = False) -> Iterator[Compilation]:
     """Show on stderr what is compiled in this context, if anything is.
 
     Args:
-        always: Also where stderr is no terminal; a line at the end, then.
+        always: Also where stderr is no terminal; a line now and then, and one at the end.
     """
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    told_s = 0.0
 
     def show(num_functions: int, seconds: float) -> None:
+        nonlocal told_s
         if is_terminal:
             sys.stderr.write(f"{_BACK}{_words(num_functions, seconds)}")
             sys.stderr.flush()
+        elif always and seconds - told_s >= _TELLS_EVERY_S:
+            told_s = seconds
+            sys.stderr.write(_words(num_functions, seconds) + "\n")
 
     listener = Compilation(show)
     with event.install_listener("numba:compile", listener):

@@ -6,17 +6,19 @@ Rules
    machine waits for the compiler.
 3. A first fit waits for the compiler, so code is compiled for one form of samples and one kernel at a time: what does
    not apply is passed as None, and numba leaves out what follows `if x is not None`, x an argument.
-4. The files of the cache are renewed when the file of the function itself changes, not when one that it calls does:
-   after changing a function that another file calls, remove `__pycache__` or set NUMBA_CACHE_DIR.
+4. Code on disk is renewed when any file with such loops changes.
 5. No NaN or infinity reaches these loops (`fastmath` assumes so); the finite number `FAR` takes their place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+
+from paceline.numba_cache import renew_with, stamp_of
 
 LANES = 64  # of SIMD: so many numbers the compiler treats alike, some vector registers full
 FAR = 1e30
@@ -29,6 +31,9 @@ _OPTIONS: dict[str, Any] = {
     "nogil": True,
     "cache": True,
 }
+_SOURCES = stamp_of(
+    path for path in Path(__file__).parent.glob("*.py") if b"paceline.svm.compiled" in path.read_bytes()
+)
 
 
 def compiled(function: _F) -> _F:
@@ -37,10 +42,14 @@ def compiled(function: _F) -> _F:
     References are not counted, so nothing can be allocated: counting takes two atomic operations a slice, and several
     times as long to compile. numba compiles some functions of its own so; its users' manual does not name the option.
     """
-    return cast("_F", cast("Any", numba.njit)(_nrt=False, **_OPTIONS)(function))
+    made = cast("Any", numba.njit)(_nrt=False, **_OPTIONS)(function)
+    renew_with(made, _SOURCES)
+    return cast("_F", made)
 
 
 def inner(function: _F) -> _F:
     """As `compiled`, for what only compiled code calls: without the code that unpacks Python's arguments."""
     options = {**_OPTIONS, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return cast("_F", cast("Any", numba.njit)(**options)(function))
+    made = cast("Any", numba.njit)(**options)(function)
+    renew_with(made, _SOURCES)
+    return cast("_F", made)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 
+from paceline.numba_cache import renew_with, stamp_of
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Columns of tables are constants of another file and are compiled in: any edited file makes all code old.
-_SOURCES = tuple(
-    (path.name, path.stat().st_mtime_ns, path.stat().st_size)
-    for path in sorted(Path(__file__).parent.glob("*.py"))
-)
+_SOURCES = stamp_of(Path(__file__).parent.glob("*.py"))
 
 
 # References to arrays are not counted, so nothing can be allocated.
@@ -30,6 +28,5 @@ def compiled(function: _F) -> _F:
 def entry(function: _F) -> _F:
     """Compile what Python calls, when it is first called, with all that it calls."""
     made: Any = numba.njit(cache=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
-    with contextlib.suppress(AttributeError):
-        made._cache._cache_file._source_stamp = _SOURCES
+    renew_with(made, _SOURCES)
     return cast("_F", made)

@@ -84,8 +84,16 @@ C_ROUND_END = C_BLOCKS + _BLOCK_COLUMNS
     C_REPAIR_SENT,
     C_RETRANSMITS,
     C_TIMEOUTS,
+    C_RATED_ROUND,
+    C_EVER_LOST,
+    C_LOST_SEEN,
+    C_POLICE_STATE,
+    C_POLICE_ROUNDS,
+    C_POLICE_LOST,
+    C_POLICE_GOOD,
+    C_POLICE_AT,
     NUM_C,
-) = range(C_ROUND_END + 1, C_ROUND_END + 13)
+) = range(C_ROUND_END + 1, C_ROUND_END + 21)
 TIMEOUT, PROBE, REORDER = range(3)
 """Why the timer is set."""
 
@@ -110,8 +118,9 @@ TIMEOUT, PROBE, REORDER = range(3)
     F_GAIN,
     F_FULL_RATE,
     F_PHASE_AT,
+    F_POLICE_RATE,
     F_RATES,
-) = range(20)
+) = range(21)
 RATES = 10
 NUM_F = F_RATES + RATES
 

@@ -76,6 +76,7 @@ _LOOKS = {
     "ours-unused": Look("Paceline, find_unused_parameters", _OURS_TINT),
     "ours-agreed": Look("Paceline, unused ones left out", _OURS_TINT),
     "ours-skip": Look("Paceline, model.skip", OURS),
+    "ours-forward": Look("Paceline, overlap_forward", _OURS_TINT),
     "torch-fp16": Look("torch, fp16 hook", _BASELINE_TINT),
     "torch-powersgd": Look("torch, PowerSGD hook", _BASELINE_TINT),
     "torch-paceline": Look("torch over backend paceline", _BASELINE_TINT),

@@ -13,6 +13,8 @@ from typing import Any, TypeVar, cast
 import numba
 from numba import types
 
+from paceline.numba_cache import renew_with, stamp_of
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -24,8 +26,7 @@ def compiled(function: _F) -> _F:
     options: Any = {"nogil": True, "cache": True, "error_model": "numpy", "_nrt": False}
     made: Any = numba.njit(**options)(function)
     # numba looks at the function's own file only, but what it calls, and the columns of the tables, are compiled in.
-    with contextlib.suppress(AttributeError):
-        made._cache._cache_file._source_stamp = _SOURCES
+    renew_with(made, _SOURCES)
     return cast("_F", made)
 
 
@@ -52,10 +53,7 @@ def one_compiles(function: Any, at_most_s: float = 120.0) -> Iterator[None]:
         yield
 
 
-_SOURCES = tuple(
-    (path.name, path.stat().st_mtime_ns, path.stat().st_size)
-    for path in sorted(Path(__file__).parent.glob("*.py"))
-)
+_SOURCES = stamp_of(Path(__file__).parent.glob("*.py"))
 
 
 copy_memory: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
