@@ -50,7 +50,7 @@ test-quick: $(STAMP)
 test-newest:
 	$(PYTHON) -m venv $(VENV)-newest
 	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
-	  $$(grep ^torch== constraints.txt) -e '.[all]' pytest pytest-timeout pytest-xdist hypothesis pyyaml accelerate pytorch-lightning transformers
+	  $$(grep ^torch== constraints.txt) -e '.[all]' pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis pyyaml accelerate pytorch-lightning transformers
 	$(VENV)-newest/bin/python -m pytest tests/integrations $(ARGS)
 
 # What a release has to pass: sdist, wheel, and the README's lines in an environment with nothing else.

@@ -50,6 +50,7 @@ LAB = (
     "test_large_batch_study.py::test_a_stopped_study_goes_on",
     "test_large_batch_study.py::test_the_large_batch_loses_without_its_rate_and_not_with_it",
     "test_large_batch_study.py::test_the_report_is_there_and_can_be_shown_again",
+    "test_network_studies.py::test_the_command_simulates_compiled_what_is_simulated_interpreted",
     # With everything around it what tests/servers/test_lost.py, and the transports' and reductions' tests, try alone.
     "test_parameter_servers_lost.py::test_who_falls_silent_is_named",
     "test_bounded_loss_training.py::test_replicas_agree_and_every_loss_is_within_its_bound_and_reported",

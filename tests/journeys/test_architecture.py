@@ -29,8 +29,12 @@ SHARED_NAMES = {"broadcast", "reduce", "gather", "scatter"}
 NO_GROUPS = {
     "svm": {"world", "_world", "self"}
 }  # paceline.svm.world.World, whose collectives go through comm
-# Sockets and what sends on them; import-linter keeps torch from the servers. And a generator.
-SOCKETS = {"servers": {"connected", "connection", "_wake", "_woken"}, "ddp": {"_course"}}
+# Sockets and what sends on them, or is their protocol; import-linter keeps torch from the servers. And a generator.
+SOCKETS = {
+    "servers": {"connected", "connection", "_wake", "_woken"},
+    "transports": {"endpoint"},
+    "ddp": {"_course"},
+}
 FUNCTIONS = {
     *("all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_object"),
     *("all_gather_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast"),

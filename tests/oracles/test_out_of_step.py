@@ -644,7 +644,7 @@ def graph_in_the_first_step(rank, num_ranks):
             found.append((has_graph, distance(model, expected), kept))
             if has_graph:
                 torch.autograd.grad(sum((g**2).sum() for g in grads), list(model.parameters()))
-        assert model.reducer.has_rebuilt_buckets
+        assert model.reducer.cuts.has_followed
     return found
 
 

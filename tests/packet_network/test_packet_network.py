@@ -18,20 +18,24 @@ from paceline.transports import Bound
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint, endpoint_state
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning"
+)  # random numbers wrap around
+
 NO_TCP = c.new_connections(1)
 RATE = 1e8
 SIZE = 1000
-NO_CLASSES = np.empty(0, np.int64)
 
 
-def send(net, source, target, collectives, spine=0, bands=NO_CLASSES, flags=0):
+def send(net, source, target, collectives, spine=0, levels=(0,), flags=0):
     """Let a host send datagrams of SIZE bytes, one of each collective."""
     rows = np.zeros((len(collectives), SIZE), np.uint8)
     words, _ = d.words_of(rows)
     for word, collective in zip(words, collectives, strict=True):
-        d.write_header(word, d.DATA, flags, source, collective, 0, 0, 0, 0, 1, 0)
+        own = flags | levels[collective % len(levels)] << d.CLASS_SHIFT
+        d.write_header(word, d.DATA, own, source, collective, 0, 0, 0, 0, 1, 0)
     sizes, hosts = np.full(len(rows), SIZE), np.full(len(rows), target)
-    engine.send_datagrams(net, rows, words, sizes, hosts, source, len(rows), spine, bands)
+    engine.send_datagrams(net, rows, words, sizes, hosts, source, len(rows), spine)
 
 
 def received(net, host):
@@ -64,7 +68,7 @@ def test_a_packet_takes_two_links_and_two_ways():
 def test_ports_serve_the_first_band_first():
     """What is being sent is finished; then bands count, and within a band the order of arrival."""
     net = new_network(LeafSpine(2, rate_bits_per_s=RATE), 0, SIZE)
-    send(net, 0, 1, [0, 1, 2, 3, 4, 5], bands=np.array([7, 5, 3, 5, 1, 3]))
+    send(net, 0, 1, [0, 1, 2, 3, 4, 5], levels=(0, 2, 4, 2, 6, 4))
     engine.run_until(net, NO_TCP, 10**8, False)
     assert received(net, 1)[0] == [0, 4, 2, 5, 1, 3]
 
@@ -88,8 +92,8 @@ def test_a_full_queue_drops_and_a_threshold_marks_or_drops_what_may_be_lost():
     assert net.ports[3 + 2, s.Q_MOST_BYTES] == 20 * wire
 
     net = new_network(spec, 0, SIZE)
-    for source, flags in ((0, 0), (1, d.PROTECTED)):
-        send(net, source, 2, range(100), bands=np.array([5]), flags=flags)
+    for source, flags in ((0, d.DROPPABLE), (1, 0)):
+        send(net, source, 2, range(100), flags=flags)
     engine.run_until(net, NO_TCP, 10**9, False)
     received(net, 2)
     found = check_conservation(net)
@@ -116,12 +120,11 @@ def test_a_flow_stays_on_its_way_and_sprayed_packets_take_all():
 def test_one_flow_without_loss_reaches_the_links_rate(control):
     """The closed form of a single bottleneck: all segments with their headers at the link's rate."""
     net = new_network(LeafSpine(2, rate_bits_per_s=RATE, way_us=20), 0)
-    flows = TcpFlows(net, TcpKind(control), [[0, 1]], 2_000_000, True, RATE)
-    flows.run()
+    flows = TcpFlows(net, TcpKind(control), [[0, 1]], 400_000, True, RATE)
     (took_ms,) = flows.run()[0]
-    segments = -(-2_000_000 // c.SEGMENT_BYTES)
-    least_ms = (2_000_000 + segments * c.HEADER_BYTES) * 80e-6
-    assert least_ms < took_ms < 1.03 * least_ms
+    segments = -(-400_000 // c.SEGMENT_BYTES)
+    least_ms = (400_000 + segments * c.HEADER_BYTES) * 80e-6
+    assert least_ms < took_ms < 1.05 * least_ms
     found = check_conservation(net)
     assert found["lost"] == found["overflowed"] == 0
 
@@ -129,31 +132,32 @@ def test_one_flow_without_loss_reaches_the_links_rate(control):
 def test_a_ring_sends_its_closed_form_and_losses_are_repaired():
     """Gloo's ring sends 2 (P-1)/P of the vector over every link; where packets are lost all of it still arrives."""
     took = {}
-    for loss in (0.0, 0.02):
-        net = new_network(LeafSpine(4, rate_bits_per_s=RATE, way_us=20, loss_ratio=loss), 5)
-        flows = TcpFlows(net, TcpKind(c.CUBIC), [[0, 1, 2, 3]], 400_000, False, RATE)
-        took[loss] = max(max(flows.run(50_000)[0]) for _ in range(5))
+    for loss in (0.0, 0.05):
+        net = new_network(LeafSpine(3, rate_bits_per_s=RATE, way_us=20, loss_ratio=loss), 5)
+        flows = TcpFlows(net, TcpKind(c.CUBIC), [[0, 1, 2]], 200_000, False, RATE)
+        took[loss] = max(flows.run()[0])
         found = check_conservation(net)
-        assert found["lost"] == pytest.approx(loss * found["sent"], rel=0.3)
-        assert (flows.tcp.connections[:, c.C_NEEDED] >= 5 * 6).all()
-    least_ms = 1.5 * 400_000 * (1 + c.HEADER_BYTES / c.SEGMENT_BYTES) * 80e-6
-    assert least_ms < took[0.0] < 1.1 * least_ms < 1.5 * took[0.0] < took[0.02]
+        assert found["lost"] == pytest.approx(loss * found["sent"], rel=0.4)
+        data = flows.tcp.connections[:3]
+        assert (data[:, c.C_NEEDED] == data[:, c.C_PER_MESSAGE] * 2 * 2 * 2).all()
+    least_ms = 4 / 3 * 200_000 * (1 + c.HEADER_BYTES / c.SEGMENT_BYTES) * 80e-6
+    assert least_ms < took[0.0] < 1.15 * least_ms < took[0.05]
 
 
 def test_a_lost_tail_waits_for_the_smallest_timeout():
     """A push that overflows a small buffer: 200 ms and more with the kernel's timeout, not with one of 5 ms."""
     spec = LeafSpine(9, rate_bits_per_s=RATE, way_us=20, queue_bytes=16 * 1024)
-    traffic = Traffic([list(range(9))], 30_000, True, repeats=12)
+    traffic = Traffic([list(range(9))], 60_000, True, repeats=3)
     kernel, short = (measure(side, spec, traffic, 1) for side in ("cubic", "cubic, rto_min 5 ms"))
     assert max(kernel.job_ms) > 200
     assert max(short.job_ms) < 150
-    assert len(kernel.flow_ms) == 12 * 8
+    assert len(kernel.flow_ms) == 3 * 8
 
 
 def test_the_protocol_is_the_transports_own():
     """The ends are `Endpoint`s, their sums are sums, and every datagram they count as sent was in the network."""
-    net = new_network(LeafSpine(3, rate_bits_per_s=RATE, loss_ratio=0.02), 1, d.HEADER_BYTES + 1432)
-    hosts = DatagramHosts(net, NO_TCP, [JobPlan([0, 1, 2], 60_000, Bound(0.0))])
+    net = new_network(LeafSpine(3, rate_bits_per_s=RATE, loss_ratio=0.05), 1, d.HEADER_BYTES + 64)
+    hosts = DatagramHosts(net, NO_TCP, [JobPlan([0, 1, 2], 6000, Bound(0.0))], payload=64)
     for _ in range(2):
         (job,) = hosts.run()
     assert all(type(end) is endpoint.Endpoint for end in job.ends)
@@ -165,19 +169,19 @@ def test_the_protocol_is_the_transports_own():
 
 
 def test_a_push_without_loss_is_as_fast_as_its_link():
-    """Eight times a vector through one port: within 15 % of its bytes with headers at the link's rate."""
+    """Eight times a vector through one port: within a quarter of its bytes with headers at the link's rate."""
     spec = LeafSpine(9, rate_bits_per_s=RATE, way_us=20)
-    times = measure("ours, bound 0", spec, Traffic([list(range(9))], 100_000, True, repeats=2), 1)
-    least_ms = 8 * (100_000 + 70 * (d.HEADER_BYTES + engine.DATAGRAM_HEADERS)) * 80e-6
-    assert all(least_ms < ms < 1.15 * least_ms for ms in times.job_ms)
-    assert len(times.flow_ms) == 2 * 8
+    times = measure("ours, bound 0", spec, Traffic([list(range(9))], 50_000, True, repeats=1), 1)
+    least_ms = 8 * (50_000 + 35 * (d.HEADER_BYTES + engine.DATAGRAM_HEADERS)) * 80e-6
+    assert all(least_ms < ms < 1.25 * least_ms for ms in times.job_ms)
+    assert len(times.flow_ms) == 8
     assert max(times.flow_ms) <= max(times.job_ms)
 
 
 @pytest.mark.parametrize("side", ["cubic", "ours, 5 %, sprayed"])
 def test_the_seed_decides(side):
     spec = LeafSpine(4, 2, 2, RATE, RATE, loss_ratio=0.02)
-    traffic = Traffic([[0, 1, 2, 3]], 50_000, False, repeats=2, jitter_us=100)
+    traffic = Traffic([[0, 1, 2, 3]], 15_000, False, repeats=1, jitter_us=100)
     one, again, other = (measure(side, spec, traffic, seed) for seed in (1, 1, 2))
     assert one == again
     assert one.job_ms != other.job_ms
@@ -188,7 +192,7 @@ def test_all_sides_sum_and_push():
     spec = LeafSpine(4, 2, 2, 1e9, 1e9, mark_bytes=16_384, drop_bytes=16_384)
     for side in sides.SIDES:
         for is_push in (False, True):
-            times = measure(side, spec, Traffic([[0, 2, 1, 3]], 20_000, is_push, repeats=1), 1)
+            times = measure(side, spec, Traffic([[0, 2, 1, 3]], 4000, is_push, repeats=1), 1)
             assert min(times.flow_ms) > 0
             assert times.lost_ratio <= 0.05
 

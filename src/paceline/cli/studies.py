@@ -133,7 +133,12 @@ def network(
     from paceline.lab.studies.description import run_study
     from paceline.lab.studies.network_scale import QUICK, ScaleOptions, ScaleStudy
 
-    given = ScaleOptions(_factors("--hosts", hosts), _factors("--flow-bytes", flow_bytes), repeats, seed)
+    given = ScaleOptions(
+        hosts=_factors("--hosts", hosts),
+        flow_bytes=_factors("--flow-bytes", flow_bytes),
+        repeats=repeats,
+        seed=seed,
+    )
     run_study(ScaleStudy(), QUICK if quick else given, report, as_json)
 
 

@@ -271,7 +271,7 @@ class StepCoordinator:
         self.reducer.prepare()
         self._follow_changes()
         self.reducer.open_forwards.begin(counts=self.wrapped.training)
-        if not self.reducer.has_rebuilt_buckets:
+        if not self.reducer.cuts.has_followed:
             is_weighed = self.weighing.is_on()
             self.reducer.unweighed_size = 0 if is_weighed else inputs_outputs.batch_size(inputs, kwargs)
         if self.window is not None:

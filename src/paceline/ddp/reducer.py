@@ -31,16 +31,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import allocate_zeros
 from paceline.comm.peers import Peers
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.bucket import Bucket, Scales
+from paceline.ddp.bucket_cuts import BucketCuts
 from paceline.ddp.buffers import Buffers
-from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.flight import Flight
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.forward_overlap.piece_flight import PieceFlight
-from paceline.ddp.layout import GradientMemory, ManagedParameters
+from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.recovery import Backward, Recovery
@@ -93,7 +92,7 @@ class Reducer:
         out_of_memory: In the last backward that this rank gave up: who ran out of memory, if nothing else went wrong.
         synchronizes: Asked when a backward begins: whether it reduces gradients.
         on_reduced: Called for every parameter once its gradient is reduced (optimizers that step in backward).
-        cap_search: Tries bucket caps; None: they stay as they are.
+        cuts: How gradients are cut into buckets, and when anew.
         forward_overlap: Puts the end of steps off into the next forward; None: backward waits for its gradients.
     """
 
@@ -120,7 +119,6 @@ class Reducer:
         self.synchronizes: Callable[[], bool] = lambda: True
         self.on_reduced: Callable[[Parameter], None] | None = None
         self.forward_overlap: ForwardOverlap | None = None
-        self.has_rebuilt_buckets = False
 
         self._peers = peers
         self._buffers = buffers
@@ -135,17 +133,11 @@ class Reducer:
         self.arrivals = Arrivals(managed, looks, options.static_graph, self._take, self._on_full)
         if self._skipping is not None:
             self._skipping.follow(managed, group, peers)
-        allocate = functools.partial(allocate_zeros, group)
-        self._memory = GradientMemory(managed, options.caps, self.verdict.control, allocate)
-        searches = options.searches_caps and self._num_ranks > 1
-        self.cap_search = CapSearch(options.caps, self._memory.size_bytes) if searches else None
-        self._cut(range(len(managed) - 1, -1, -1))
+        self.cuts = BucketCuts(
+            managed, options.caps, options.searches_caps, self.arrivals, self.verdict, group, peers
+        )
+        self.buckets = self.cuts.cut()
         self.arrivals.record_order()
-
-    def _cut(self, order: Sequence[int]) -> None:
-        self._order = list(order)
-        self.buckets = self._memory.cut(self._order)
-        self.arrivals.listen_to(self.buckets)
 
     # ---- before a backward
 
@@ -270,10 +262,9 @@ class Reducer:
         with station("launched"):
             if not bucket.launched:
                 bucket.collect(self._scales, self._used_before, has_ended=False)
+            is_last = all(map(self._is_shelved, self.buckets[bucket.index + 1 :]))
             try:
-                self._flight.launch(
-                    bucket, is_last=all(map(self._is_shelved, self.buckets[bucket.index + 1 :]))
-                )
+                self._flight.launch(bucket, is_last)
             except Exception as error:
                 self.recovery.fail(error)
                 raise
@@ -287,10 +278,8 @@ class Reducer:
         try:
             if backward.synchronizes:
                 self._finish(backward)
-                if not self.has_rebuilt_buckets:
-                    self._rebuild()
-                elif self.cap_search is not None:
-                    self._try_caps(self.cap_search)
+                if self.cuts.may_change and self.cuts.is_due(self.timings, self.unweighed_size):
+                    self.buckets = self.cuts.cut()
             else:
                 self._end_unsynchronized()
         except SkipError:
@@ -336,7 +325,7 @@ class Reducer:
                 self._reduce_late()
             self._attach(unused)
             if ranks := self.verdict.control.ranks_not_finite():
-                self.verdict.suspect(self.num_steps + 1, ranks, self._order)
+                self.verdict.suspect(self.num_steps + 1, ranks, self.cuts.order)
         if backward.by_autograd and (unused or self.options.find_unused_parameters):
             self._note_unused(unused)
         self.arrivals.expected.learn(self.buckets)
@@ -410,9 +399,7 @@ class Reducer:
         for bucket in remaining:
             self._launch(bucket)
         if self._buffers.come_at_end and self.reduction.carries_words:
-            self._buffers.launch(
-                self._buffers.source
-            )  # else later: a hook's callbacks may be starting collectives
+            self._buffers.launch(self._buffers.source)  # else later: a hook may be starting collectives
         is_awaited = self._flight.is_awaited_at_end
         if is_awaited or status is Status.ABORTED:
             self._flight.wait()
@@ -455,27 +442,6 @@ class Reducer:
                 self.verdict.warn_of_unused(unused)
         elif looks and self.num_steps == 0 and self.verdict.control.all_used_everywhere():
             self.verdict.warn_of_none_unused()
-
-    def _rebuild(self) -> None:
-        """After the first synchronized backward: lay the buckets out in the order that rank 0 observed."""
-        device = self.verdict.control.words.device
-        size = self.unweighed_size
-        order, first_size = self.arrivals.agree_on_order(
-            self._order, size, device, self.process_groups[0], self._peers
-        )
-        if size and first_size and size != first_size:
-            self.verdict.warn_of_unequal_batches(size, first_size)
-        self.has_rebuilt_buckets = True
-        if order != self._order:
-            self._cut(order)
-
-    def _try_caps(self, search: CapSearch) -> None:
-        """Cut the buckets anew if other caps are to be tried, or have been found to be better."""
-        device = self.verdict.control.words.device
-        caps = search.after_step(self.timings, device, self.process_groups[0], self._peers)
-        if caps is not None:
-            self._memory.caps = caps
-            self._cut(self._order)
 
     def rest(self) -> None:
         """No backward is under way any more."""

@@ -306,7 +306,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     @property
     def cap_search(self) -> CapSearch | None:
         """What `bucket_cap_mb="auto"` has tried and found: `tried`, `best_mb`. None without it, and for one rank."""
-        return self.reducer.cap_search
+        return self.reducer.cuts.search
 
     @property
     def forward_overlap(self) -> ForwardOverlap | None:

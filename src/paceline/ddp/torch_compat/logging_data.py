@@ -120,7 +120,7 @@ def _environment(wrapped: DistributedDataParallel) -> dict[str, Any]:
 def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
     reducer = wrapped.reducer
     buckets, parameters = reducer.buckets, reducer.managed.parameters
-    rebuilt = reducer.has_rebuilt_buckets
+    rebuilt = reducer.cuts.has_followed
     data: dict[str, Any] = {
         "has_rebuilt_buckets": int(rebuilt),
         "prev_iteration_grad_ready_order_indices": _join(dict.fromkeys(reducer.arrivals.order)),

@@ -232,7 +232,7 @@ class TorchSurface:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return self.reducer.has_rebuilt_buckets
+        return self.reducer.cuts.has_followed
 
     @property
     def _distributed_rank(self) -> int:

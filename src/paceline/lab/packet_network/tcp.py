@@ -51,7 +51,7 @@ def try_send(net: Any, tcp: Any, connection: int) -> None:
                     x[c.C_PACE_PLANNED] = 1
                     ports.plan(net, int(f[c.F_PACE_AT]) + 1, s.PACE, connection)
                 return
-            f[c.F_PACE_AT] = max(f[c.F_PACE_AT], now - 1e6) + congestion.pause_ns(f)
+            f[c.F_PACE_AT] = max(f[c.F_PACE_AT], now - 1e6) + congestion.pause_ns(x, f)
         if is_repeated:
             sequence = x[c.C_LOST_FROM]
             while tcp.segments[connection, sequence % c.RING, c.T_STATE] != c.MISSING:
@@ -156,6 +156,7 @@ def on_timer(net: Any, tcp: Any, connection: int) -> None:
             if segment[c.T_STATE] == c.FLYING:
                 segment[c.T_STATE] = c.MISSING
                 x[c.C_LOST] += 1
+                x[c.C_EVER_LOST] += 1
         x[c.C_FLIGHT] = 0
         x[c.C_LOST_FROM] = x[c.C_UNA]
         congestion.on_timeout(x, f)
@@ -362,6 +363,7 @@ def find_lost(net: Any, tcp: Any, connection: int) -> None:
             segment[c.T_STATE] = c.MISSING
             x[c.C_FLIGHT] -= 1
             x[c.C_LOST] += 1
+            x[c.C_EVER_LOST] += 1
             found += 1
         else:
             soonest = min(soonest, limit - (now - at))

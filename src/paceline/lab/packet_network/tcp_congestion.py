@@ -2,8 +2,8 @@
 
 Source:
     RFC 9438 (cubic), sections 4.1 to 4.8; Ha & Rhee 2011 (HyStart) with the thresholds of Linux; Alizadeh et al. 2010
-    (DCTCP), section 3.3; RFC 6937 (the window during repairs); Cardwell et al. 2016 (BBR). Left out of BBR: probing for
-    the round-trip time, and policers.
+    (DCTCP), section 3.3; RFC 6937 (the window during repairs); Cardwell et al. 2016 (BBR), and Linux's tcp_bbr.c for
+    policers (what it calls long-term rates). Left out of BBR: probing for the round-trip time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _BETA, _CUBE = 0.7, 0.4
 _LEAST_HYSTART_WINDOW = 16
 _STARTUP, _DRAIN, _PROBE = range(3)
 _HIGH_GAIN, _PHASES = 2.885, 8
+_SAMPLING, _POLICED = 1, 2
+_LEAST_ROUNDS, _MOST_ROUNDS, _POLICED_ROUNDS = 4, 16, 48
 
 
 @compiled
@@ -145,8 +147,10 @@ def _dctcp_round(x: Any, f: Any) -> None:
 
 
 @compiled
-def best_rate(f: Any) -> float:
-    """BBR's estimate of the path's rate, in segments per ns."""
+def best_rate(x: Any, f: Any) -> float:
+    """BBR's estimate of the path's rate, in segments per ns: a policer's, or the best of the last rounds."""
+    if x[c.C_POLICE_STATE] == _POLICED:
+        return float(f[c.F_POLICE_RATE])
     best = 0.0
     for i in range(c.RATES):
         best = max(best, f[c.F_RATES + i])
@@ -154,12 +158,51 @@ def best_rate(f: Any) -> float:
 
 
 @compiled
-def pause_ns(f: Any) -> float:
+def pause_ns(x: Any, f: Any) -> float:
     """BBR's time between two segments."""
-    rate = best_rate(f)
+    rate = best_rate(x, f)
     if rate == 0:
         return float(f[c.F_RTT] / (_HIGH_GAIN * f[c.F_WINDOW]))
     return float(1 / (f[c.F_GAIN] * rate * 0.99))
+
+
+@compiled
+def _look_for_policer(x: Any, f: Any, is_new_round: bool, is_limited: bool, now: int) -> None:
+    """Where a fifth is lost over two intervals of the same rate, a policer is taken to be there: keep to that rate."""
+    has_lost = x[c.C_EVER_LOST] > x[c.C_LOST_SEEN]
+    x[c.C_LOST_SEEN] = x[c.C_EVER_LOST]
+    if x[c.C_POLICE_STATE] == _POLICED:
+        x[c.C_POLICE_ROUNDS] += is_new_round
+        if x[c.C_POLICE_ROUNDS] >= _POLICED_ROUNDS:
+            x[c.C_POLICE_STATE], f[c.F_POLICE_RATE] = 0, 0.0
+        return
+    if x[c.C_POLICE_STATE] == 0:
+        if not has_lost:
+            return
+        x[c.C_POLICE_STATE] = _SAMPLING
+        _begin_interval(x, now)
+    if is_limited or x[c.C_POLICE_ROUNDS] > _MOST_ROUNDS:
+        x[c.C_POLICE_STATE], f[c.F_POLICE_RATE] = 0, 0.0
+        return
+    x[c.C_POLICE_ROUNDS] += is_new_round
+    lost, good = x[c.C_EVER_LOST] - x[c.C_POLICE_LOST], x[c.C_DELIVERED] - x[c.C_POLICE_GOOD]
+    took = now - x[c.C_POLICE_AT]
+    if x[c.C_POLICE_ROUNDS] < _LEAST_ROUNDS or not has_lost or 256 * lost < 50 * good or took < 1e6:
+        return
+    rate = good / took
+    before = f[c.F_POLICE_RATE]
+    f[c.F_POLICE_RATE] = rate
+    _begin_interval(x, now)
+    if before > 0 and abs(rate - before) * 8 <= before:
+        f[c.F_POLICE_RATE] = (rate + before) / 2
+        x[c.C_POLICE_STATE] = _POLICED
+        f[c.F_GAIN] = 1.0
+
+
+@compiled
+def _begin_interval(x: Any, now: int) -> None:
+    x[c.C_POLICE_LOST], x[c.C_POLICE_GOOD] = x[c.C_EVER_LOST], x[c.C_DELIVERED]
+    x[c.C_POLICE_AT], x[c.C_POLICE_ROUNDS] = now, 0
 
 
 @compiled
@@ -168,13 +211,16 @@ def _bbr(x: Any, f: Any, good: int, rate: float, now: int) -> None:
     if x[c.C_DELIVERED] >= x[c.C_ROUND_END]:
         x[c.C_ROUND_END] = x[c.C_DELIVERED] + x[c.C_FLIGHT]
         x[c.C_ROUND] += 1
-        f[c.F_RATES + x[c.C_ROUND] % c.RATES] = 0.0
         is_new_round = True
     is_limited = x[c.C_APP_LIMITED] > 0
-    if rate > 0 and (not is_limited or rate > best_rate(f)):
+    _look_for_policer(x, f, is_new_round, is_limited, now)
+    if rate > 0 and (not is_limited or rate > best_rate(x, f)):
+        for passed in range(max(x[c.C_RATED_ROUND] + 1, x[c.C_ROUND] - c.RATES + 1), x[c.C_ROUND] + 1):
+            f[c.F_RATES + passed % c.RATES] = 0.0
+        x[c.C_RATED_ROUND] = x[c.C_ROUND]
         slot = c.F_RATES + x[c.C_ROUND] % c.RATES
         f[slot] = max(f[slot], rate)
-    best = best_rate(f)
+    best = best_rate(x, f)
     ahead = best * f[c.F_MIN_RTT]
     if x[c.C_MODE] == _STARTUP and is_new_round and not is_limited:
         if best >= 1.25 * f[c.F_FULL_RATE]:
@@ -196,6 +242,8 @@ def _bbr(x: Any, f: Any, good: int, rate: float, now: int) -> None:
             x[c.C_PHASE] = (x[c.C_PHASE] + 1) % _PHASES
             f[c.F_PHASE_AT] = now
             f[c.F_GAIN] = 1.25 if x[c.C_PHASE] == 0 else 0.75 if x[c.C_PHASE] == 1 else 1.0
+        if x[c.C_POLICE_STATE] == _POLICED:
+            f[c.F_GAIN] = 1.0
     at_once = max(2.0, np.floor(best * 1e6))  # segments of a millisecond: what Linux hands over in one piece
     gain = 2.0 if x[c.C_MODE] == _PROBE else _HIGH_GAIN
     target = gain * ahead + 3 * at_once

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.lab.packet_network.leaf_spine import BANDS
+
 SEGMENT_BYTES = 1448
 HEADER_BYTES = 14 + 20 + 32  # Ethernet, IP, TCP with timestamps
 CUBIC, DCTCP, BBR = range(3)
@@ -84,8 +86,16 @@ C_ROUND_END = C_BLOCKS + _BLOCK_COLUMNS
     C_REPAIR_SENT,
     C_RETRANSMITS,
     C_TIMEOUTS,
+    C_RATED_ROUND,
+    C_EVER_LOST,
+    C_LOST_SEEN,
+    C_POLICE_STATE,
+    C_POLICE_ROUNDS,
+    C_POLICE_LOST,
+    C_POLICE_GOOD,
+    C_POLICE_AT,
     NUM_C,
-) = range(C_ROUND_END + 1, C_ROUND_END + 13)
+) = range(C_ROUND_END + 1, C_ROUND_END + 21)
 TIMEOUT, PROBE, REORDER = range(3)
 """Why the timer is set."""
 
@@ -110,8 +120,9 @@ TIMEOUT, PROBE, REORDER = range(3)
     F_GAIN,
     F_FULL_RATE,
     F_PHASE_AT,
+    F_POLICE_RATE,
     F_RATES,
-) = range(20)
+) = range(21)
 RATES = 10
 NUM_F = F_RATES + RATES
 
@@ -137,6 +148,7 @@ def new_connections(count: int, handing_over_us: float = 60.0) -> Tcp:
     connections, rates = np.zeros((count, NUM_C), np.int64), np.zeros((count, NUM_F))
     connections[:, [C_NEXT, C_NOTIFY, C_GRANTS, C_RECOVERY_TO]] = -1
     connections[:, C_PER_MESSAGE] = 1
+    connections[:, C_BAND] = BANDS - 1
     rates[:, F_WINDOW] = 10.0
     rates[:, F_THRESHOLD] = rates[:, F_MIN_RTT] = 1e18
     rates[:, F_RTT], rates[:, F_DEVIATION] = 1e6, 0.25e6  # of the handshake

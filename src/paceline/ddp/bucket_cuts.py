@@ -1,0 +1,93 @@
+"""When buckets are cut anew: once in the order that rank 0 has observed, and while other caps are tried."""
+
+from __future__ import annotations
+
+import functools
+
+from torch.distributed import ProcessGroup
+
+from paceline.comm.collectives import allocate_zeros
+from paceline.comm.peers import Peers
+from paceline.ddp.arrivals import Arrivals
+from paceline.ddp.bucket import Bucket
+from paceline.ddp.cap_search import CapSearch
+from paceline.ddp.layout import GradientMemory, ManagedParameters
+from paceline.ddp.plan import BucketCaps
+from paceline.ddp.verdict import Verdict
+from paceline.observe import StepTimings
+
+
+class BucketCuts:
+    """How the gradients of one module are cut into buckets; the same on every rank.
+
+    Args:
+        managed: Whose gradients.
+        caps: How large a bucket may become.
+        searches: `caps` are where to begin; other ones are tried.
+        arrivals: Told of the buckets.
+        verdict: Whose control words lie behind the last one.
+        group: Over whom the ranks agree; buffers are in the memory that it prefers.
+        peers: For waiting.
+
+    Attributes:
+        order: Of the parameters, by index, as their gradients become ready.
+        has_followed: Whether that is the observed order, and not the reverse one of registration.
+        may_change: Whether `is_due` has to be asked.
+        search: Tries caps; None: they stay as they are.
+    """
+
+    def __init__(
+        self,
+        managed: ManagedParameters,
+        caps: BucketCaps,
+        searches: bool,
+        arrivals: Arrivals,
+        verdict: Verdict,
+        group: ProcessGroup,
+        peers: Peers,
+    ) -> None:
+        self._arrivals, self._verdict, self._group, self._peers = arrivals, verdict, group, peers
+        allocate = functools.partial(allocate_zeros, group)
+        self._memory = GradientMemory(managed, caps, verdict.control, allocate)
+        is_searched = searches and group.size() > 1
+        self.search = CapSearch(caps, self._memory.size_bytes) if is_searched else None
+        self.order = list(range(len(managed) - 1, -1, -1))
+        self.has_followed = False
+        self.may_change = True
+
+    def cut(self) -> list[Bucket]:
+        """Return the buckets for the order and the caps of now. Local; old buckets are worthless afterwards."""
+        buckets = self._memory.cut(self.order)
+        self._arrivals.listen_to(buckets)
+        return buckets
+
+    def is_due(self, timings: StepTimings, batch_size: int) -> bool:
+        """After a synchronized backward that ended well, while that `may_change`: whether buckets are to be cut anew.
+
+        Contract:
+            Collective and blocking after the first one, and as `CapSearch.after_step`; local otherwise.
+        """
+        is_due = self._tries_others(timings) if self.has_followed else self._follow(batch_size)
+        self.may_change = self.search is not None and self.search.best_mb is None
+        return is_due
+
+    def _tries_others(self, timings: StepTimings) -> bool:
+        assert self.search is not None
+        device = self._verdict.control.words.device
+        caps = self.search.after_step(timings, device, self._group, self._peers)
+        if caps is not None:
+            self._memory.caps = caps
+        return caps is not None
+
+    def _follow(self, batch_size: int) -> bool:
+        """Take the order that rank 0 has observed; whether it is another one."""
+        device = self._verdict.control.words.device
+        order, first_size = self._arrivals.agree_on_order(
+            self.order, batch_size, device, self._group, self._peers
+        )
+        if batch_size and first_size and batch_size != first_size:
+            self._verdict.warn_of_unequal_batches(batch_size, first_size)
+        self.has_followed = True
+        is_another = order != self.order
+        self.order = order
+        return is_another
