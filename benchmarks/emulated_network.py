@@ -29,7 +29,10 @@ from paceline.lab.emulation import ClusterSpec, EmulatedCluster
 _RANK_PROGRAM = str(Path(__file__).with_name("emulated_network_rank.py"))
 NAME = "emulated-network"
 BOUNDS = {"ours, bound 0": 0.0, "ours, bound 5 %": 0.05}
-TCP = {"cubic": {"congestion_control": "cubic"}, "tuned": {"congestion_control": "bbr", "min_rto": "5ms"}}
+TCP: dict[str, dict[str, Any]] = {
+    "cubic": {"congestion_control": "cubic"},
+    "tuned": {"congestion_control": "bbr", "min_rto": "5ms"},
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,10 @@ def main(
                 "busy": round(busy, 2),
                 "ms": {side: [round(ms, 2) for ms in values] for side, values in samples.items()},
             }
+            stored["summaries"] = {
+                name: {side: _summary(ms) for side, ms in record["ms"].items()}
+                for name, record in stored["samples"].items()
+            }
             stored["provenance"] = asdict(collect(chosen.hosts, load))
             path.write_text(json.dumps(stored) + "\n")
             print(f"{key}; busy {busy:.0%}")
@@ -91,6 +98,11 @@ def main(
                 print(
                     f"  {side:16s} median {statistics.median(values):8.1f} ms   worst {max(values):8.1f} ms"
                 )
+
+
+def _summary(ms: list[float]) -> dict[str, float]:
+    ordered = sorted(ms)
+    return {"median_ms": statistics.median(ms), "p99_ms": ordered[min(len(ms) - 1, int(0.99 * len(ms)))]}
 
 
 def _measure(case: Case, tcp: str, loss: str) -> tuple[dict[str, list[float]], float]:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ def main() -> None:
     for repeat in range(case["repeats"] + 1):  # the first is a warm-up
         for side, taken in samples.items():
             vector.fill_(1.0)
-            receives = []
+            receives: list[Any] = []
             if side == "Gloo":
                 receives = [dist.irecv(buffer, peer) for peer, buffer in enumerate(incoming, 1)]
             link.launch(torch.zeros(1).numpy(), Bound(0)).wait()  # begin together

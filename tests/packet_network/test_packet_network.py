@@ -25,17 +25,17 @@ pytestmark = pytest.mark.filterwarnings(
 NO_TCP = c.new_connections(1)
 RATE = 1e8
 SIZE = 1000
-NO_CLASSES = np.empty(0, np.int64)
 
 
-def send(net, source, target, collectives, spine=0, bands=NO_CLASSES, flags=0):
+def send(net, source, target, collectives, spine=0, levels=(0,), flags=0):
     """Let a host send datagrams of SIZE bytes, one of each collective."""
     rows = np.zeros((len(collectives), SIZE), np.uint8)
     words, _ = d.words_of(rows)
     for word, collective in zip(words, collectives, strict=True):
-        d.write_header(word, d.DATA, flags, source, collective, 0, 0, 0, 0, 1, 0)
+        own = flags | levels[collective % len(levels)] << d.CLASS_SHIFT
+        d.write_header(word, d.DATA, own, source, collective, 0, 0, 0, 0, 1, 0)
     sizes, hosts = np.full(len(rows), SIZE), np.full(len(rows), target)
-    engine.send_datagrams(net, rows, words, sizes, hosts, source, len(rows), spine, bands)
+    engine.send_datagrams(net, rows, words, sizes, hosts, source, len(rows), spine)
 
 
 def received(net, host):
@@ -68,7 +68,7 @@ def test_a_packet_takes_two_links_and_two_ways():
 def test_ports_serve_the_first_band_first():
     """What is being sent is finished; then bands count, and within a band the order of arrival."""
     net = new_network(LeafSpine(2, rate_bits_per_s=RATE), 0, SIZE)
-    send(net, 0, 1, [0, 1, 2, 3, 4, 5], bands=np.array([7, 5, 3, 5, 1, 3]))
+    send(net, 0, 1, [0, 1, 2, 3, 4, 5], levels=(0, 2, 4, 2, 6, 4))
     engine.run_until(net, NO_TCP, 10**8, False)
     assert received(net, 1)[0] == [0, 4, 2, 5, 1, 3]
 
@@ -92,8 +92,8 @@ def test_a_full_queue_drops_and_a_threshold_marks_or_drops_what_may_be_lost():
     assert net.ports[3 + 2, s.Q_MOST_BYTES] == 20 * wire
 
     net = new_network(spec, 0, SIZE)
-    for source, flags in ((0, 0), (1, d.PROTECTED)):
-        send(net, source, 2, range(100), bands=np.array([5]), flags=flags)
+    for source, flags in ((0, d.DROPPABLE), (1, 0)):
+        send(net, source, 2, range(100), flags=flags)
     engine.run_until(net, NO_TCP, 10**9, False)
     received(net, 2)
     found = check_conservation(net)

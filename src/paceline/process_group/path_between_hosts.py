@@ -11,15 +11,19 @@ from __future__ import annotations
 import os
 import warnings
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError, PacelineError
 from paceline.process_group.connections import Gloo, open_datagram_transport
-from paceline.transports import Transport
 from paceline.transports.c10d import C10dTransport
+
+if TYPE_CHECKING:
+    from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
+
+    Path: TypeAlias = C10dTransport | DatagramTransport
 
 PATH = "PACELINE_BETWEEN_HOSTS"
 """Environment variable: "tcp", the default, or "udp"; rank 0's counts."""
@@ -41,7 +45,7 @@ def wanted_path() -> str:
     return wanted
 
 
-def open_path(inner: Gloo, store: dist.Store, timeout: timedelta) -> Transport:
+def open_path(inner: Gloo, store: dist.Store, timeout: timedelta) -> Path:
     """Open the path that rank 0 wants, or TCP if datagrams do not get through.
 
     Args:
@@ -73,7 +77,9 @@ def open_path(inner: Gloo, store: dist.Store, timeout: timedelta) -> Transport:
     return C10dTransport(inner)
 
 
-def _greet_everybody(inner: Gloo, store: dist.Store, timeout: timedelta) -> tuple[Any, str]:
+def _greet_everybody(
+    inner: Gloo, store: dist.Store, timeout: timedelta
+) -> tuple[DatagramTransport | None, str]:
     """Exchange a datagram of full size with every other rank; return the transport, and what went wrong if anything."""
     transport = None
     try:

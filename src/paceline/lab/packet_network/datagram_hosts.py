@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from paceline.transports.bounded_loss.endpoint import Endpoint
 SPRAYED = -1
 _ROWS = 64
 _BATCHES = 4
+_HIGHEST = 5
 _SILENCE_US = 10**12
 _LONGEST_US = 600_000_000
 
@@ -40,7 +41,8 @@ class JobPlan:
         num_owners: As of `Endpoint`.
         num_vectors: How many are launched at once, one after the other: the layers of a model, the last one first.
         is_sprayed: Whether every packet takes any way; else a flow takes one, by the seed.
-        has_classes: Whether packets have bands by layer, and what may be lost is not ECN-capable.
+        has_classes: Whether layers have classes, the one launched last the first; what may be lost is then not
+            ECN-capable.
     """
 
     hosts: Sequence[int]
@@ -51,12 +53,17 @@ class JobPlan:
     is_sprayed: bool = False
     has_classes: bool = False
 
+    def bound_of(self, layer: int) -> Bound:
+        """What may be lost of one of the vectors, with its class."""
+        if not self.has_classes:
+            return self.bound
+        return replace(self.bound, priority=max(1, _HIGHEST * (layer + 1) // self.num_vectors))
+
 
 @dataclass
 class _Job:
     plan: JobPlan
     ends: list[Endpoint]
-    bands: NDArray[np.int64]
     flow: int
     begun_us: int = 0
     running: int = 0
@@ -117,15 +124,7 @@ class DatagramHosts:
                 peer: bytes([min(rank, peer), max(rank, peer)]) * 8 for peer in range(ranks) if peer != rank
             }
             ends.append(Endpoint(rank, ranks, keys, payload, _SILENCE_US, plan.num_owners))
-        bands = np.empty(0, np.int64)
-        if (
-            plan.has_classes
-        ):  # the layer that the next forward needs first is launched last, and has the first band
-            last = plan.num_vectors - 1
-            bands = np.array(
-                [1 + (last - number) * 6 // max(1, last) for number in range(plan.num_vectors)], np.int64
-            )
-        return _Job(plan, ends, bands, flow)
+        return _Job(plan, ends, flow)
 
     def run(self, at_least_us: int = 0) -> list[_Job]:
         """Let every job sum its vectors once; returns the jobs, with the times at which all of it was done.
@@ -143,9 +142,9 @@ class DatagramHosts:
             self.now_us, number, job, rank = heapq.heappop(self._turns)
             if self.now_us >= begin_us and (id(job), rank) in waiting:
                 waiting.remove((id(job), rank))
-                for _ in range(job.plan.num_vectors):
+                for layer in range(job.plan.num_vectors):
                     vectors.append(np.ones(job.plan.num_bytes // 4, np.float32))
-                    job.ends[rank].begin(vectors[-1], job.plan.bound, self.now_us)
+                    job.ends[rank].begin(vectors[-1], job.plan.bound_of(layer), self.now_us)
             self._turn(job, rank)
             rest_us = self._turn_us + int(self._dice.exponential(self._jitter_us))
             heapq.heappush(self._turns, (self.now_us + rest_us, number, job, rank))
@@ -172,7 +171,7 @@ class DatagramHosts:
             if count == 0:
                 break
             engine.send_datagrams(
-                net, self._rows, self._words, self._sizes, targets[self._peers], host, count, spine, job.bands
+                net, self._rows, self._words, self._sizes, targets[self._peers], host, count, spine
             )
         for losses in end.take_finished():
             job.running -= 1

@@ -8,10 +8,11 @@ from paceline.lab.packet_network import ports, tcp
 from paceline.lab.packet_network import state as s
 from paceline.lab.packet_network import tcp_state as c
 from paceline.lab.packet_network.machine_code import compiled, entry
-from paceline.transports.bounded_loss.datagram import DATA, GATHER, PROTECTED, SENDER_KIND
+from paceline.transports.bounded_loss.datagram import tos_of
 
 DATAGRAM_HEADERS = 14 + 20 + 8  # Ethernet, IP, UDP
-_LOWEST_BAND = 7
+_LOWEST_BAND = 7  # class selector 0
+_ECN = 3
 
 
 @entry
@@ -75,9 +76,9 @@ def _arrive(net: Any, connections: Any, packet: int) -> None:
 
 @entry
 def send_datagrams(
-    net: Any, rows: Any, words: Any, sizes: Any, hosts: Any, source: int, count: int, spine: int, bands: Any
+    net: Any, rows: Any, words: Any, sizes: Any, hosts: Any, source: int, count: int, spine: int
 ) -> None:
-    """Put datagrams of the bounded-loss protocol into their host's port.
+    """Put datagrams of the bounded-loss protocol into their host's port, in the band of their class selector.
 
     Args:
         net: The network.
@@ -88,16 +89,10 @@ def send_datagrams(
         source: The host that sends them.
         count: How many.
         spine: Of the flow; -1 sprays.
-        bands: Of the collectives, by number modulo its length; all else, which answers, has band 0. Empty: no classes,
-            and everything is ECN-capable. Else what may be lost is not.
     """
     for i in range(count):
-        band, is_ect = _LOWEST_BAND, 1
-        if bands.shape[0]:
-            kind = (words[i, SENDER_KIND] >> 16) & 0xFF
-            flags = words[i, SENDER_KIND] >> 24
-            band = bands[words[i, 2] % bands.shape[0]] if kind == DATA else 0
-            is_ect = kind != DATA or (flags & (GATHER | PROTECTED)) != 0
+        tos = tos_of(words[i])
+        band, is_ect = _LOWEST_BAND - (tos >> 5), 1 if tos & _ECN else 0
         way = spine if spine < 0 else spine + hosts[i] * 40503
         packet = ports.new_packet(net, source, hosts[i], sizes[i] + DATAGRAM_HEADERS, band, is_ect, way)
         if packet == s.NOTHING:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.lab.packet_network.leaf_spine import BANDS
+
 SEGMENT_BYTES = 1448
 HEADER_BYTES = 14 + 20 + 32  # Ethernet, IP, TCP with timestamps
 CUBIC, DCTCP, BBR = range(3)
@@ -146,6 +148,7 @@ def new_connections(count: int, handing_over_us: float = 60.0) -> Tcp:
     connections, rates = np.zeros((count, NUM_C), np.int64), np.zeros((count, NUM_F))
     connections[:, [C_NEXT, C_NOTIFY, C_GRANTS, C_RECOVERY_TO]] = -1
     connections[:, C_PER_MESSAGE] = 1
+    connections[:, C_BAND] = BANDS - 1
     rates[:, F_WINDOW] = 10.0
     rates[:, F_THRESHOLD] = rates[:, F_MIN_RTT] = 1e18
     rates[:, F_RTT], rates[:, F_DEVIATION] = 1e6, 0.25e6  # of the handshake
