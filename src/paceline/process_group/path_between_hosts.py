@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError, PacelineError
-from paceline.process_group.connections import Gloo, open_datagram_transport
+from paceline.process_group.connections import Gloo, check_datagrams, open_datagram_transport
 from paceline.transports.c10d import C10dTransport
 
 if TYPE_CHECKING:
@@ -61,8 +61,11 @@ def open_path(inner: Gloo, store: dist.Store, timeout: timedelta) -> Path:
     inner.broadcast([is_wanted], dist.BroadcastOptions()).wait()
     if not is_wanted.item():
         return C10dTransport(inner)
-    transport, trouble = _greet_everybody(inner, store, timeout)
-    troubles = [words for words in _gathered(inner, trouble) if words]
+    transport = None
+    troubles = _gathered(inner, _obstacle(inner))  # before anyone waits for a rank that cannot come
+    if not troubles:
+        transport, trouble = _greet_everybody(inner, store, timeout)
+        troubles = _gathered(inner, trouble)
     if transport is not None and not troubles:
         return transport
     if transport is not None:
@@ -75,6 +78,15 @@ def open_path(inner: Gloo, store: dist.Store, timeout: timedelta) -> Path:
             stacklevel=2,
         )
     return C10dTransport(inner)
+
+
+def _obstacle(inner: Gloo) -> str:
+    """Why this rank cannot take datagrams at all; "" if it can. Local."""
+    try:
+        check_datagrams(inner.size())
+    except PacelineError as error:
+        return f"rank {inner.rank()} cannot take datagrams ({error})."
+    return ""
 
 
 def _greet_everybody(
@@ -97,11 +109,12 @@ def _greet_everybody(
 
 
 def _gathered(inner: Gloo, words: str) -> list[str]:
-    """Every rank's words. Collective."""
+    """Every rank's words, if it has any. Collective."""
     mine = torch.zeros(_TROUBLE_BYTES, dtype=torch.uint8)
     encoded = words.encode()[:_TROUBLE_BYTES]
     if encoded:
         mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     rows = [torch.empty_like(mine) for _ in range(inner.size())]
     inner.allgather([rows], [mine]).wait()
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    return [each for each in said if each]
