@@ -183,12 +183,15 @@ class CheckStudy(Study[CheckOptions]):
             "simulated time over emulated time",
             [names[i] for i in order],
             [(name, color, [values[i] for i in order]) for name, color, values in sides],
-            {0.6: "0.6", 0.8: "0.8", 1.0: "1", 1.25: "1.25"},
+            {0.3: "0.3", 0.6: "0.6", 0.8: "0.8", 1.0: "1", 1.25: "1.25"},
             ("emulated", 1.0),
         )
         within, total = record["summaries"]["within"], len(names)
         return draw_figure(
-            path, f"{within} of {total} simulated medians are within 10 %", [panel], record["notes"][1]
+            path,
+            f"{within} of {total} simulated medians are within 10 %",
+            [panel],
+            f"Blue: ours, orange: TCP. {record['notes'][1]}",
         )
 
 
