@@ -20,6 +20,10 @@ import statistics
 import sys
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.transports.lossy_transport import LossyTransport
 
 BOUNDS = {"ours, bound 0": 0.0, "ours, bound 5 %": 0.05}
 GLOO, DATAGRAMS = "Gloo", "backend by datagrams"
@@ -108,7 +112,7 @@ def _rank(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _sums(link: object, options: argparse.Namespace, ranks: int) -> dict[str, list[float]]:
+def _sums(link: LossyTransport, options: argparse.Namespace, ranks: int) -> dict[str, list[float]]:
     """Sum a vector by each side in turn."""
     import torch
     import torch.distributed as dist
@@ -138,7 +142,7 @@ def _sums(link: object, options: argparse.Namespace, ranks: int) -> dict[str, li
     return samples
 
 
-def _layers(link: object, options: argparse.Namespace, rank: int) -> dict[str, list[float]]:
+def _layers(link: LossyTransport, options: argparse.Namespace, rank: int) -> dict[str, list[float]]:
     """Launch a step's gradients, the first layer's last, and time that one; the same without priorities in turn."""
     import threading
 
@@ -150,19 +154,15 @@ def _layers(link: object, options: argparse.Namespace, rank: int) -> dict[str, l
     load = dist.new_group(backend="gloo")
     is_over = threading.Event()
 
-    def send_without_end() -> None:  # rank 1 to rank 0, and so into the port that all send to
+    def load_the_port() -> None:  # rank 1 sends to rank 0, and so into a port that all send to
         block = torch.zeros(64 * 1024)
-        while not is_over.is_set():
-            if rank == 1:
-                dist.send(block, 0, group=load)
-            else:
-                dist.recv(block, 1, group=load)
-            if rank == 0 and block[0]:
-                return
-        if rank == 1:
-            dist.send(torch.ones_like(block), 0, group=load)
+        while rank == 0 and not block[0]:
+            dist.recv(block, 1, group=load)
+        while rank == 1 and not block[0]:
+            block.fill_(float(is_over.is_set()))  # the last one says so
+            dist.send(block, 0, group=load)
 
-    threads = [threading.Thread(target=send_without_end)] if rank < 2 else []
+    threads = [threading.Thread(target=load_the_port)] if rank < 2 else []
     for thread in threads:
         thread.start()
     backs = [torch.ones(int(options.megabytes * 250_000)).numpy() for _ in range(options.layers)]

@@ -145,7 +145,8 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     drawn = [
         Lines(
             _in_words(title),
-            *[name.replace("bucket cap MB", "bucket cap, MB") for name in axes[title]],
+            axes[title][0].replace(LINEAR, "bucket cap, MB"),
+            axes[title][1],
             lines,
             {} if axes[title][0] == LINEAR else {x: f"{x:g}" for line in lines for x, _ in line.points},
             log_x=axes[title][0] != LINEAR,

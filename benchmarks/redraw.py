@@ -61,7 +61,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "svm-elimination-2ranks": "svm",
     "svm-memory": None,
     "svm-ranks": "svm_ranks",
-    "time_to_loss": "time_to_loss",
+    "time_to_loss": "time_to_loss_outcome",
     "unequal": "unequal",
 }
 

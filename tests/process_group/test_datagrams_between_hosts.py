@@ -16,8 +16,10 @@ import torch.distributed as dist
 import paceline  # noqa: F401  registers the backend
 from linear_oracle import train_linear
 from models import digest, generator
+from paceline.errors import ConfigurationError, PeerLostError
 from paceline.process_group import path_between_hosts
 from paceline.transports.bounded_loss import udp_socket
+from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
 from paceline.transports.shared_memory.neighbours import SWITCH
 from ranks import Ranks, pool
 
@@ -124,6 +126,41 @@ def test_where_udp_is_blocked_all_fall_back_together(victim):
         assert len(said) == (rank == 0)
     assert f"rank {victim}" in answers[0][2][0]
     assert "All ranks of this group use TCP" in answers[0][2][0]
+
+
+def alone(rank, num_ranks, victim, what):
+    """Only the victim finds that it cannot: at once, or when all others have heard everybody."""
+
+    def refuse(*_):
+        raise ConfigurationError("there is no such interface")
+
+    exchange = DatagramTransport.exchange
+
+    def hear_nothing(*arguments):
+        exchange(*arguments)
+        raise PeerLostError("nothing came", 0)
+
+    patches = {
+        "check": mock.patch.object(path_between_hosts, "check_datagrams", refuse),
+        "greeting": mock.patch.object(DatagramTransport, "exchange", hear_nothing),
+    }
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        patches[what] if rank == victim else mock.patch.dict({}),
+    ):
+        warnings.simplefilter("always")
+        with group_on("012", rank, timeout_s=5) as ours:
+            values = torch.full((1000,), float(rank))
+            dist.all_reduce(values, group=ours)
+            words = ours.explain(1000)
+    said = [str(warning.message) for warning in caught if "PACELINE_BETWEEN_HOSTS" in str(warning.message)]
+    return values.unique().tolist(), "by datagrams" in words, len(said)
+
+
+@pytest.mark.parametrize("what", ["check", "greeting"])
+def test_one_rank_s_trouble_is_everybody_s(what):
+    """The others have none of their own, and take TCP with it."""
+    assert pool(3).run(alone, 1, what) == [([3.0], False, int(rank == 0)) for rank in range(3)]
 
 
 def unknown(rank, _num_ranks):

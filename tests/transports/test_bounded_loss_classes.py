@@ -51,7 +51,7 @@ def test_what_must_arrive_is_never_droppable():
         vectors = [np.linspace(0, 1, 400, dtype=np.float32) for _ in ends]
         for end, vector in zip(ends, vectors, strict=True):
             end.begin(vector, Bound(ratio, protected, priority=3), 1000)
-        mailer, now_us, first = Mailer(one), 1000, set()
+        mailer, hands, now_us, first = Mailer(one), Mailer(one), 1000, set()
         for turn in range(400):
             for end, other in ((one, two), (two, one)):
                 for _, datagram in mailer.take(end, now_us):
@@ -67,8 +67,7 @@ def test_what_must_arrive_is_never_droppable():
                     if kind == d.DATA:
                         first.add(which)
                     if turn > 20 or not is_first or which[2] % 3:  # every third chunk is lost at first
-                        mailer_of_other = Mailer(other)
-                        mailer_of_other.hand(other, [datagram], now_us)
+                        hands.hand(other, [datagram], now_us)
             now_us += 2000
         assert vectors[0].tobytes() == vectors[1].tobytes()
         assert one.take_finished()
@@ -107,7 +106,7 @@ def test_the_ip_header_carries_it(segments):
             data, control, *_ = target.recvmsg(2048, 64)
             assert len(data) == 104
             assert struct.unpack("<I", data[32:36])[0] >> 24 == flag
-            assert control[0][2][0] == (flag >> 3) << 5 | (0 if flag & d.DROPPABLE else ECT)
+            assert control[0][2][0] == (flag >> 3 & 7) << 5 | (0 if flag & d.DROPPABLE else ECT)
 
 
 def test_a_priority_that_networks_keep_for_themselves_is_refused():

@@ -46,14 +46,14 @@ class Play:
             for peer in range(len(self.ends)):
                 going, coming = self.sends[rank, peer], self.receives[peer, rank]
                 while (n := int(end.tables.peers[peer, e.P_SENDING])) < len(going) and end.can_send(peer):
-                    end.send(peer, *going[n])
+                    end.begin_send(peer, *going[n])
                 is_late = rank == len(self.ends) - 1 and self.now_us < late_us
                 while (
                     not is_late
                     and (n := int(end.tables.peers[peer, e.P_RECEIVING])) < len(coming)
                     and end.can_receive(peer)
                 ):
-                    end.receive_into(peer, *coming[n], self.now_us)
+                    end.begin_receive(peer, *coming[n], self.now_us)
             for peer, datagram in self.mailer.take(end, self.now_us):
                 self.network.carry(self.now_us, peer, datagram)
         self.now_us += TICK_US if self.network.under_way else 20 * TICK_US

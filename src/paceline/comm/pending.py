@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -52,11 +53,9 @@ class PendingWork:
         return True
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        try:
-            future = self._work.get_future()
-        except (RuntimeError, NotImplementedError):  # a process group written in Python may have none
-            return
-        future.add_done_callback(lambda _: callback())
+        """As `Pending.on_done`; where a process group written in Python cannot say when it is done, never."""
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # torchft's future takes no callbacks
+            self._work.get_future().add_done_callback(lambda _: callback())
 
     def future(self) -> torch.futures.Future[Any]:
         """Return the work's future, as torch's communication hooks hand it on; its value depends on the backend."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,12 @@ from paceline.process_group.executor import Executor
 from paceline.process_group.folds import Fold
 from paceline.process_group.path_between_hosts import open_path, wanted_path
 from paceline.schedules import SCHEDULES, Choice, Links, Topology, choose
-from paceline.transports import Subset, Transport
+from paceline.transports import Subset
 from paceline.transports.c10d import C10dTransport
 from paceline.transports.link_probe import find_links
+
+if TYPE_CHECKING:
+    from paceline.process_group.path_between_hosts import Path
 
 CHOICE = "PACELINE_ALLREDUCE"  # environment variable: the name of a schedule, to be used whatever it costs
 
@@ -49,7 +53,7 @@ class AcrossHosts:
         timeout: timedelta,
     ) -> None:
         self._inner, self._store, self._timeout = inner, store, timeout
-        self._path: Transport | None = None
+        self._path: Path | None = None
         self._hosts, self._index = hosts, index
         host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
         self._places = Topology(tuple(host_of[rank] for rank in range(len(host_of))))
@@ -86,7 +90,7 @@ class AcrossHosts:
         if self._links is None:
             self._links = find_links(self._open(), self._places, self._timeout_s)
 
-    def _open(self) -> Transport:
+    def _open(self) -> Path:
         """The path, opened at the first use. Collective over all ranks of the group."""
         if self._path is None:
             self._path = open_path(self._inner, self._store, self._timeout)

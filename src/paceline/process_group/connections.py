@@ -104,6 +104,19 @@ def open_datagram_transport(
     return DatagramTransport(store, rank, num_ranks, timeout, *_listening_on(num_ranks))
 
 
+def check_datagrams(num_ranks: int) -> None:
+    """Make sure that this rank could open such a transport. Local.
+
+    Raises:
+        ConfigurationError: numba is not installed, or there is no such interface.
+    """
+    try:
+        from paceline.transports.bounded_loss.udp_socket import check_address  # noqa: PLC0415  as above
+    except ImportError as error:
+        raise _without_numba("a transport over UDP", error) from error
+    check_address(*_listening_on(num_ranks))
+
+
 def _listening_on(num_ranks: int) -> tuple[str, str]:
     """The address on which to take datagrams, or the interface."""
     interface = os.environ.get(INTERFACE, "").split(",")[0]

@@ -11,15 +11,19 @@ from __future__ import annotations
 import os
 import warnings
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError, PacelineError
-from paceline.process_group.connections import Gloo, open_datagram_transport
-from paceline.transports import Transport
+from paceline.process_group.connections import Gloo, check_datagrams, open_datagram_transport
 from paceline.transports.c10d import C10dTransport
+
+if TYPE_CHECKING:
+    from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
+
+    Path: TypeAlias = C10dTransport | DatagramTransport
 
 PATH = "PACELINE_BETWEEN_HOSTS"
 """Environment variable: "tcp", the default, or "udp"; rank 0's counts."""
@@ -41,7 +45,7 @@ def wanted_path() -> str:
     return wanted
 
 
-def open_path(inner: Gloo, store: dist.Store, timeout: timedelta) -> Transport:
+def open_path(inner: Gloo, store: dist.Store, timeout: timedelta) -> Path:
     """Open the path that rank 0 wants, or TCP if datagrams do not get through.
 
     Args:
@@ -57,8 +61,11 @@ def open_path(inner: Gloo, store: dist.Store, timeout: timedelta) -> Transport:
     inner.broadcast([is_wanted], dist.BroadcastOptions()).wait()
     if not is_wanted.item():
         return C10dTransport(inner)
-    transport, trouble = _greet_everybody(inner, store, timeout)
-    troubles = [words for words in _gathered(inner, trouble) if words]
+    transport = None
+    troubles = _gathered(inner, _obstacle(inner))  # before anyone waits for a rank that cannot come
+    if not troubles:
+        transport, trouble = _greet_everybody(inner, store, timeout)
+        troubles = _gathered(inner, trouble)
     if transport is not None and not troubles:
         return transport
     if transport is not None:
@@ -73,7 +80,18 @@ def open_path(inner: Gloo, store: dist.Store, timeout: timedelta) -> Transport:
     return C10dTransport(inner)
 
 
-def _greet_everybody(inner: Gloo, store: dist.Store, timeout: timedelta) -> tuple[Any, str]:
+def _obstacle(inner: Gloo) -> str:
+    """Why this rank cannot take datagrams at all; "" if it can. Local."""
+    try:
+        check_datagrams(inner.size())
+    except PacelineError as error:
+        return f"rank {inner.rank()} cannot take datagrams ({error})."
+    return ""
+
+
+def _greet_everybody(
+    inner: Gloo, store: dist.Store, timeout: timedelta
+) -> tuple[DatagramTransport | None, str]:
     """Exchange a datagram of full size with every other rank; return the transport, and what went wrong if anything."""
     transport = None
     try:
@@ -91,11 +109,12 @@ def _greet_everybody(inner: Gloo, store: dist.Store, timeout: timedelta) -> tupl
 
 
 def _gathered(inner: Gloo, words: str) -> list[str]:
-    """Every rank's words. Collective."""
+    """Every rank's words, if it has any. Collective."""
     mine = torch.zeros(_TROUBLE_BYTES, dtype=torch.uint8)
     encoded = words.encode()[:_TROUBLE_BYTES]
     if encoded:
         mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     rows = [torch.empty_like(mine) for _ in range(inner.size())]
     inner.allgather([rows], [mine]).wait()
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+    return [each for each in said if each]

@@ -165,7 +165,7 @@ def draw_scatter(runs: Sequence[Mapping[str, Any]], path: Path) -> bool:
 
 def _middle_error(runs: Sequence[Mapping[str, Any]], key: str) -> float:
     """In percent of the measured step."""
-    return 100 * median(abs(run[key] / run["measured_s"] - 1) for run in runs)
+    return 100 * median(abs(float(run[key]) / float(run["measured_s"]) - 1) for run in runs)
 
 
 def _scatter(title: str, runs: Sequence[Mapping[str, Any]], key: str) -> Lines:

@@ -181,9 +181,9 @@ class _Driver(LinkThread):
                     carried = queue[0]
                     memory, tag = carried.waiting.popleft()
                     if is_sent:
-                        number = self.endpoint.send(peer, memory, tag)
+                        number = self.endpoint.begin_send(peer, memory, tag)
                     else:
-                        number = self.endpoint.receive_into(peer, memory, tag, time.monotonic_ns() // 1000)
+                        number = self.endpoint.begin_receive(peer, memory, tag, time.monotonic_ns() // 1000)
                     self._part_of[is_sent, peer, number] = carried
                     if not carried.waiting:
                         queue.popleft()

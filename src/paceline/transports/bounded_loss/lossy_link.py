@@ -24,7 +24,7 @@ from paceline.transports.bounded_loss.link_thread import LINGER_S, LinkThread, s
 from paceline.transports.bounded_loss.udp_socket import Met, meet
 from paceline.transports.lossy_transport import Bound, Losses, LossyTransport, Sum, joined
 
-PART_BYTES = 4 << 20
+PART_BYTES = 1 << 20
 """A longer vector is summed in parts: while the sums of one are sent out, the next one is collected."""
 
 
@@ -180,7 +180,8 @@ class _Driver(LinkThread):
 
     def _give_up(self, error: Exception) -> None:
         with self._lock:
-            wholes = [entry[0] for entry in (*self._launched.values(), *self._queue)]
+            wholes = [whole for whole, _ in self._launched.values()]
+            wholes += [whole for whole, *_ in self._queue]
             self._launched.clear()
             self._queue.clear()
         for launched in {id(whole): whole.sum for whole in wholes}.values():

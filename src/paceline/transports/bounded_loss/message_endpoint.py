@@ -42,7 +42,7 @@ class MessageEndpoint(DatagramEnd):
         t = self.tables
         return bool(t.incoming[int(t.peers[peer, e.P_RECEIVING]) % e.SLOTS, 0, peer, e.I_NUMBER] < 0)
 
-    def send(self, peer: int, memory: NDArray[np.uint8], tag: int) -> int:
+    def begin_send(self, peer: int, memory: NDArray[np.uint8], tag: int) -> int:
         """Begin to send `memory`, shape (N,), N > 0, which must not change until it has ended; return its number."""
         number, slot, chunks = self._enter(peer, memory, e.P_SENDING)
         outgoing = self.tables.outgoing[slot, 0, peer]
@@ -55,7 +55,7 @@ class MessageEndpoint(DatagramEnd):
         self._held[True, peer, number] = memory
         return number
 
-    def receive_into(self, peer: int, memory: NDArray[np.uint8], tag: int, now_us: int) -> int:
+    def begin_receive(self, peer: int, memory: NDArray[np.uint8], tag: int, now_us: int) -> int:
         """Begin to receive into `memory`, shape (N,), N > 0; return the message's number."""
         number, slot, chunks = self._enter(peer, memory, e.P_RECEIVING)
         incoming = self.tables.incoming[slot, 0, peer]

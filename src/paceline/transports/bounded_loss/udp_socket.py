@@ -74,6 +74,11 @@ def meet(
     )
 
 
+def check_address(address: str, interface: str) -> None:
+    """Make sure that a socket can listen on `address`, or on that of `interface`. Local. Raises: as `meet`."""
+    _bind(address or _address_of(interface)).close()
+
+
 def _bind(address: str) -> socket.socket:
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
