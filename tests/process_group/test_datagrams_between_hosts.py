@@ -18,7 +18,7 @@ from linear_oracle import train_linear
 from models import digest, generator
 from paceline.errors import ConfigurationError, PeerLostError
 from paceline.process_group import path_between_hosts
-from paceline.transports.bounded_loss import udp_socket
+from paceline.transports.bounded_loss import datagram_loop, udp_socket
 from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
 from paceline.transports.shared_memory.neighbours import SWITCH
 from ranks import Ranks, pool
@@ -134,6 +134,9 @@ def alone(rank, num_ranks, victim, what):
     def refuse(*_):
         raise ConfigurationError("there is no such interface")
 
+    def fail(*_):
+        raise KeyError("numba fails as it likes")
+
     exchange = DatagramTransport.exchange
 
     def hear_nothing(*arguments):
@@ -142,6 +145,7 @@ def alone(rank, num_ranks, victim, what):
 
     patches = {
         "check": mock.patch.object(path_between_hosts, "check_datagrams", refuse),
+        "compile": mock.patch.object(datagram_loop, "drive", fail),
         "greeting": mock.patch.object(DatagramTransport, "exchange", hear_nothing),
     }
     with (
@@ -157,7 +161,7 @@ def alone(rank, num_ranks, victim, what):
     return values.unique().tolist(), "by datagrams" in words, len(said)
 
 
-@pytest.mark.parametrize("what", ["check", "greeting"])
+@pytest.mark.parametrize("what", ["check", "compile", "greeting"])
 def test_one_rank_s_trouble_is_everybody_s(what):
     """The others have none of their own, and take TCP with it."""
     assert pool(3).run(alone, 1, what) == [([3.0], False, int(rank == 0)) for rank in range(3)]

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from paceline.servers.link import Link, Rank
 from running_servers import as_processes
 
 TIMEOUT_S = 3.0
@@ -73,3 +75,17 @@ def test_all_are_told_who_is_lost(victim, number):
             assert ("has closed" in said or "is gone" in said) == is_killed, words
             assert int(seconds) <= (2 if is_killed else TIMEOUT_S + 6), words
         assert [server.poll() for server in servers if server is not servers[1]] == [None], "servers go on"
+
+
+def test_a_link_may_be_closed_by_whoever_holds_its_lock():
+    """The garbage collector runs on any thread, and may close the link of a model that is gone."""
+    link = Link([], Rank(0, 1, "session", TIMEOUT_S, ""))
+
+    def collect():
+        with link._lock:
+            link.close(0.0)
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()

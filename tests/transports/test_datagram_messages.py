@@ -128,3 +128,16 @@ def test_who_sends_to_a_silent_peer_names_it():
         play.turn()
     assert play.ends[0].lost_peer == 1
     assert play.ends[2].lost_peer is None
+
+
+def test_a_peer_is_not_lost_before_anything_was_needed_of_it():
+    """A process that was paused, or whose thread began late, counts silence from when it first needed the peer."""
+    play = Play(ends_of(2, silence_us=500_000), Network(1))
+    play.now_us = 10**9
+    for _ in range(2):
+        play.message(0, 1, np.ones(50, np.uint8))
+        while not play.is_done:
+            assert play.now_us < 2 * LONGEST_US + 10**9
+            play.turn()
+            assert [end.lost_peer for end in play.ends] == [None, None]
+        play.now_us += 10**8  # nobody's thread runs

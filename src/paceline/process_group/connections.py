@@ -105,15 +105,18 @@ def open_datagram_transport(
 
 
 def check_datagrams(num_ranks: int) -> None:
-    """Make sure that this rank could open such a transport. Local.
+    """Make sure that this rank could open such a transport, and compile it. Local; takes seconds only once.
 
     Raises:
         ConfigurationError: numba is not installed, or there is no such interface.
+        Exception: numba cannot compile it here.
     """
     try:
-        from paceline.transports.bounded_loss.udp_socket import check_address  # noqa: PLC0415  as above
+        from paceline.transports.bounded_loss.datagram_loop import compile_all  # noqa: PLC0415  as above
+        from paceline.transports.bounded_loss.udp_socket import check_address  # noqa: PLC0415
     except ImportError as error:
         raise _without_numba("a transport over UDP", error) from error
+    compile_all()
     check_address(*_listening_on(num_ranks))
 
 

@@ -133,7 +133,7 @@ class Link:
         self._selector = selectors.DefaultSelector()
         self._servers: list[_Server] = []
         self._todo: deque[tuple[_Server, Frame]] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # whoever holds it may collect what closes this link
         self._error: Exception | None = None
         self._is_closing = False
         self._wake, self._woken = socket.socketpair()

@@ -101,12 +101,16 @@ class DatagramTransport(Transport):
         until_s = time.monotonic() + timeout_s
         coming = [_Carried(False, peer, tensor) for peer, tensor in receives]
         going = [_Carried(True, peer, tensor) for peer, tensor in sends]
-        self._driver.hand_in([*coming, *going])
-        for index, carried in enumerate(coming):
-            self._driver.wait(carried, until_s, timeout_s)
-            on_received(index)
-        for carried in going:
-            self._driver.wait(carried, until_s, timeout_s)
+        try:
+            self._driver.hand_in([*coming, *going])
+            for index, carried in enumerate(coming):
+                self._driver.wait(carried, until_s, timeout_s)
+                on_received(index)
+            for carried in going:
+                self._driver.wait(carried, until_s, timeout_s)
+        except BaseException:
+            self._driver.let_go()
+            raise
 
 
 class _Carried:
@@ -122,6 +126,10 @@ class _Carried:
             (part, (memory.nbytes - i * PART_BYTES) & _MOST_TAG) for i, part in enumerate(parts)
         )
         self.num_left = len(parts)
+
+    def let_go_of_memory(self) -> None:
+        """Go on with copies of the parts that have not begun."""
+        self.waiting = deque((part.copy(), tag) for part, tag in self.waiting)
 
 
 class _Driver(LinkThread):
@@ -140,6 +148,7 @@ class _Driver(LinkThread):
         }
         self._part_of: dict[Ended, _Carried] = {}
         self._misfits: set[int] = set()
+        self._is_to_let_go = self._is_over = False
         self._heard, self._heard_s = -1, 0.0
 
     def hand_in(self, messages: Sequence[_Carried]) -> None:
@@ -172,8 +181,25 @@ class _Driver(LinkThread):
                     )
                 self._changed.wait(left_s)
 
+    def let_go(self) -> None:
+        """After an error: the callers' memory is theirs again; peers still get what was to be sent, as it is now."""
+        with self._changed:
+            self._is_to_let_go = True
+            if not self._is_over:
+                os.eventfd_write(self._wake, 1)
+            while self._is_to_let_go and not self._is_over:
+                self._changed.wait()
+
     def _begin(self) -> None:
-        with self._lock:
+        with self._changed:
+            if self._is_to_let_go:
+                self.endpoint.let_go_of_memory()
+                for carried in {
+                    id(each): each for queue in self._waiting.values() for each in queue
+                }.values():
+                    carried.let_go_of_memory()
+                self._is_to_let_go = self._is_over = False
+                self._changed.notify_all()
             for (is_sent, peer), queue in self._waiting.items():
                 while queue and (
                     self.endpoint.can_send(peer) if is_sent else self.endpoint.can_receive(peer)
@@ -219,4 +245,5 @@ class _Driver(LinkThread):
 
     def _give_up(self, error: Exception) -> None:
         with self._changed:
+            self._is_over = True
             self._changed.notify_all()

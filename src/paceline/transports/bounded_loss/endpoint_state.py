@@ -124,8 +124,9 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     P_STUCK_SINCE,
     P_SENDING,
     P_RECEIVING,
+    P_IS_NEEDED,
     NUM_P,
-) = range(34)
+) = range(35)
 
 # rates: a peer's, floating; times in microseconds
 (

@@ -91,6 +91,15 @@ class MessageEndpoint(DatagramEnd):
         t.slots[:, e.S_STAGE] = np.where(are_used, e.CARRYING, e.FREE)
         return sorted(found, key=lambda ended: ended[2])
 
+    def let_go_of_memory(self) -> None:
+        """Go on with copies of all memory that is held: the callers' is theirs again, also of what has not ended."""
+        for (is_sent, peer, number), memory in self._held.items():
+            copied = self._held[is_sent, peer, number] = memory.copy()
+            rows, column = (
+                (self.tables.outgoing, e.O_ADDRESS) if is_sent else (self.tables.incoming, e.I_ADDRESS)
+            )
+            rows[number % e.SLOTS, 0, peer, column] = copied.ctypes.data
+
     def forgive_misfit(self) -> None:
         """Take no more notice of a message that did not fit; nothing of it was written."""
         self.tables.numbers[e.MISFIT_PEER] = -1

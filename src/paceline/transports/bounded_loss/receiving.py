@@ -94,6 +94,7 @@ def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: 
         if is_here:
             t.outgoing[slot, phase, peer, e.O_ACTIVE] = 0
             n[e.IS_CHANGED] = 1
+            p[e.P_IS_NEEDED] = 0  # until it is looked for again
     elif kind == d.NACK and is_here:
         _take_nack(t, slot, phase, peer, row, word, size)
 
@@ -232,6 +233,7 @@ def judge(t: Any, slot: int, phase: int, peer: int, now_us: int) -> None:
             return
     incoming[e.I_DONE] = 1
     incoming[e.I_REPLY] = e.REPLY_DONE
+    t.peers[peer, e.P_IS_NEEDED] = 0
     t.numbers[e.IS_CHANGED] = 1
 
 

@@ -142,10 +142,11 @@ def _watch(t: Any, peer: int, now_us: int) -> None:
                 is_needed = True
                 if incoming[e.I_END_AT]:
                     judge(t, slot, phase, peer, now_us)
-    if not is_needed:
-        p[e.P_HEARD_AT] = now_us
+    if not (is_needed and p[e.P_IS_NEEDED]):
+        p[e.P_HEARD_AT] = now_us  # its silence counts from when this rank first looked for it
     elif now_us - p[e.P_HEARD_AT] > n[e.SILENCE_US]:
         n[e.LOST_PEER] = peer
+    p[e.P_IS_NEEDED] = 1 if is_needed else 0
 
 
 @compiled

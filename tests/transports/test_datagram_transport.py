@@ -1,0 +1,51 @@
+"""`DatagramTransport` on this machine's loopback: both ranks in this process."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.errors import PeerLostError, ProtocolError
+from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
+
+
+@pytest.fixture
+def ends():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        making = [
+            threads.submit(DatagramTransport, store, rank, 2, timedelta(seconds=20), "127.0.0.1")
+            for rank in range(2)
+        ]
+        made = [each.result() for each in making]
+    yield made
+    for end in made:
+        end.close()
+
+
+@pytest.mark.parametrize("number_of_parts", [1, 12])  # the latter: more than are under way at once
+def test_after_an_error_memory_is_left_alone(ends, number_of_parts):
+    """Rank 0 gives up on what rank 1 sends later, and rank 1 on what rank 0 receives: neither touches it again."""
+    size = number_of_parts << 20
+    mine, theirs = torch.zeros(size, dtype=torch.uint8), torch.full((size,), 7, dtype=torch.uint8)
+    with pytest.raises(PeerLostError):
+        ends[0].exchange([], [(1, mine)], 0.1)
+    ends[1].exchange([(0, theirs)], [], 10)  # it arrives nevertheless
+    assert not mine.any()
+    with pytest.raises(ProtocolError):
+        ends[0].exchange([], [(1, mine)], 0.1)
+
+
+def test_after_an_error_what_was_to_be_sent_leaves_as_it_was(ends):
+    """Rank 0 gives up and writes into its tensor; rank 1, which receives later, gets what was sent."""
+    size = 12 << 20
+    mine, theirs = torch.full((size,), 7, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    with pytest.raises(PeerLostError):
+        ends[0].exchange([(1, mine)], [], 0.1)
+    mine.fill_(9)
+    time.sleep(0.05)
+    ends[1].exchange([], [(0, theirs)], 10)
+    assert theirs.unique().tolist() == [7]
