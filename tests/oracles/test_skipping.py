@@ -1,6 +1,7 @@
 """Layers that a step leaves out: their buckets stay on the shelf, and every gradient is what it is without that."""
 
 import random
+import time
 import warnings
 from contextlib import ExitStack
 from datetime import timedelta
@@ -357,6 +358,67 @@ def test_what_the_engine_does_not_foresee_is_late():
     assert pool(2).run(reentrant) == [([], 1)] * 2
 
 
+def unforeseen_on_top(rank, num_ranks):
+    """Reentrant checkpoints add, on rank 0 only, to gradients of the step before in a bucket that was left out."""
+    model = ours(make(19, reentrant=True), skip_all_reduce_unused_params=True)
+    alone = make(19)
+    wrong = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            model.module.reentrant = step > 0
+            for r in range(num_ranks):
+                x, dropped = batch(19, step, r).requires_grad_(), [1] if step and r else []
+                (squares(alone(x, dropped)) / num_ranks).backward()
+                if r == rank:
+                    squares(model(x, dropped)).backward()
+            pairs = zip(model.module.named_parameters(), alone.parameters(), strict=True)
+            wrong += [(step, n) for (n, p), q in pairs if not torch.allclose(p.grad, q.grad, atol=1e-6)]
+    return wrong
+
+
+def test_what_comes_late_is_added_to_what_was_there():
+    """Gradients are not zeroed between steps: old + mean(new), also where only some ranks have new ones."""
+    assert pool(2).run(unforeseen_on_top) == [[], []]
+
+
+class Talk(torch.autograd.Function):
+    """A layer that communicates within backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def talking(rank, _num_ranks):
+    """The layer is over the group that carries gradients; rank 1 begins a backward late."""
+    group = dist.new_group(timeout=timedelta(seconds=20), backend="paceline")
+    model = ours(make(20), process_group=group, **SMALL_CAPS)
+    model.module.blocks[1].register_forward_pre_hook(lambda _, inputs: Talk.apply(inputs[0], group))
+    out = []
+    for step in range(3):
+        model.zero_grad()
+        loss = squares(model(batch(20, step, rank)))
+        if step == 1:
+            time.sleep(0.05 * rank)
+        loss.backward()
+        out.append(bits(model))
+    return out
+
+
+def test_a_late_rank_changes_no_order_of_collectives():
+    """How long the sum takes must not decide whether a bucket leaves before or after what a layer says."""
+    first, second = pool(2).run(talking)
+    assert first == second
+
+
 class Front(nn.Module):
     """A front layer, whose gradients come last, within a reentrant checkpoint; or not used."""
 
@@ -509,6 +571,39 @@ def test_disagreement_names_the_layer_on_every_rank():
             else:
                 assert "the backward of rank 0 raised" in texts[3]
             assert [texts[step] for step in (0, 2, 4)] == [outcomes[0][number][step] for step in (0, 2, 4)]
+
+
+class Counts(Net):
+    """Has a buffer, of the sum of all inputs, and notes what it was in the last forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x, dropped=()):
+        self.found = self.total.clone()
+        self.total += x.sum()
+        return super().forward(x, dropped)
+
+
+def counting(rank, _num_ranks):
+    model = ours(Counts())
+    found = []
+    for step in range(3):
+        skipped = [rank] if step == 1 else [0]
+        with ExitStack() as stack:
+            if step == 1:
+                stack.enter_context(pytest.raises(SkipError))
+            stack.enter_context(skipping(model, skipped))
+            squares(model(batch(21, step, rank), skipped)).backward()
+        found.append(model.module.found.item())
+    return found
+
+
+def test_buffers_are_equal_after_a_disagreement():
+    """The step that was dropped did not bring them, so the next forward does."""
+    first, second = pool(2).run(counting)
+    assert first == second
 
 
 def stumbling(rank, num_ranks):

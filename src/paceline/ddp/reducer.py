@@ -132,7 +132,7 @@ class Reducer:
         looks = options.find_unused_parameters or (self._skipping is not None and self._skipping.looks)
         self.arrivals = Arrivals(managed, looks, options.static_graph, self._take, self._on_full)
         if self._skipping is not None:
-            self._skipping.follow(managed, group, peers)
+            self._skipping.follow(managed, self.process_groups, peers)
         self.cuts = BucketCuts(
             managed, options.caps, options.searches_caps, self.arrivals, self.verdict, group, peers
         )
@@ -284,6 +284,7 @@ class Reducer:
                 self._end_unsynchronized()
         except SkipError:
             self.recovery.drop_gradients()
+            self._buffers.are_in_line = False
             raise
         except Exception as error:
             if not isinstance(error, PeerAbortedError):
@@ -469,6 +470,7 @@ class Reducer:
         try:
             self._complete(status)
         except SkipError:  # the other ranks raise it; nothing was launched
+            self._buffers.are_in_line = False
             return
         self.out_of_memory = self.verdict.only_out_of_memory()
 
