@@ -1,5 +1,6 @@
 """Layers that a step leaves out: their buckets stay on the shelf, and every gradient is what it is without that."""
 
+import os
 import random
 import time
 import warnings
@@ -18,9 +19,9 @@ from paceline import DistributedDataParallel
 from paceline.ddp.arrivals import completed
 from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
 from paceline.ddp.skipping import units_of
-from paceline.errors import ConfigurationError, PeerAbortedError, SkipError
+from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError, SkipError
 from paceline.reductions import PowerSGD
-from ranks import pool
+from ranks import Ranks, pool
 
 NUM_BLOCKS = 4
 WIDTH = 96  # weights of more than 32 KiB, biases of less
@@ -669,6 +670,27 @@ def test_ranks_are_told_also_where_the_last_bucket_stays():
     first, second = pool(2).run(stumbling_behind_a_frozen_front)
     assert (first[1], second[1]) == ("PeerAbortedError", "KeyError")
     assert (first[0], first[2]) == (second[0], second[2])
+
+
+def left_alone(rank, _num_ranks):
+    """Rank 1 is gone when rank 0 asks what step 1 skips."""
+    model = ours(make(22), process_group=dist.new_group(backend="paceline"), **SMALL_CAPS)
+    out = []
+    for step in range(3):
+        try:
+            loss = squares(model(batch(22, step, rank)))
+            if rank == 1 and step == 1:
+                os._exit(3)
+            loss.backward()
+        except (PeerLostError, ProtocolError) as error:
+            out.append(type(error).__name__)
+    return out
+
+
+def test_a_rank_that_is_gone():
+    """The first backward without it says so, from a hook; no step begins after that."""
+    with Ranks(2) as ranks:
+        assert ranks.outcomes(left_alone)[0].value == ["PeerLostError", "ProtocolError"]
 
 
 def two_models(rank, _num_ranks):

@@ -246,10 +246,17 @@ class Reducer:
 
     def _launch_ready(self) -> None:
         last = len(self.buckets) - 1 if self._launches_early else 0
-        if self._skipping is not None and not self._skipping.lets_launch(self.buckets):
+        if self._skipping is not None and not self._knows_what_leaves(self._skipping):
             return
         while (place := self._flight.num_launched) < last and self.buckets[place].ready_s:
             self._launch(self.buckets[place])
+
+    def _knows_what_leaves(self, skipping: Skipping) -> bool:
+        try:
+            return skipping.lets_launch(self.buckets)
+        except Exception as error:
+            self.recovery.fail(error)
+            raise
 
     def _is_shelved(self, bucket: Bucket) -> bool:
         return self._skipping is not None and self._skipping.shelves(bucket)
