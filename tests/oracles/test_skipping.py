@@ -1,6 +1,8 @@
 """Layers that a step leaves out: their buckets stay on the shelf, and every gradient is what it is without that."""
 
+import os
 import random
+import time
 import warnings
 from contextlib import ExitStack
 from datetime import timedelta
@@ -17,9 +19,9 @@ from paceline import DistributedDataParallel
 from paceline.ddp.arrivals import completed
 from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
 from paceline.ddp.skipping import units_of
-from paceline.errors import ConfigurationError, PeerAbortedError, SkipError
+from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError, SkipError
 from paceline.reductions import PowerSGD
-from ranks import pool
+from ranks import Ranks, pool
 
 NUM_BLOCKS = 4
 WIDTH = 96  # weights of more than 32 KiB, biases of less
@@ -357,6 +359,67 @@ def test_what_the_engine_does_not_foresee_is_late():
     assert pool(2).run(reentrant) == [([], 1)] * 2
 
 
+def unforeseen_on_top(rank, num_ranks):
+    """Reentrant checkpoints add, on rank 0 only, to gradients of the step before in a bucket that was left out."""
+    model = ours(make(19, reentrant=True), skip_all_reduce_unused_params=True)
+    alone = make(19)
+    wrong = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            model.module.reentrant = step > 0
+            for r in range(num_ranks):
+                x, dropped = batch(19, step, r).requires_grad_(), [1] if step and r else []
+                (squares(alone(x, dropped)) / num_ranks).backward()
+                if r == rank:
+                    squares(model(x, dropped)).backward()
+            pairs = zip(model.module.named_parameters(), alone.parameters(), strict=True)
+            wrong += [(step, n) for (n, p), q in pairs if not torch.allclose(p.grad, q.grad, atol=1e-6)]
+    return wrong
+
+
+def test_what_comes_late_is_added_to_what_was_there():
+    """Gradients are not zeroed between steps: old + mean(new), also where only some ranks have new ones."""
+    assert pool(2).run(unforeseen_on_top) == [[], []]
+
+
+class Talk(torch.autograd.Function):
+    """A layer that communicates within backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def talking(rank, _num_ranks):
+    """The layer is over the group that carries gradients; rank 1 begins a backward late."""
+    group = dist.new_group(timeout=timedelta(seconds=20), backend="paceline")
+    model = ours(make(20), process_group=group, **SMALL_CAPS)
+    model.module.blocks[1].register_forward_pre_hook(lambda _, inputs: Talk.apply(inputs[0], group))
+    out = []
+    for step in range(3):
+        model.zero_grad()
+        loss = squares(model(batch(20, step, rank)))
+        if step == 1:
+            time.sleep(0.05 * rank)
+        loss.backward()
+        out.append(bits(model))
+    return out
+
+
+def test_a_late_rank_changes_no_order_of_collectives():
+    """How long the sum takes must not decide whether a bucket leaves before or after what a layer says."""
+    first, second = pool(2).run(talking)
+    assert first == second
+
+
 class Front(nn.Module):
     """A front layer, whose gradients come last, within a reentrant checkpoint; or not used."""
 
@@ -511,6 +574,39 @@ def test_disagreement_names_the_layer_on_every_rank():
             assert [texts[step] for step in (0, 2, 4)] == [outcomes[0][number][step] for step in (0, 2, 4)]
 
 
+class Counts(Net):
+    """Has a buffer, of the sum of all inputs, and notes what it was in the last forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x, dropped=()):
+        self.found = self.total.clone()
+        self.total += x.sum()
+        return super().forward(x, dropped)
+
+
+def counting(rank, _num_ranks):
+    model = ours(Counts())
+    found = []
+    for step in range(3):
+        skipped = [rank] if step == 1 else [0]
+        with ExitStack() as stack:
+            if step == 1:
+                stack.enter_context(pytest.raises(SkipError))
+            stack.enter_context(skipping(model, skipped))
+            squares(model(batch(21, step, rank), skipped)).backward()
+        found.append(model.module.found.item())
+    return found
+
+
+def test_buffers_are_equal_after_a_disagreement():
+    """The step that was dropped did not bring them, so the next forward does."""
+    first, second = pool(2).run(counting)
+    assert first == second
+
+
 def stumbling(rank, num_ranks):
     """Rank 1's backward raises in the middle of step 1; in step 3 it does while the ranks disagree."""
     model = ours(make(10), process_group=dist.new_group(timeout=timedelta(seconds=20)), **SMALL_CAPS)
@@ -574,6 +670,27 @@ def test_ranks_are_told_also_where_the_last_bucket_stays():
     first, second = pool(2).run(stumbling_behind_a_frozen_front)
     assert (first[1], second[1]) == ("PeerAbortedError", "KeyError")
     assert (first[0], first[2]) == (second[0], second[2])
+
+
+def left_alone(rank, _num_ranks):
+    """Rank 1 is gone when rank 0 asks what step 1 skips."""
+    model = ours(make(22), process_group=dist.new_group(backend="paceline"), **SMALL_CAPS)
+    out = []
+    for step in range(3):
+        try:
+            loss = squares(model(batch(22, step, rank)))
+            if rank == 1 and step == 1:
+                os._exit(3)
+            loss.backward()
+        except (PeerLostError, ProtocolError) as error:
+            out.append(type(error).__name__)
+    return out
+
+
+def test_a_rank_that_is_gone():
+    """The first backward without it says so, from a hook; no step begins after that."""
+    with Ranks(2) as ranks:
+        assert ranks.outcomes(left_alone)[0].value == ["PeerLostError", "ProtocolError"]
 
 
 def two_models(rank, _num_ranks):

@@ -67,6 +67,11 @@ def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _beside[group]
 
 
+def is_beside(group: dist.ProcessGroup) -> bool:
+    """Whether `group` was made by `group_beside`, so that nobody else communicates over it. Local."""
+    return any(made is group and asked is not group for asked, made in _beside.items())
+
+
 def _make_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     gloo: Any = _gloo_of(group)
     if gloo is None or group.size() == 1 or group.size() < dist.get_world_size() or not on_one_host():

@@ -132,7 +132,7 @@ class Reducer:
         looks = options.find_unused_parameters or (self._skipping is not None and self._skipping.looks)
         self.arrivals = Arrivals(managed, looks, options.static_graph, self._take, self._on_full)
         if self._skipping is not None:
-            self._skipping.follow(managed, group, peers)
+            self._skipping.follow(managed, self.process_groups, peers)
         self.cuts = BucketCuts(
             managed, options.caps, options.searches_caps, self.arrivals, self.verdict, group, peers
         )
@@ -246,10 +246,17 @@ class Reducer:
 
     def _launch_ready(self) -> None:
         last = len(self.buckets) - 1 if self._launches_early else 0
-        if self._skipping is not None and not self._skipping.lets_launch(self.buckets):
+        if self._skipping is not None and not self._knows_what_leaves(self._skipping):
             return
         while (place := self._flight.num_launched) < last and self.buckets[place].ready_s:
             self._launch(self.buckets[place])
+
+    def _knows_what_leaves(self, skipping: Skipping) -> bool:
+        try:
+            return skipping.lets_launch(self.buckets)
+        except Exception as error:
+            self.recovery.fail(error)
+            raise
 
     def _is_shelved(self, bucket: Bucket) -> bool:
         return self._skipping is not None and self._skipping.shelves(bucket)
@@ -284,6 +291,7 @@ class Reducer:
                 self._end_unsynchronized()
         except SkipError:
             self.recovery.drop_gradients()
+            self._buffers.are_in_line = False
             raise
         except Exception as error:
             if not isinstance(error, PeerAbortedError):
@@ -469,6 +477,7 @@ class Reducer:
         try:
             self._complete(status)
         except SkipError:  # the other ranks raise it; nothing was launched
+            self._buffers.are_in_line = False
             return
         self.out_of_memory = self.verdict.only_out_of_memory()
 

@@ -3,7 +3,9 @@
 Rules
 1. When a synchronized backward begins, every rank says which gradients it needs, in one small sum ahead of all buckets.
    Backward hardly waits for it: the first full bucket does, 2 ms at most (what a sum takes if no rank is late; there
-   may be no later bucket to leave with). Then full buckets leave with the next one; the end of backward waits.
+   may be no later bucket to leave with). Then full buckets leave with the next one; the end of backward waits. So
+   clocks say when buckets leave. Over a group of the script's, over which its layers may communicate within backward,
+   that must not be: there the first full bucket waits as long as it takes.
 2. A rank needs no gradient of what it has declared to be skipped (`model.skip`), nor, if `looks`, of what the autograd
    engine says this backward does not reach; but all that earlier backwards of the step have used. A bucket of which no
    rank needs anything is shelved. Its gradients stay what they were, as those of parameters that nobody has used.
@@ -26,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, ModuleList, Parameter
 
 from paceline.comm.collectives import device_for_metadata, launch_sum
+from paceline.comm.gradient_group import is_beside
 from paceline.comm.peers import Peers
 from paceline.comm.pending import Done, Pending
 from paceline.ddp.arrivals import Expectations
@@ -157,17 +160,19 @@ class Skipping:
         self._words = torch.zeros(0)
         self._pending: Pending | None = None
         self._has_arrived = threading.Event()
+        self._is_private = False
         self._patience_s = PATIENCE_S
         self._needed: list[bool] | None = None  # by any rank, once agreed on
         self._disagreement = ""
 
-    def follow(self, managed: ManagedParameters, group: ProcessGroup, peers: Peers) -> None:
-        """These parameters are reduced from now on, over this group. Local."""
+    def follow(self, managed: ManagedParameters, groups: Sequence[ProcessGroup], peers: Peers) -> None:
+        """These parameters are reduced from now on, over these groups; the first agrees. Local."""
         indices = {id(parameter): index for index, parameter in enumerate(managed.parameters)}
         self._members = [
             frozenset(indices[id(p)] for p in unit.parameters if id(p) in indices) for unit in self._units
         ]
-        self._managed, self._group, self._peers = managed, group, peers
+        self._managed, self._group, self._peers = managed, groups[0], peers
+        self._is_private = all(map(is_beside, groups))
 
     # ---- declared by the caller
 
@@ -236,10 +241,10 @@ class Skipping:
         self._pending.on_done(self._has_arrived.set)
 
     def lets_launch(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether it is known which of these leave. Local; waits for `PATIENCE_S` once a backward (rule 1)."""
+        """Whether it is known which of these leave. Local; waits once a backward (rule 1)."""
         if self._needed is None and self._pending is not None:
             patience_s, self._patience_s = self._patience_s, 0.0
-            if self._has_arrived.wait(patience_s):
+            if not self._is_private or self._has_arrived.wait(patience_s):
                 self._read(self._pending, buckets)
         return self._needed is not None and not self._disagreement
 
@@ -316,18 +321,20 @@ class Skipping:
 
 
 def collect_late(bucket: Bucket) -> None:
-    """Make the message of a bucket that was left out, of zeros; what has come nevertheless counts as late (rule 4)."""
+    """Make the message of a bucket that was left out, of zeros; what has come nevertheless counts as late (rule 4).
+
+    So does what was there before: autograd has added to it, here or on another rank.
+    """
     bucket.drop_installed()
-    touched, late = list(bucket.touched), {}
+    touched = list(bucket.touched)
+    late = [(p, p.grad.detach().clone()) for p in bucket.parameters if p.grad is not None]
     for slot in bucket.slots_with_gradients():
-        parameter = bucket.parameters[slot]
-        late[slot] = None if parameter.grad is None else parameter.grad.clone()
-        parameter.grad = None
+        bucket.parameters[slot].grad = None
     bucket.touched.clear()
-    bucket.collect(Scales(0.0, 0.0), set(), has_ended=True)
-    bucket.touched.extend(touched)
-    for slot, gradient in late.items():
-        bucket.parameters[slot].grad = gradient
+    bucket.collect(Scales(0.0, 0.0), set(), has_ended=False)
+    bucket.touched.extend(touched or [parameter for parameter, _ in late])
+    for parameter, gradient in late:
+        parameter.grad = gradient
 
 
 def _ranks(ranks: Sequence[int]) -> str:
