@@ -15,7 +15,9 @@ Rules
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 from pyroute2 import IPRoute
 
@@ -45,6 +47,8 @@ from paceline.lab.emulation.traffic_control import (
 _HOST_QUEUE_BYTES = 1 << 20
 _NO_PREFIX_ROUTE = 0x200
 _LINK_SCOPE, _KERNEL_PROTOCOL = 253, 2
+_FORWARDING = 3  # of a bridge's port, for the kernel
+_LINKS_UP_S = 5.0  # so long they are waited for
 
 
 class Network:
@@ -86,6 +90,21 @@ class Network:
             with inside(pid, self._home):
                 self._ip_of.append(IPRoute())
                 self._furnish_host(self._ip_of[host], host)
+        self._await_links()
+
+    def _await_links(self) -> None:
+        """Wait until all links carry packets: a busy kernel notices late that both ends are up, and drops till then."""
+        until_s = time.monotonic() + _LINKS_UP_S
+        while time.monotonic() < until_s:
+            ports = [link for link in self.ip.get_links() if link.get_attr("IFLA_MASTER")]
+            at_hosts = [
+                ip.get_links(index_of(ip, f"eth{link}"))[0]
+                for ip in self._ip_of
+                for link in range(self._spec.links)
+            ]
+            if all(map(_forwards, ports)) and all(map(_is_up, at_hosts)):
+                return
+            time.sleep(0.01)
 
     def change(self, change: Change, host: int) -> None:
         """Carry out a change of a host's links that was checked."""
@@ -323,6 +342,19 @@ class Network:
 
     def _up(self, name: str) -> None:
         self.ip.link("set", index=self._index(name), state="up")
+
+
+def _is_up(link: Any) -> bool:
+    """Whether the kernel has noticed that an end is up; of devices of user space it does not know."""
+    return link.get_attr("IFLA_OPERSTATE") in ("UP", "UNKNOWN")
+
+
+def _forwards(port: Any) -> bool:
+    """Whether a port of a bridge carries packets."""
+    info = port.get_attr("IFLA_LINKINFO")
+    bridge = None if info is None else info.get_attr("IFLA_INFO_SLAVE_DATA")
+    state = None if bridge is None else bridge.get_attr("IFLA_BRPORT_STATE")
+    return _is_up(port) if state is None else bool(state == _FORWARDING)
 
 
 def address(spec: ClusterSpec, host: int) -> str:
