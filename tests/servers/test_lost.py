@@ -27,9 +27,9 @@ for number in range(10**9):
         if fatal:
             os.kill(os.getpid(), fatal)
     answers, begun_s = Answers(len(addresses)), time.monotonic()
-    for server in range(len(addresses)):
-        link.ask(server, Frame(Kind.PUSH, number, 0, DType.FLOAT32, (values,)), answers)
     try:
+        for server in range(len(addresses)):
+            link.ask(server, Frame(Kind.PUSH, number, 0, DType.FLOAT32, (values,)), answers)
         answers.wait()
     except Exception as error:
         print(round(time.monotonic() - begun_s), type(error).__name__, getattr(error, "peer", None), error)
