@@ -11,7 +11,7 @@ import pytest
 from paceline.servers.link import Link, Rank
 from running_servers import as_processes
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 3.0
 # A rank that pushes to all servers, in turn with the others; its own doing, or the test's, ends it.
 PUSHES = """\
 import os, sys, time
@@ -38,7 +38,6 @@ for number in range(10**9):
 """
 
 
-@pytest.mark.clock  # a rank that a loaded machine keeps from its turn for so long is lost as well
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", ["server", "rank"])
