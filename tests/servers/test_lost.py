@@ -58,11 +58,13 @@ def test_all_are_told_who_is_lost(victim, number):
             if victim == "server":
                 os.kill(servers[1].pid, number)
             others = ranks if victim == "server" else [ranks[0], ranks[2]]
-            heard = [rank.communicate(timeout=60)[0] for rank in others]
+            # Not communicate(), which passes over what readline() has read ahead.
+            heard = [rank.stdout.read() for rank in others]
         finally:
             for rank in ranks:
                 rank.kill()
-                rank.communicate()
+                rank.wait()
+                rank.stdout.close()
         for words in heard:
             seconds, kind, peer, said = words.split(" ", 3)
             if victim == "server":
