@@ -21,7 +21,7 @@ import fcntl
 import functools
 import gc
 import importlib
-import json
+import marshal
 import os
 import random
 import runpy
@@ -37,6 +37,7 @@ import threading
 import traceback
 import types
 import uuid
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,9 @@ def serve(folder: Path, owner: int) -> None:
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        if finalizer.peek()[1].__module__ == "torch.library":  # it takes back 170 operators at exit, in 40 ms
+            finalizer.atexit = False
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen(128)
@@ -175,7 +179,7 @@ def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 os.close(fd)
             raise EOFError
         rest += more
-    return json.loads(rest), fds
+    return marshal.loads(rest), fds
 
 
 def _pass_on(pid: int, line: socket.socket) -> None:
