@@ -69,7 +69,6 @@ PRELOADED = (
 ALSO = (
     "PACELINE_WARM_IMPORT"  # in a command's environment: a module that the server is to load before it forks
 )
-_servers: list[subprocess.Popen[bytes]] = []  # that this process has started; nobody waits for them
 _PR_SET_PDEATHSIG = 1
 _NAMESPACES = ("user", "net", "uts", "ipc", "pid", "mnt")
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -105,9 +104,12 @@ def _start_server(made: Path, owner: int) -> None:
             stderr=log,
             start_new_session=True,
         )
-    _servers.append(server)
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n", (made / "log").read_text()
+    server.stdout.close()
+    atexit.register(
+        setattr, server, "returncode", 0
+    )  # or Python complains that it goes on: it has its own end
 
 
 def serve(folder: Path, owner: int) -> None:
