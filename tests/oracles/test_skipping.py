@@ -574,6 +574,43 @@ def test_disagreement_names_the_layer_on_every_rank():
             assert [texts[step] for step in (0, 2, 4)] == [outcomes[0][number][step] for step in (0, 2, 4)]
 
 
+def a_step_apart(rank, num_ranks):
+    """The last rank loses its first backward, so that it is a step ahead in what it draws; then all go on together."""
+    model = ours(make(9))
+    outcomes = []
+    ahead = 0
+    for step in range(3):
+        if step == 0 and rank == num_ranks - 1:
+            model(batch(9, step, rank), [])
+            ahead = 1
+        if step == 2:
+            ahead = 0
+        skipped = (step + ahead) % 2
+        model.zero_grad()
+        try:
+            with skipping(model, [skipped]):
+                squares(model(batch(9, step, rank), [skipped])).backward()
+        except SkipError as error:
+            outcomes.append(str(error))
+        else:
+            outcomes.append(digest([p.grad for p in model.parameters() if p.grad is not None]))
+    return outcomes
+
+
+def test_disagreement_of_ranks_a_step_apart_says_so():
+    """Only in the step in which it is new: afterwards they begin anew, and draw differently without such a reason."""
+    outcomes = pool(3).run(a_step_apart)
+    apart = "not in the same step: rank 2 has run 1 forward(s) in training mode without a backward more than rank 0"
+    for first, second, _ in outcomes:
+        assert first.startswith("rank ")
+        assert "the ranks skip different layers: blocks.0" in first
+        assert apart in first
+        assert "same seed" not in first
+        assert "same seed" in second
+        assert "same step" not in second
+    assert len({third for _, _, third in outcomes}) == 1
+
+
 class Counts(Net):
     """Has a buffer, of the sum of all inputs, and notes what it was in the last forward."""
 

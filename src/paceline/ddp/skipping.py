@@ -10,7 +10,8 @@ Rules
    engine says this backward does not reach; but all that earlier backwards of the step have used. A bucket of which no
    rank needs anything is shelved. Its gradients stay what they were, as those of parameters that nobody has used.
 3. Where ranks have declared different layers, all of them read so in the same sum: nobody launches anything, everybody
-   raises. A rank that runs no backward of its own (joined, or giving up) has no say, and follows.
+   raises, and says so if the ranks are not in the same step (they would draw alike, but for different steps). A rank
+   that runs no backward of its own (joined, or giving up) has no say, and follows.
 4. A gradient of a declared parameter is an error. One that the engine has not foreseen (reentrant checkpointing) is
    late (rule 5 of `reducer`), and from then on this rank needs everything.
 """
@@ -34,10 +35,14 @@ from paceline.comm.pending import Done, Pending
 from paceline.ddp.arrivals import Expectations
 from paceline.ddp.bucket import Bucket, Scales
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.open_forwards import OpenForwards, out_of_step
 from paceline.errors import ConfigurationError, SkipError
 from paceline.reductions import Reduction
 
 _BITS = 48  # of one word, which float64 sums exactly
+_UNITS = (
+    5  # the bits of the units begin here: before them come whether there are any, and four of open forwards
+)
 _MOST_NAMED = 5
 PATIENCE_S = 0.002
 
@@ -154,6 +159,7 @@ class Skipping:
         self._members: list[frozenset[int]] = []  # parameter indices of each unit
         self._group: ProcessGroup
         self._peers: Peers
+        self._open_forwards: OpenForwards
         # Of the synchronized backward under way.
         self._declared: frozenset[int] = frozenset()  # numbers of units
         self._skipped: frozenset[int] = frozenset()  # their parameters' indices
@@ -165,13 +171,24 @@ class Skipping:
         self._needed: list[bool] | None = None  # by any rank, once agreed on
         self._disagreement = ""
 
-    def follow(self, managed: ManagedParameters, groups: Sequence[ProcessGroup], peers: Peers) -> None:
+    def follow(
+        self,
+        managed: ManagedParameters,
+        groups: Sequence[ProcessGroup],
+        peers: Peers,
+        open_forwards: OpenForwards,
+    ) -> None:
         """These parameters are reduced from now on, over these groups; the first agrees. Local."""
         indices = {id(parameter): index for index, parameter in enumerate(managed.parameters)}
         self._members = [
             frozenset(indices[id(p)] for p in unit.parameters if id(p) in indices) for unit in self._units
         ]
-        self._managed, self._group, self._peers = managed, groups[0], peers
+        self._managed, self._group, self._peers, self._open_forwards = (
+            managed,
+            groups[0],
+            peers,
+            open_forwards,
+        )
         self._is_private = all(map(is_beside, groups))
 
     # ---- declared by the caller
@@ -218,7 +235,8 @@ class Skipping:
             or (by_autograd and index not in self._skipped and (reached is None or reached[index]))
             for index in range(len(self._managed))
         ]
-        mask = 1 | sum(2 << number for number in self._declared) if by_autograd else 0
+        declared = sum(1 << _UNITS + number for number in self._declared)
+        mask = 1 | self._open_forwards.word(by_autograd) << 1 | declared if by_autograd else 0
         said = [0] * (num_ranks * self._num_words)
         for place in range(self._num_words):
             said[rank * self._num_words + place] = mask >> (place * _BITS) & ((1 << _BITS) - 1)
@@ -228,7 +246,7 @@ class Skipping:
     @property
     def _num_words(self) -> int:
         """That say what one rank has declared."""
-        return len(self._units) // _BITS + 1
+        return (_UNITS + len(self._units) - 1) // _BITS + 1
 
     def ask(self) -> None:
         """Launch the sum of what all ranks need.
@@ -277,20 +295,25 @@ class Skipping:
             for rank in range(self._group.size())
         }
         masks = {rank: mask for rank, mask in masks.items() if mask & 1}
-        if len(set(masks.values())) > 1:
+        if len({mask >> _UNITS for mask in masks.values()}) > 1:
             self._disagreement = self._describe(masks)
+            self._open_forwards.forget()
 
     def _describe(self, masks: dict[int, int]) -> str:
         found = []
         for number, unit in enumerate(self._units):
-            skip = [rank for rank, mask in masks.items() if mask & (2 << number)]
+            skip = [rank for rank, mask in masks.items() if mask & (1 << _UNITS + number)]
             if 0 < len(skip) < len(masks):
                 do_not = [rank for rank in masks if rank not in skip]
                 found.append(f"{unit.name} on {_ranks(skip)} but not on {_ranks(do_not)}")
         more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        advice = "Draw them from the same seed on every rank, such as random.Random(f'{seed} {step}'), not a rank's."
+        open_forwards = (1 << _UNITS - 1) - 1
+        if cause := out_of_step({rank: mask >> 1 & open_forwards for rank, mask in masks.items()}):
+            advice = f"Perhaps because {cause}"
+        layers = "; ".join(found[:_MOST_NAMED]) + more
         return (
-            f"rank {self._group.rank()}: the ranks skip different layers: {'; '.join(found[:_MOST_NAMED])}{more}. Draw "
-            "them from the same seed on every rank, such as random.Random(f'{seed} {step}'), not from a rank's own. "
+            f"rank {self._group.rank()}: the ranks skip different layers: {layers}. {advice} "
             "Nothing was reduced; the gradients of this step were dropped on every rank, parameters are untouched."
         )
 
