@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from models import digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.ddp.arrivals import completed
+from paceline.ddp.droppable import units_of
 from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
-from paceline.ddp.skipping import units_of
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError, SkipError
 from paceline.reductions import PowerSGD
 from ranks import Ranks, pool
