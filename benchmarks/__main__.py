@@ -24,6 +24,7 @@ WITHOUT_SIDES = (
     "compression",
     "auto_compression",
     "unequal",
+    "forward_overlap_loss",
     "time_to_loss",
     "hetseq_table",
     "guidelines",
@@ -40,6 +41,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     *(
         [
             ("forward_overlap",),
+            ("forward_overlap_loss",),
             ("bucket_caps",),
             *[("skipped_layers", "--case", case) for case in SKIPPED_CASES],
         ]
