@@ -238,7 +238,7 @@ def main(
         compute_s, scale, ratio, rounds, steps, always, hosts = 0.02, 64.0, None, 2, 2, True, 0
     profile = default_profile(workload).taking(compute_s) if compute == "timed" else None
     names = parse_names(sides)
-    config = Config(workload, profile, names, rounds, steps, scale, always, slow_rank, jitter)
+    config = Config(workload, profile, names, rounds, steps, scale, always, slow_rank, jitter, quick)
     place = choose_place(None, 2) if not hosts else choose_place(hosts, None, rate=rate, cpu=cpu or None)
     if ratio is not None:
         config = at_ratio(config, place, ratio)

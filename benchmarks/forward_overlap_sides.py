@@ -49,6 +49,7 @@ class Config:
         is_forced: The overlap is on without asking whether it pays.
         slow_rank_ratio: How much longer the last rank sleeps.
         jitter_ratio: By how much of its time each layer's sleep varies, uniformly.
+        quick: Real compute: the workload's smallest size.
     """
 
     workload: str
@@ -60,6 +61,7 @@ class Config:
     is_forced: bool = False
     slow_rank_ratio: float = 1.0
     jitter_ratio: float = 0.0
+    quick: bool = False
 
     def __post_init__(self) -> None:
         if self.is_uneven and self.profile is None:
@@ -83,7 +85,7 @@ class Config:
         if self.profile is not None:
             return gradient_bytes(self.profile, self.scale)
         with torch.device("meta"):
-            model = make_workload(self.workload).make_model()
+            model = make_workload(self.workload, self.quick).make_model()
         return sum(4 * parameter.numel() for parameter in model.parameters())
 
     def layers(self) -> list[Layer]:
@@ -103,7 +105,7 @@ class Config:
     def make(self, rank: int) -> Workload:
         """Return the workload of one rank."""
         if self.profile is None:
-            return make_workload(self.workload)
+            return make_workload(self.workload, self.quick)
         slow = self.slow_rank_ratio if rank == dist.get_world_size() - 1 else 1.0
         return UnevenWorkload(self.profile, rank, self.scale, slow, self.jitter_ratio)
 
