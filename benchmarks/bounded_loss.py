@@ -7,7 +7,9 @@ smallest retransmission timeout of 5 ms; each is a cluster of its own (`--tcp` f
 
 With `--layers 6` it is instead how long the first layer's gradient takes, which is launched last, behind so many
 others of `--megabytes` each, while a TCP connection loads the network: with priorities, and without. With
-`--compute-s 0.4` it is a training step of a VGG-16 whose layers sleep so long, with `--megabytes` of gradients.
+`--compute-s 0.4` it is a training step of a VGG-16 whose layers sleep so long, with `--megabytes` of gradients. With
+`--second-rate 40mbit` hosts have two links, among which the kernel chooses by ports, the second one of that rate: by
+one port of each rank, and by eight.
 
 Every case is kept beside the others', under a name that says what it is. The wire's time is that of the bytes that
 every rank of an all-reduce has to send, without any header.
@@ -30,7 +32,7 @@ import typer
 from benchmarks.options import RESULTS_FOLDER, ResultsFolder, run_cli
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.emulation import ClusterSpec, EmulatedCluster
+from paceline.lab.emulation import Change, ClusterSpec, EmulatedCluster
 
 NAME = "bounded_loss"
 TCP: dict[str, dict[str, Any]] = {
@@ -56,6 +58,7 @@ class Case:
         layers: 0, or behind how many the first one waits.
         compute_s: 0, or how long a step computes.
         has_switch: Whether ports know priorities.
+        second_rate: Of every host's second link; "" if there is none.
     """
 
     hosts: int
@@ -68,20 +71,25 @@ class Case:
     layers: int
     compute_s: float
     has_switch: bool
+    second_rate: str
 
     @property
     def kind(self) -> str:
-        return "layers" if self.layers else "step" if self.compute_s else "sum"
+        if self.layers or self.compute_s:
+            return "layers" if self.layers else "step"
+        return "paths" if self.second_rate else "sum"
 
     @property
     def name(self) -> str:
         """What it is called among the results."""
         what = {
             "sum": f"{self.megabytes:g} MB",
+            "paths": f"{self.megabytes:g} MB over two links",
             "layers": f"first of {self.layers + 1} layers",
             "step": f"VGG-16 step of {self.compute_s:g} s and {self.megabytes:g} MB",
         }[self.kind]
-        parts = [what, f"{self.hosts} hosts", self.rate, f"loss {self.loss}"]
+        rates = " and ".join(filter(None, (self.rate, self.second_rate)))
+        parts = [what, f"{self.hosts} hosts", rates, f"loss {self.loss}"]
         parts += [f"delay {self.delay}"] if self.delay else []
         parts += [f"MTU {self.mtu}"] if self.mtu != 1500 else []
         parts += ["without switch"] if self.layers and not self.has_switch else []
@@ -99,15 +107,22 @@ class Case:
             priority=threshold is not None,
             mark=threshold,
             drop=threshold,
+            links=2 if self.second_rate else 1,
             **TCP[tcp],
         )
 
     @property
+    def slower_link(self) -> Change | None:
+        """What makes the second link differ from the first."""
+        return Change.parse("rate", None, self.second_rate, link=1) if self.second_rate else None
+
+    @property
     def wire_ms(self) -> float:
         """What the bytes of one sum take on the wire."""
-        rates = self.spec("cubic").rate_bits_per_s
-        assert rates[0] is not None
-        return 2e3 * (self.hosts - 1) / self.hosts * self.megabytes * 8e6 / rates[0]
+        first = self.spec("cubic").rate_bits_per_s[0]
+        assert first is not None
+        rate = first + (self.slower_link.value if self.slower_link else 0)
+        return 2e3 * (self.hosts - 1) / self.hosts * self.megabytes * 8e6 / rate
 
 
 def summarise(samples: Sequence[dict[str, float]], wire_ms: float) -> dict[str, float]:
@@ -137,13 +152,24 @@ def main(
     without_switch: Annotated[
         bool, typer.Option("--without-switch", help="Priorities that ports do not know.")
     ] = False,
+    second_rate: Annotated[str, typer.Option(help="Of a second link of each host.")] = "",
     results_folder: ResultsFolder = RESULTS_FOLDER,
 ) -> None:
     """Run one job for each TCP; print medians, and keep all samples."""
     if tcp not in ("", *TCP):
         raise ConfigurationError(f"--tcp {tcp!r} is none of {', '.join(TCP)}.")
     case = Case(
-        hosts, rate, loss, delay, mtu, megabytes, repeats, layers, compute_s, has_switch=not without_switch
+        hosts,
+        rate,
+        loss,
+        delay,
+        mtu,
+        megabytes,
+        repeats,
+        layers,
+        compute_s,
+        has_switch=not without_switch,
+        second_rate=second_rate,
     )
     for kind in [tcp] if tcp else list(TCP):
         load = load_average()
@@ -183,6 +209,8 @@ def _measure(case: Case, tcp: str) -> tuple[dict[str, list[dict[str, float]]], f
 
     told = json.dumps(asdict(case) | {"kind": case.kind})
     with EmulatedCluster(case.spec(tcp)) as cluster:
+        if case.slower_link:
+            cluster.change(case.slower_link)
         outcome = cluster.run([_RANK_PROGRAM, told], on_line=take, timeout_s=500)
     if outcome.exit_code or not found:
         raise ConfigurationError(outcome.failure() or "a rank failed.")

@@ -1,4 +1,4 @@
-"""A rank of `benchmarks.bounded_loss`: sums, layers with priorities, or training steps, by each side in turn."""
+"""A rank of `benchmarks.bounded_loss`: sums, over two links, layers with priorities, or steps, by each side in turn."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("benchmark", dist.distributed_c10d._get_default_store())
     link = open_lossy_transport(store, rank, ranks, timedelta(seconds=120))
-    measure = {"sum": _sums, "layers": _layers, "step": _steps}[case["kind"]]
+    measure = {"sum": _sums, "paths": _paths, "layers": _layers, "step": _steps}[case["kind"]]
     samples = measure(link, case)
     if rank == 0:
         print(json.dumps(samples), flush=True)
@@ -78,6 +78,28 @@ def _sums(link: LossyTransport, case: dict[str, Any]) -> Samples:
                 else:
                     link.launch(vector.numpy(), Bound(BOUNDS[side])).wait()
             assert bool((vector == dist.get_world_size()).all())
+    return samples
+
+
+def _paths(link: LossyTransport, case: dict[str, Any]) -> Samples:
+    """Sum a vector by one port of each rank, by eight, and by Gloo, whose connections each have one."""
+    store = dist.PrefixStore("eight ports", dist.distributed_c10d._get_default_store())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    by_eight = open_lossy_transport(store, rank, ranks, timedelta(seconds=120), 8)
+    sides = {GLOO: None, "ours, one port": link, "ours, eight ports": by_eight}
+    vector = torch.ones(int(case["megabytes"] * 250_000))
+    samples: Samples = {side: [] for side in sides}
+    for repeat in range(case["repeats"] + 1):
+        for side, transport in sides.items():
+            vector.fill_(1.0)
+            _begin_together(link)
+            with _timed(samples[side], repeat > 0):
+                if transport is None:
+                    dist.all_reduce(vector)
+                else:
+                    transport.launch(vector.numpy(), Bound(0)).wait()
+            assert bool((vector == ranks).all())
+    by_eight.close(5.0)
     return samples
 
 
