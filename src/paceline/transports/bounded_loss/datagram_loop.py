@@ -132,7 +132,11 @@ def _send(t: Any, io: Any, now: int) -> int:
             for port in range(ports):
                 queued = system.queued_bytes(io.ports[port], io.scratch)
                 t.local_us[port] = _note_drain(io.drain[port], queued, now)
-                io.most[port] = _room(io.local[port], queued, batch.rows.shape[1], _SMALLEST_LIMIT // ports)
+                row_bytes = batch.rows.shape[1]
+                smallest = max(
+                    _SMALLEST_LIMIT // ports, 2 * row_bytes
+                )  # or ports would wait for each other's turns
+                io.most[port] = _room(io.local[port], queued, row_bytes, smallest)
             count = transmit(t, batch.words, batch.longs, batch.sizes, batch.ways, now, io.most)
             status[_SENT_UPTO] = 0
             status[_PENDING] = system.prepare_messages(batch, count, status[_SEGMENTS], ports)
