@@ -238,7 +238,7 @@ def test_a_lost_rank_is_named_within_the_timeout(how):
         outcome = ranks.outcomes(lose, how, deadline_s=40)[0]
     message, took_s = outcome.value
     assert "rank 1" in message
-    assert took_s < 10
+    assert took_s < 15  # without a timeout a silent rank is lost after 20
 
 
 def differ(rank, _num_ranks):
