@@ -30,6 +30,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "adasum": None,
     "allreduce": allreduce_report.draw,
     "auto-compression": "auto_compression",
+    "bounded_loss": None,
     "bucket_caps": "bucket_caps",
     "collectives": None,
     "compression": "compression",
