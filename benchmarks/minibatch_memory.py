@@ -2,7 +2,8 @@
 
 The convolutions of `benchmarks.guidelines`, each followed by a ReLU in place and, where the size halves, by pooling,
 are trained for a step with momentum SGD. Counted is the most that torch's allocator holds at once, with weights,
-momentum and the batch. Workspaces: the most that each way to compute a convolution allocates in its forward besides its output.
+momentum and the batch. Workspaces: the most that each way to compute a convolution allocates in its forward besides
+its output.
 
 There is no clock in it: a busy machine changes nothing.
 """
