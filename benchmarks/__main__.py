@@ -20,10 +20,12 @@ WITHOUT_SIDES = (
     "svm",
     "svm_ranks",
     "adasum",
+    "adasum_updates",
     "collectives",
     "compression",
     "auto_compression",
     "unequal",
+    "forward_overlap_loss",
     "time_to_loss",
     "hetseq_table",
     "guidelines",
@@ -41,6 +43,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     *(
         [
             ("forward_overlap",),
+            ("forward_overlap_loss",),
             ("bucket_caps",),
             *[("skipped_layers", "--case", case) for case in SKIPPED_CASES],
         ]
@@ -52,6 +55,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("adasum",),
     ("adasum", "--ranks", "4"),
     *([("adasum", "--hosts", "2", "--rate", "1Gbit")] if os.geteuid() == 0 else []),
+    *([("adasum_updates",)] if os.geteuid() == 0 else []),
     ("collectives",),
     ("compression",),
     *([("auto_compression",), ("time_to_loss",)] if os.geteuid() == 0 else []),

@@ -35,6 +35,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "compression": "compression",
     "emulated-network": None,
     "forward_overlap": "forward_overlap",
+    "forward_overlap_loss": "forward_overlap_loss",
     "fuzz": None,
     "hetseq_table": "hetseq_table",
     "large-batch": draw_results,

@@ -173,20 +173,35 @@ def test_packets_have_the_asked_size(cluster):
     assert sent.sent_bytes / sent.sent_packets <= 714
 
 
-@pytest.mark.parametrize("algorithm", ["cubic", "reno"])
-def test_connections_use_the_asked_congestion_control(cluster, algorithm):
-    """Both ends of a connection, whatever the machine's default is."""
-    made = cluster(hosts=2, congestion_control=algorithm)
-    show = "print(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b'\\0').decode(), flush=True)"
+@pytest.mark.parametrize(
+    ("algorithm", "min_rto", "least_ms", "most_ms"), [("cubic", None, 200, 1000), ("reno", "5ms", 5, 100)]
+)
+def test_connections_use_the_asked_congestion_control_and_timeout(
+    cluster, algorithm, min_rto, least_ms, most_ms
+):
+    """Both ends of a connection, whatever the machine's default is; the timeout as the kernel has it for the socket."""
+    made = cluster(hosts=2, congestion_control=algorithm, min_rto=min_rto)
+    show = (
+        "s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1); s.send(b'x'); s.recv(1); "
+        "rto_us = int.from_bytes(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 12)[8:], sys.byteorder); "
+        "print(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b'\\0').decode(), "
+        "rto_us // 1000, flush=True)"
+    )
     listens = (
-        "import socket; l = socket.create_server(('0.0.0.0', 0)); print(l.getsockname()[1], flush=True); "
+        "import socket, sys; l = socket.create_server(('0.0.0.0', 0)); print(l.getsockname()[1], flush=True); "
         f"s, _ = l.accept(); {show}"
     )
     connects = f"import socket, sys; s = socket.create_connection(('host1', int(sys.argv[1]))); {show}"
     command = made.hosts[1].command([sys.executable, "-c", listens])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listener:
-        assert python(made.hosts[0], connects, listener.stdout.readline().strip()) == algorithm
-        assert listener.stdout.readline().strip() == algorithm
+        ends = [
+            python(made.hosts[0], connects, listener.stdout.readline().strip()),
+            listener.stdout.readline(),
+        ]
+    for end in ends:
+        used, timeout_ms = end.split()
+        assert used == algorithm
+        assert least_ms <= int(timeout_ms) <= most_ms
 
 
 def test_delay_is_met_once_each_way_and_jitter_keeps_the_order(cluster):

@@ -48,6 +48,7 @@ _HOST_QUEUE_BYTES = 1 << 20
 _NO_PREFIX_ROUTE = 0x200
 _LINK_SCOPE, _KERNEL_PROTOCOL = 253, 2
 _FORWARDING = 3  # of a bridge's port, for the kernel
+_RTAX_RTO_MIN = 13  # the number of a route's metric, for the kernel
 _LINKS_UP_S = 5.0  # so long they are waited for
 
 
@@ -110,9 +111,9 @@ class Network:
         """Carry out a change of a host's links that was checked."""
         if change.kind == "link":
             state = "up" if change.value else "down"
-            self.ip.link("set", index=self._index(_port_name(host, change.link)), state=state)
+            self.ip.link("set", index=self._index(_port_name(host, change.link or 0)), state=state)
             return
-        for link in range(self._spec.links):
+        for link in range(self._spec.links) if change.link is None else [change.link]:
             port = _port_name(host, link)
             if change.kind == "rate":
                 at_host = f"eth{link}"
@@ -331,6 +332,8 @@ class Network:
         metrics: dict[str, object] = {"cc_algo": self._spec.congestion_control}
         if self._spec.min_rto_s is not None:
             metrics["rto_min"] = round(self._spec.min_rto_s * 1000)
+            # Without the lock Linux shows this timeout and keeps its own.
+            metrics["lock"] = 1 << _RTAX_RTO_MIN
         return metrics
 
     def _single_packets(self, name: str) -> None:
