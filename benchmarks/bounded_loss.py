@@ -6,72 +6,200 @@ smallest retransmission timeout of 5 ms; each is a cluster of its own (`--tcp` f
     python -m benchmarks.bounded_loss --hosts 4 --rate 100mbit --loss 1% --megabytes 1
 
 With `--layers 6` it is instead how long the first layer's gradient takes, which is launched last, behind so many
-others of `--megabytes` each, while a TCP connection loads the network: with priorities, and without.
+others of `--megabytes` each, while a TCP connection loads the network: with priorities, and without. With
+`--compute-s 0.4` it is a training step of a VGG-16 whose layers sleep so long, with `--megabytes` of gradients. With
+`--second-rate 40mbit` hosts have two links, among which the kernel chooses by ports, the second one of that rate: by
+one port of each rank, and by eight.
+
+Every case is kept beside the others', under a name that says what it is. The wire's time is that of the bytes that
+every rank of an all-reduce has to send, without any header.
 
 What it cannot show: all hosts share this machine's cores; see "busy" in the output, and repeat what is above 90 %.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import sys
-import time
-from datetime import timedelta
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
-if TYPE_CHECKING:
-    from paceline.transports.lossy_transport import LossyTransport
+import typer
 
-BOUNDS = {"ours, bound 0": 0.0, "ours, bound 5 %": 0.05}
-GLOO, DATAGRAMS = "Gloo", "backend by datagrams"
-FRONT_BYTES = 250_000
+from benchmarks.options import RESULTS_FOLDER, ResultsFolder, run_cli
+from paceline.errors import ConfigurationError
+from paceline.lab.bench.provenance import collect, load_average
+from paceline.lab.emulation import Change, ClusterSpec, EmulatedCluster
+
+NAME = "bounded_loss"
+TCP: dict[str, dict[str, Any]] = {
+    "cubic": {"congestion_control": "cubic"},
+    "tuned": {"congestion_control": "bbr", "min_rto": "5ms"},
+}
+_RANK_PROGRAM = str(Path(__file__).with_name("bounded_loss_rank.py"))
+_BASELINES = ("Gloo", "torch over Gloo", "without priorities")
 
 
-def main() -> None:
-    """Read arguments, run one job for each TCP, print medians."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@dataclass(frozen=True)
+class Case:
+    """What is measured, on which cluster.
+
+    Attributes:
+        hosts: Of one rank each.
+        rate: Of each link.
+        loss: Of each link, at random.
+        delay: One way; "" for none.
+        mtu: In bytes.
+        megabytes: Of the vector; of a layer, with layers; of all gradients, with a step.
+        repeats: Of every side.
+        layers: 0, or behind how many the first one waits.
+        compute_s: 0, or how long a step computes.
+        has_switch: Whether ports know priorities.
+        second_rate: Of every host's second link; "" if there is none.
+    """
+
+    hosts: int
+    rate: str
+    loss: str
+    delay: str
+    mtu: int
+    megabytes: float
+    repeats: int
+    layers: int
+    compute_s: float
+    has_switch: bool
+    second_rate: str
+
+    @property
+    def kind(self) -> str:
+        if self.layers or self.compute_s:
+            return "layers" if self.layers else "step"
+        return "paths" if self.second_rate else "sum"
+
+    @property
+    def name(self) -> str:
+        """What it is called among the results."""
+        what = {
+            "sum": f"{self.megabytes:g} MB",
+            "paths": f"{self.megabytes:g} MB over two links",
+            "layers": f"first of {self.layers + 1} layers",
+            "step": f"VGG-16 step of {self.compute_s:g} s and {self.megabytes:g} MB",
+        }[self.kind]
+        rates = " and ".join(filter(None, (self.rate, self.second_rate)))
+        parts = [what, f"{self.hosts} hosts", rates, f"loss {self.loss}"]
+        parts += [f"delay {self.delay}"] if self.delay else []
+        parts += [f"MTU {self.mtu}"] if self.mtu != 1500 else []
+        parts += ["without switch"] if self.layers and not self.has_switch else []
+        return ", ".join(parts)
+
+    def spec(self, tcp: str) -> ClusterSpec:
+        """The cluster, with one of the TCPs."""
+        threshold = "60KB" if self.layers and self.has_switch else None
+        return ClusterSpec.parse(
+            hosts=self.hosts,
+            rate=self.rate,
+            loss=self.loss,
+            delay=self.delay or None,
+            mtu=self.mtu,
+            priority=threshold is not None,
+            mark=threshold,
+            drop=threshold,
+            links=2 if self.second_rate else 1,
+            **TCP[tcp],
+        )
+
+    @property
+    def slower_link(self) -> Change | None:
+        """What makes the second link differ from the first."""
+        return Change.parse("rate", None, self.second_rate, link=1) if self.second_rate else None
+
+    @property
+    def wire_ms(self) -> float:
+        """What the bytes of one sum take on the wire."""
+        first = self.spec("cubic").rate_bits_per_s[0]
+        assert first is not None
+        rate = first + (self.slower_link.value if self.slower_link else 0)
+        return 2e3 * (self.hosts - 1) / self.hosts * self.megabytes * 8e6 / rate
+
+
+def summarise(samples: Sequence[dict[str, float]], wire_ms: float) -> dict[str, float]:
+    """Medians, the worst time, the 99th percentile (of fewer than 100 the worst), the share of the wire's rate."""
+    found = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
+    ordered = sorted(sample["ms"] for sample in samples)
+    return {
+        **found,
+        "worst_ms": ordered[-1],
+        "p99_ms": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        "num_samples": len(ordered),
+        "of_wire": wire_ms / found["ms"],
+    }
+
+
+def main(
+    hosts: Annotated[int, typer.Option(help="Of one rank each.")] = 4,
+    rate: Annotated[str, typer.Option(help="Of each link.")] = "100mbit",
+    loss: Annotated[str, typer.Option(help="Of each link, at random.")] = "1%",
+    delay: Annotated[str, typer.Option(help="One way.")] = "",
+    mtu: Annotated[int, typer.Option(help="Bytes of an IP packet.")] = 1500,
+    megabytes: Annotated[float, typer.Option(help="Of the vector.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Of every side.")] = 11,
+    tcp: Annotated[str, typer.Option(help="cubic or tuned.", show_default="both")] = "",
+    layers: Annotated[int, typer.Option(help="Measure priorities, behind so many layers.")] = 0,
+    compute_s: Annotated[float, typer.Option(help="Measure steps that compute so long.")] = 0.0,
+    without_switch: Annotated[
+        bool, typer.Option("--without-switch", help="Priorities that ports do not know.")
+    ] = False,
+    second_rate: Annotated[str, typer.Option(help="Of a second link of each host.")] = "",
+    results_folder: ResultsFolder = RESULTS_FOLDER,
+) -> None:
+    """Run one job for each TCP; print medians, and keep all samples."""
+    if tcp not in ("", *TCP):
+        raise ConfigurationError(f"--tcp {tcp!r} is none of {', '.join(TCP)}.")
+    case = Case(
+        hosts,
+        rate,
+        loss,
+        delay,
+        mtu,
+        megabytes,
+        repeats,
+        layers,
+        compute_s,
+        has_switch=not without_switch,
+        second_rate=second_rate,
     )
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--loss", default="1%")
-    parser.add_argument("--delay", default=None, help="one way")
-    parser.add_argument("--mtu", type=int, default=1500)
-    parser.add_argument("--megabytes", type=float, default=1.0)
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--tcp", choices=("cubic", "tuned", "both"), default="both")
-    parser.add_argument("--layers", type=int, default=0, help="measure priorities, behind so many layers")
-    parser.add_argument("--without-switch", action="store_true", help="priorities that the ports do not know")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank:
-        _rank(options)
-        return
-    for tuned in {"both": (False, True), "cubic": (False,), "tuned": (True,)}[options.tcp]:
-        _measure(options, tuned)
+    for kind in [tcp] if tcp else list(TCP):
+        load = load_average()
+        samples, busy = _measure(case, kind)
+        summary = {side: summarise(taken, case.wire_ms) for side, taken in samples.items()}
+        baseline = next(summary[side]["ms"] for side in _BASELINES if side in summary)
+        for row in summary.values():
+            row["times_as_fast"] = baseline / row["ms"]
+        name = f"{case.name}, {kind}"
+        record = {"case": asdict(case), "busy": round(busy, 2), "sides": samples}
+        _keep(results_folder, name, record | {"provenance": asdict(collect(hosts, load))}, summary)
+        print(f"{name}; busy {busy:.0%}, load {load}")
+        for side, row in summary.items():
+            print(f"  {side:22s} " + "  ".join(f"{column} {value:.4g}" for column, value in row.items()))
 
 
-def _measure(options: argparse.Namespace, tuned: bool) -> None:
-    """Run a job on a cluster, and print what its first rank says."""
-    from paceline.lab.emulation import ClusterSpec, EmulatedCluster
-
-    has_classes = options.layers > 0 and not options.without_switch
-    spec = ClusterSpec.parse(
-        hosts=options.hosts,
-        rate=options.rate,
-        loss=options.loss,
-        delay=options.delay,
-        mtu=options.mtu,
-        congestion_control="bbr" if tuned else "cubic",
-        min_rto="5ms" if tuned else None,
-        priority=has_classes,
-        mark="60KB" if has_classes else None,
-        drop="60KB" if has_classes else None,
+def _keep(folder: Path, name: str, record: dict[str, Any], summary: dict[str, Any]) -> None:
+    """Write a case beside those that were measured before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{NAME}.json"
+    stored: dict[str, Any] = (
+        json.loads(path.read_text()) if path.exists() else {"samples": {}, "summaries": {}}
     )
-    found: list[dict[str, list[float]]] = []
+    stored["samples"][name], stored["summaries"][name] = record, summary
+    path.write_text(json.dumps(stored) + "\n")
+
+
+def _measure(case: Case, tcp: str) -> tuple[dict[str, list[dict[str, float]]], float]:
+    """Run a job; returns its first rank's samples by side, and how busy this machine was."""
+    found: list[dict[str, list[dict[str, float]]]] = []
 
     def take(host: int, rank: int | None, text: str) -> None:
         if text.startswith("{"):
@@ -79,121 +207,15 @@ def _measure(options: argparse.Namespace, tuned: bool) -> None:
         elif rank is not None:
             print(f"[host{host}] {text}", file=sys.stderr)
 
-    again = ["--rank", "--megabytes", str(options.megabytes), "--repeats", str(options.repeats)]
-    again += ["--layers", str(options.layers)]
-    with EmulatedCluster(spec) as cluster:
-        outcome = cluster.run([__file__, *again], on_line=take, timeout_s=500)
-    load = os.getloadavg()[0]
-    print(f"TCP {'bbr, rto_min 5 ms' if tuned else 'cubic'}; busy {outcome.busy_ratio:.0%}, load {load:.1f}")
-    if outcome.exit_code:
-        print(outcome.failure())
-        return
-    for side, samples in found[0].items():
-        worst = max(samples)
-        print(f"  {side:26s} median {statistics.median(samples):8.1f}   worst {worst:8.1f}")
-
-
-def _rank(options: argparse.Namespace) -> None:
-    """Do a rank's part; rank 0 prints milliseconds, and milliseconds of the processor."""
-    import torch
-    import torch.distributed as dist
-
-    from paceline.process_group.connections import open_lossy_transport
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore("benchmark", dist.distributed_c10d._get_default_store())
-    link = open_lossy_transport(store, rank, ranks, timedelta(seconds=120))
-    samples = _layers(link, options, rank) if options.layers else _sums(link, options, ranks)
-    if rank == 0:
-        print(json.dumps(samples), flush=True)
-    link.close(5.0)
-    dist.destroy_process_group()
-
-
-def _sums(link: LossyTransport, options: argparse.Namespace, ranks: int) -> dict[str, list[float]]:
-    """Sum a vector by each side in turn."""
-    import torch
-    import torch.distributed as dist
-
-    from paceline.transports import Bound
-
-    os.environ["PACELINE_BETWEEN_HOSTS"] = "udp"
-    backend = dist.new_group(backend="paceline", timeout=timedelta(seconds=120))
-    vector = torch.ones(int(options.megabytes * 250_000))
-    sides = [GLOO, DATAGRAMS, *BOUNDS]
-    samples: dict[str, list[float]] = {f"{side}{what}": [] for what in (" ms", " CPU ms") for side in sides}
-    for repeat in range(options.repeats + 1):  # the first is a warm-up
-        for side in sides:
-            vector.fill_(1.0)
-            link.launch(torch.zeros(1).numpy(), Bound(0)).wait()  # begin together
-            begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-            if side == GLOO:
-                dist.all_reduce(vector)
-            elif side == DATAGRAMS:
-                dist.all_reduce(vector, group=backend)
-            else:
-                link.launch(vector.numpy(), Bound(BOUNDS[side])).wait()
-            if repeat:
-                samples[f"{side} ms"].append((time.perf_counter() - begun_s) * 1e3)
-                samples[f"{side} CPU ms"].append((time.process_time() - begun_cpu_s) * 1e3)
-            assert bool((vector == ranks).all())
-    return samples
-
-
-def _layers(link: LossyTransport, options: argparse.Namespace, rank: int) -> dict[str, list[float]]:
-    """Launch a step's gradients, the first layer's last, and time that one; the same without priorities in turn."""
-    import threading
-
-    import torch
-    import torch.distributed as dist
-
-    from paceline.transports import Bound
-
-    load = dist.new_group(backend="gloo")
-    is_over = threading.Event()
-
-    def load_the_port() -> None:  # rank 1 sends to rank 0, and so into a port that all send to
-        block = torch.zeros(64 * 1024)
-        while rank == 0 and not block[0]:
-            dist.recv(block, 1, group=load)
-        while rank == 1 and not block[0]:
-            block.fill_(float(is_over.is_set()))  # the last one says so
-            dist.send(block, 0, group=load)
-
-    threads = [threading.Thread(target=load_the_port)] if rank < 2 else []
-    for thread in threads:
-        thread.start()
-    backs = [torch.ones(int(options.megabytes * 250_000)).numpy() for _ in range(options.layers)]
-    front = torch.ones(FRONT_BYTES // 4).numpy()
-    names = ("without priorities", "with priorities")
-    samples: dict[str, list[float]] = {
-        f"{what}, {name}, ms": [] for what in ("first layer", "all") for name in names
-    }
-    for repeat in range(options.repeats + 1):
-        for name in names:
-            has_classes = name == names[1]
-            link.launch(torch.zeros(1).numpy(), Bound(0)).wait()
-            begun_s = time.perf_counter()
-            classes = [1 + i * 3 // options.layers for i in range(options.layers)]
-            launched = [
-                link.launch(back, Bound(0.05, priority=level * has_classes))
-                for back, level in zip(backs, classes, strict=True)
-            ]
-            link.launch(front, Bound(0.05, priority=5 * has_classes)).wait()
-            front_s = time.perf_counter() - begun_s
-            for one in launched:
-                one.wait()
-            if repeat:
-                samples[f"first layer, {name}, ms"].append(front_s * 1e3)
-                samples[f"all, {name}, ms"].append((time.perf_counter() - begun_s) * 1e3)
-    link.launch(torch.zeros(1).numpy(), Bound(0)).wait()
-    is_over.set()
-    for thread in threads:
-        thread.join(20)
-    return samples
+    told = json.dumps(asdict(case) | {"kind": case.kind})
+    with EmulatedCluster(case.spec(tcp)) as cluster:
+        if case.slower_link:
+            cluster.change(case.slower_link)
+        outcome = cluster.run([_RANK_PROGRAM, told], on_line=take, timeout_s=500)
+    if outcome.exit_code or not found:
+        raise ConfigurationError(outcome.failure() or "a rank failed.")
+    return found[0], outcome.busy_ratio
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

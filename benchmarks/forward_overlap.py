@@ -1,233 +1,147 @@
 """How much shorter is a step whose gradients the next forward hides as well?
 
     torch            torch's DistributedDataParallel: backward hides communication
-    ours             ours, the same
+    deepspeed        DeepSpeed, ZeRO stage 0, which reduces after backward
+    ours             ours: backward hides communication
     ours-forward     ours with overlap_forward, the optimizer through paceline.optim.overlap
+    none             without data parallelism: what a rank computes
 
-Computation is timed (layers sleep: any number of ranks fits on a few cores), gradients and their traffic are real, on
-the hosts of an emulated cluster. All sides live in the same processes and alternate.
+Timed compute sleeps (any number of ranks fits on a few cores), real compute is a workload's own. Gradients and their
+traffic are real, on the hosts of an emulated cluster. All sides live in the same processes and alternate.
 
 A turn is several consecutive steps without a barrier between them, from a barrier until the last gradient has arrived
 and the last parameter has been stepped: what is put off into the next step is paid for by the last one (the drain). The
 step in the steady state is the median of the times from one step's beginning to the next one's.
 
 `least` is what no order of sending goes below (`planning.forward_overlap.least_step_s`), `least without` the same if
-backward alone hides communication, both at the link's rate less headers (5 %) and with a ring's bytes, 2 (P-1)/P.
+backward alone hides communication, both at the link's rate less headers (5 %) and with a ring's bytes, 2 (P-1)/P. Of
+real compute only the larger of computation and communication is known.
+
+`--ratio 1` divides the gradients so that sending them takes as long as backward. `--slow-rank 1.15 --jitter 0.2` is
+whether a plan made for even ranks still gains where they are not. Beside DeepSpeed it needs an environment that has it.
 """
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import torch.distributed as dist
 import typer
-from torch import nn
 
+from benchmarks.forward_overlap_sides import ALONE, FORWARD, Config, SideOutcome, measure, parse_names
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.layer_profile import Profile, default_profile
+from paceline.lab.bench.layer_profile import default_profile
 from paceline.lab.bench.limit import ring_bytes_per_rank
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, WrongAnswerError, turns
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import choose_place, gather
-from paceline.lab.bench.sides import digest, wrap
-from paceline.lab.bench.timed_model import TimedModel, gradient_bytes
+from paceline.lab.bench.ranks import Ranks, choose_place
 from paceline.lab.report.figures import draw_figure, show_ratio
 from paceline.lab.report.look import look_of
 from paceline.lab.report.panels import Bars, bars_of
 from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary, slowest_rank
-from paceline.optim import overlap
-from paceline.planning.forward_overlap import Layer, least_step_s, step_without_s
+from paceline.lab.report.summary import Summary
+from paceline.planning.forward_overlap import least_step_s, step_without_s
 
-WARM_UP_STEPS = 8  # three before the ranks agree on an order, three before they do so again, two with it
-UNDECIDED_STEPS = 8
-FORWARD = "ours-forward"
 PAYLOAD_RATIO = 0.95
-TARGET_TO_TORCH = 0.82
+TARGET_TO_TORCH = 0.82  # ResNet-50 on 4 hosts behind 1 Gbit/s
+TARGET_NO_SLOWER = 1.02
 TARGET_TO_LEAST = 1.05
-TOLERANCE = 1e-6  # relative, of the gradients' mean: rounding in another order of sums
 
 
 @dataclass(frozen=True)
-class Config:
-    """What is measured."""
+class Floor:
+    """Seconds that no order of sending goes below, and what they are made of.
 
-    profile: Profile
-    side_names: tuple[str, ...]
-    num_rounds: int
-    num_steps: int  # of a turn
-    scale: float
-    is_forced: bool
-    slow_rank_ratio: float = 1.0  # how much longer the last rank computes
+    Attributes:
+        computation_s: Forward, backward and the optimizer of the slowest rank.
+        communication_s: All gradients' way through the link.
+        least_s: The floor.
+        without_s: The floor if backward alone hides communication; None: not known.
+    """
 
-
-class ProportionalSleep(torch.optim.Optimizer):
-    """Takes as long as the share of the parameters that it is given, and changes nothing."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], step_s: float) -> None:
-        super().__init__(parameters, {})
-        self.step_s = step_s
-        self.num_elements = sum(p.numel() for group in self.param_groups for p in group["params"])
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        mine = sum(p.numel() for group in self.param_groups for p in group["params"])
-        time.sleep(self.step_s * mine / self.num_elements)
-
-
-class Trainee:
-    """One side."""
-
-    def __init__(self, name: str, config: Config) -> None:
-        self.module = TimedModel(config.profile, dist.get_rank(), config.scale)
-        if dist.get_rank() == dist.get_world_size() - 1:
-            layers: Any = self.module
-            for layer in layers:
-                layer.forward_s *= config.slow_rank_ratio
-                layer.backward_s *= config.slow_rank_ratio
-        if name == FORWARD:
-            how: dict[str, Any] = {"overlap_forward": "always" if config.is_forced else True}
-            self.model: Any = wrap("ours", self.module, **how)
-        else:
-            self.model = wrap(name, self.module, init_sync=False)  # parameters are never read
-        self.optimizer = ProportionalSleep(self.model.parameters(), config.profile.optimizer_s)
-        if name == FORWARD:
-            self.optimizer = overlap(self.optimizer, self.model, per_parameter=True)
-        self.is_forced = config.is_forced
-        self.steady_s: list[float] = []
-        self.turn_s: list[float] = []  # of each turn, divided by its steps
-        self.backward_s: list[float] = []
-
-    def turn(self, num_steps: int, timed: bool = True) -> None:
-        """Train some steps, and wait for everything. Collective."""
-        dist.barrier()
-        beginnings_s = []
-        backward_s = []
-        for _ in range(num_steps):
-            beginnings_s.append(time.perf_counter())
-            self.optimizer.zero_grad(set_to_none=True)
-            loss = self.model(torch.zeros(1, requires_grad=True)).sum()
-            before_s = time.perf_counter()
-            loss.backward()
-            backward_s.append(time.perf_counter() - before_s)
-            self.optimizer.step()
-        self.settle()
-        ended_s = time.perf_counter()
-        if timed:
-            self.steady_s += [b - a for a, b in itertools.pairwise(beginnings_s)]
-            self.turn_s.append((ended_s - beginnings_s[0]) / num_steps)
-            self.backward_s += backward_s
-
-    def warm_up(self) -> None:
-        """Train until nothing changes any more: forward overlap proves its gain first. Collective."""
-        self.turn(WARM_UP_STEPS, timed=False)
-        while self.is_undecided:
-            self.turn(UNDECIDED_STEPS, timed=False)
+    computation_s: float
+    communication_s: float
+    least_s: float
+    without_s: float | None
 
     @property
-    def is_undecided(self) -> bool:
-        overlapped = getattr(self.model, "forward_overlap", None)
-        if overlapped is None or overlapped.is_on is False or self.is_forced:
-            return False
-        return overlapped.is_on is None or overlapped.seen is None
-
-    def settle(self) -> None:
-        """Wait for what is under way."""
-        if hasattr(self.model, "settle"):
-            self.model.settle()
-
-    def gradients(self) -> list[torch.Tensor]:
-        """One more backward's. Collective."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.model(torch.zeros(1, requires_grad=True)).sum().backward()
-        self.settle()
-        return [p.grad for p in self.module.parameters() if p.grad is not None]
+    def words(self) -> str:
+        """How it is derived."""
+        larger_s = max(self.computation_s, self.communication_s)
+        text = (
+            f"least {self.least_s * 1e3:.0f} ms: the larger of computation {self.computation_s * 1e3:.0f} and "
+            f"communication {self.communication_s * 1e3:.0f} ms, and {(self.least_s - larger_s) * 1e3:.0f} that no "
+            "order can hide"
+        )
+        if self.without_s is None:
+            return text
+        return f"{text}; least without forward overlap {self.without_s * 1e3:.0f} ms"
 
 
-@dataclass(frozen=True)
-class SideOutcome:
-    """One side; lists are of the slowest rank."""
-
-    name: str
-    steady_s: list[float]
-    turn_s: list[float]
-    backward_s: list[float]
-    is_on: bool | None
-    predicted: dict[str, float] | None
-    seen: dict[str, float] | None
-    error: float
-    ranks_equal: bool
-
-
-def measure(config: Config, tell: TellProgress) -> list[SideOutcome]:
-    """Train all sides in turn. Collective; every rank returns the same."""
-    trainees = [Trainee(name, config) for name in config.side_names]
-    for trainee in trainees:
-        trainee.warm_up()
-    schedule = list(turns(len(trainees), config.num_rounds))
-    for num_done, turn in enumerate(schedule):
-        trainees[turn.side_index].turn(config.num_steps)
-        tell((num_done + 1) / len(schedule))
-    return [_outcome(name, trainee) for name, trainee in zip(config.side_names, trainees, strict=True)]
-
-
-def _outcome(name: str, trainee: Trainee) -> SideOutcome:
-    gradients = trainee.gradients()
-    error = max(gather(trainee.module.expected_error(gradients, dist.get_world_size())))
-    overlapped = getattr(trainee.model, "forward_overlap", None)
-    return SideOutcome(
-        name,
-        _slowest(trainee.steady_s),
-        _slowest(trainee.turn_s),
-        _slowest(trainee.backward_s),
-        None if overlapped is None else overlapped.is_on,
-        None if overlapped is None or overlapped.gain is None else asdict(overlapped.gain),
-        None if overlapped is None or overlapped.seen is None else asdict(overlapped.seen),
-        error,
-        len(set(gather(digest(gradients)))) == 1,
-    )
-
-
-def _slowest(mine: list[float]) -> list[float]:
-    return slowest_rank(gather(mine))
-
-
-def check(outcomes: list[SideOutcome]) -> None:
-    """Refuse times of wrong answers."""
+def floor_of(config: Config, place: Ranks, outcomes: Sequence[SideOutcome] = ()) -> Floor | None:
+    """Derive it from the profile, or from the side that only computes; None where nothing is known."""
+    if place.rate_bytes_per_s is None:
+        return None
+    sent = ring_bytes_per_rank(place.num_ranks, config.num_bytes)
+    reduced_per_s = PAYLOAD_RATIO * place.rate_bytes_per_s * config.num_bytes / sent
+    communication_s = config.num_bytes / reduced_per_s
+    if config.profile is not None:
+        layers, optimizer_s = config.layers(), config.profile.optimizer_s
+        computation_s = sum(layer.forward_s + layer.backward_s for layer in layers) + optimizer_s
+        return Floor(
+            computation_s,
+            communication_s,
+            least_step_s(layers, optimizer_s, reduced_per_s),
+            step_without_s(layers, optimizer_s, reduced_per_s),
+        )
     for side in outcomes:
-        if not (side.ranks_equal and side.error <= TOLERANCE):
-            raise WrongAnswerError(
-                f"the gradients of {side.name} are {side.error:.2g} away from the mean over the ranks, and the ranks' "
-                f"{'are equal' if side.ranks_equal else 'differ'}: its times mean nothing."
-            )
+        if side.name == ALONE:
+            computation_s = Summary.of(side.steady_s).median
+            return Floor(computation_s, communication_s, max(computation_s, communication_s), None)
+    return None
+
+
+def at_ratio(config: Config, place: Ranks, ratio: float) -> Config:
+    """Return the same with gradients that take `ratio` times as long as backward.
+
+    Raises:
+        ConfigurationError: The link has no rate, or the whole gradients do not take that long.
+    """
+    whole = floor_of(config, place)
+    if whole is None or config.profile is None or ratio <= 0:
+        raise ConfigurationError(
+            f"--ratio {ratio} is communication over backward: it needs --hosts, --rate and --compute timed, and is "
+            "above 0."
+        )
+    scale = whole.communication_s / (ratio * config.profile.backward_s)
+    if scale < 1:
+        raise ConfigurationError(
+            f"--ratio {ratio}: all gradients take {whole.communication_s:.2f} s, which is {ratio * scale:.2f} times "
+            "backward. Pass a smaller ratio, a slower --rate or less --compute-s."
+        )
+    return replace(config, scale=scale)
 
 
 def report(
-    config: Config, outcomes: list[SideOutcome], place: Any, load_before: float, quick: bool
+    config: Config, outcomes: Sequence[SideOutcome], place: Ranks, load_before: float, suffix: str
 ) -> Report:
     """Turn the outcomes into one row a side."""
-    profile = config.profile
-    rate = place.rate_bytes_per_s
-    num_bytes = gradient_bytes(profile, config.scale)
-    least_s = without_s = None
-    if rate is not None:
-        reduced_per_s = PAYLOAD_RATIO * rate * num_bytes / ring_bytes_per_rank(place.num_ranks, num_bytes)
-        layers = _layers(config)
-        least_s = least_step_s(layers, profile.optimizer_s, reduced_per_s)
-        without_s = step_without_s(layers, profile.optimizer_s, reduced_per_s)
+    floor = floor_of(config, place, outcomes)
     first = Summary.of(outcomes[0].steady_s).median
     first_turn = Summary.of(outcomes[0].turn_s).median
     rows, verdicts, summaries = [], [], {}
     for side in outcomes:
         steady, turn = Summary.of(side.steady_s), Summary.of(side.turn_s)
-        summaries[side.name] = {"steady_s": asdict(steady), "turn_s": asdict(turn)}
+        summaries[side.name] = {
+            "steady_s": asdict(steady),
+            "turn_s": asdict(turn),
+            "to_first": steady.median / first,
+            "to_least": None if floor is None else steady.median / floor.least_s,
+            "is_on": side.is_on,
+        }
         rows.append(
             (
                 side.name,
@@ -235,94 +149,108 @@ def report(
                 f"{steady.median / first:.2f}",
                 turn.text(1e3, 0),
                 f"{turn.median / first_turn:.2f}",
-                "-" if least_s is None else f"{steady.median / least_s:.3f}",
+                "-" if floor is None else f"{steady.median / floor.least_s:.3f}",
                 "-" if side.is_on is None else ("on" if side.is_on else "off"),
             )
         )
         if side.name == FORWARD:
-            verdicts.append(
-                Verdict(f"step / {outcomes[0].name}'s", steady.median / first, TARGET_TO_TORCH, "x")
-            )
-            if least_s is not None:
-                verdicts.append(Verdict("step / least", steady.median / least_s, TARGET_TO_LEAST, "x"))
-    compute_s = profile.forward_s + profile.backward_s
-    name = f"forward_overlap-{profile.workload}-{place.label}"
-    what = (
-        f"{num_bytes / 1e6:.1f} MB of gradients, {compute_s * 1e3:.0f} ms of compute, "
-        f"{profile.optimizer_s * 1e3:.0f} ms of optimizer; {config.num_steps} consecutive steps a turn"
-    )
-    notes = [
-        what,
-        "computation sleeps; gradients and traffic are real; no side has a barrier within a turn",
-    ]
-    if least_s is not None and without_s is not None:
-        notes.append(f"least {least_s * 1e3:.0f} ms, least without forward overlap {without_s * 1e3:.0f} ms")
-    for side in outcomes:
-        for what, gain in (("predicted, without the optimizer", side.predicted), ("seen", side.seen)):
-            if gain is not None:
-                with_ms, without_ms = gain["with_s"] * 1e3, gain["without_s"] * 1e3
-                notes.append(
-                    f"{side.name} {what}: {with_ms:.0f} ms a step, {without_ms:.0f} ms without overlap"
-                )
+            is_promised = (config.workload, place.label, suffix) == ("resnet50", "4x1-1000mbit", "")
+            target = TARGET_TO_TORCH if is_promised else TARGET_NO_SLOWER
+            verdicts.append(Verdict(f"step / {outcomes[0].name}'s", steady.median / first, target, "x"))
+            if floor is not None:
+                verdicts.append(Verdict("step / least", steady.median / floor.least_s, TARGET_TO_LEAST, "x"))
     return Report(
-        name=name + ("-quick" if quick else ""),
+        name=f"forward_overlap-{config.workload}-{place.label}{suffix}",
         question="How much shorter is a step whose gradients the next forward hides as well?",
         columns=("side", "step ms", "/ first", "with drain ms", "/ first", "/ least", "overlap"),
         rows=tuple(rows),
         verdicts=tuple(verdicts),
-        notes=tuple(notes),
+        notes=_notes(config, outcomes, floor),
         config=config,
-        summaries={"sides": summaries, "least_s": least_s, "least_without_s": without_s},
+        summaries={
+            "sides": summaries,
+            "least_s": None if floor is None else floor.least_s,
+            "least_without_s": None if floor is None else floor.without_s,
+            "floor": None if floor is None else asdict(floor),
+        },
         samples={side.name: asdict(side) for side in outcomes},
         provenance=collect(place.num_ranks, load_before),
+        place=place.describe(),
     )
 
 
-def _layers(config: Config) -> list[Layer]:
-    profile = config.profile
-    slow = max(1.0, config.slow_rank_ratio)
-    return [
-        Layer(
-            layer.forward_s * slow,
-            layer.backward_s * slow,
-            gradient_bytes(Profile(profile.workload, "", (layer,), 0.0), config.scale),
+def _notes(config: Config, outcomes: Sequence[SideOutcome], floor: Floor | None) -> tuple[str, ...]:
+    what, how = f"{config.num_bytes / 1e6:.1f} MB of gradients", "ranks compute"
+    if config.profile is not None:
+        compute_s = config.profile.forward_s + config.profile.backward_s
+        what += (
+            f", {compute_s * 1e3:.0f} ms of compute, {config.profile.optimizer_s * 1e3:.0f} ms of optimizer"
         )
-        for layer in profile.layers
+        how = "computation sleeps"
+    notes = [
+        f"{what}; {config.num_steps} consecutive steps a turn",
+        f"{how}; gradients and traffic are real; no side has a barrier within a turn",
     ]
+    if config.is_uneven:
+        notes.append(
+            f"the last rank takes {config.slow_rank_ratio:g} times as long; every layer's time varies by up to "
+            f"{config.jitter_ratio:.0%}"
+        )
+    if floor is not None:
+        notes.append(floor.words)
+    for side in outcomes:
+        for word, gain in (("predicted, without the optimizer", side.predicted), ("seen", side.seen)):
+            if gain is not None:
+                with_ms, without_ms = gain["with_s"] * 1e3, gain["without_s"] * 1e3
+                notes.append(
+                    f"{side.name} {word}: {with_ms:.0f} ms a step, {without_ms:.0f} ms without overlap"
+                )
+    return tuple(notes)
 
 
 def main(
     workload: str = "resnet50",
-    sides: Annotated[str, typer.Option(help="Comma-separated: torch, ours, ours-forward.")] = (
-        "torch,ours,ours-forward"
-    ),
+    sides: Annotated[
+        str, typer.Option(help="Comma-separated: torch, deepspeed, ours, ours-forward, none.")
+    ] = "torch,ours,ours-forward",
+    compute: Annotated[str, typer.Option(help="timed or real.")] = "timed",
     hosts: Annotated[int | None, typer.Option(help="Of an emulated cluster; 0: two ranks on loopback.")] = 4,
     rate: Annotated[str, typer.Option(help="Of each host's link.")] = "1Gbit",
+    cpu: Annotated[str, typer.Option(help="Of each host's processor, such as 40%.", show_default="all")] = "",
     compute_s: Annotated[float, typer.Option(help="Forward and backward together.")] = 0.9,
     scale: Annotated[float, typer.Option(help="Divides the gradients' bytes.")] = 1.0,
+    ratio: Annotated[
+        float | None, typer.Option(help="Communication over backward, instead of --scale.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Every side has two turns in each.")] = 3,
     steps: Annotated[int, typer.Option(min=2, help="Consecutive steps of a turn.")] = 8,
     always: Annotated[bool, typer.Option("--always", help="Overlap without asking whether it pays.")] = False,
     slow_rank: Annotated[float, typer.Option(help="How much longer the last rank computes.")] = 1.0,
+    jitter: Annotated[float, typer.Option(help="By which share each layer's time varies.")] = 0.0,
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
 ) -> None:
     """Compare steps with and without forward overlap."""
-    names = tuple(name.strip() for name in sides.split(","))
-    if unknown := set(names) - {"torch", "ours", FORWARD}:
-        raise ConfigurationError(f"--sides: no side called {unknown}. There are torch, ours and {FORWARD}.")
+    if compute not in ("timed", "real"):
+        raise ConfigurationError(f"--compute {compute} is neither timed nor real.")
     if quick:
-        compute_s, scale, rounds, steps, always, hosts = 0.02, 64.0, 2, 2, True, 0
-    config = Config(
-        default_profile(workload).taking(compute_s), names, rounds, steps, scale, always, slow_rank
-    )
-    place = choose_place(None, 2) if not hosts else choose_place(hosts, None, rate=rate)
+        compute_s, scale, ratio, rounds, steps, always, hosts = 0.02, 64.0, None, 2, 2, True, 0
+    profile = default_profile(workload).taking(compute_s) if compute == "timed" else None
+    names = parse_names(sides)
+    config = Config(workload, profile, names, rounds, steps, scale, always, slow_rank, jitter, quick)
+    place = choose_place(None, 2) if not hosts else choose_place(hosts, None, rate=rate, cpu=cpu or None)
+    if ratio is not None:
+        config = at_ratio(config, place, ratio)
+    words = [compute * (compute == "real"), f"ratio{ratio:g}" if ratio else "", "uneven" * config.is_uneven]
+    words += ["forced" * (always and not quick), "deepspeed" * ("deepspeed" in names), "quick" * quick]
+    suffix = "".join(f"-{word}" for word in words if word)
     load_before = load_average()
     with place as where:
         outcomes = where.run(measure, config, f"forward overlap, {workload}", ENVIRONMENTS[Allocator.KEEP])[0]
-        check(outcomes)
-        result = report(config, outcomes, where, load_before, quick)
+    for side in outcomes:
+        side.check()
+    result = report(config, outcomes, place, load_before, suffix)
     publish(result, results_folder, as_json)
     draw(result.record(), figure_path(result, results_folder))
 
@@ -330,7 +258,9 @@ def main(
 def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw each side's steps and the least that is possible, from a stored report."""
     summaries = record["summaries"]
-    steps = {side: Summary(**found["steady_s"]) for side, found in summaries["sides"].items()}
+    steps = {
+        side: Summary(**found["steady_s"]) for side, found in summaries["sides"].items() if side != ALONE
+    }
     first, best = next(iter(steps)), min(steps, key=lambda side: steps[side].median)
     marks = (
         {} if summaries["least_s"] is None else {"no order of pieces goes below": 1e3 * summaries["least_s"]}

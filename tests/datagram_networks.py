@@ -22,9 +22,9 @@ Datagram = NDArray[np.uint8]
 
 
 def endpoints(
-    ranks: int, silence_us: int = 10**12, payload: int = PAYLOAD, generation: int = 0
+    ranks: int, silence_us: int = 10**12, payload: int = PAYLOAD, generation: int = 0, ports: int = 1
 ) -> list[Endpoint]:
-    """One endpoint a rank; those of different generations have different keys."""
+    """One endpoint a rank, which sends by so many ports; those of different generations have different keys."""
     return [
         Endpoint(
             rank,
@@ -36,6 +36,7 @@ def endpoints(
             },
             payload,
             silence_us,
+            num_ports=ports,
         )
         for rank in range(ranks)
     ]
@@ -46,12 +47,14 @@ class Mailer:
 
     def __init__(self, end: Endpoint) -> None:
         self.rows = np.zeros((ROWS, end.row_bytes), np.uint8)
-        self.sizes, self.peers = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
+        self.sizes, self.ways = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
 
-    def take(self, end: Endpoint, now_us: int, most: int = 1 << 30) -> list[tuple[int, Datagram]]:
-        """What an endpoint sends now: pairs of a peer and a datagram."""
-        count = end.transmit(self.rows, self.sizes, self.peers, now_us, most)
-        return [(int(self.peers[i]), self.rows[i, : self.sizes[i]].copy()) for i in range(count)]
+    def take(
+        self, end: Endpoint, now_us: int, most: int | Sequence[int] = 1 << 30
+    ) -> list[tuple[int, Datagram]]:
+        """What an endpoint sends now: pairs of a way (with one port, a peer) and a datagram."""
+        count = end.transmit(self.rows, self.sizes, self.ways, now_us, most)
+        return [(int(self.ways[i]), self.rows[i, : self.sizes[i]].copy()) for i in range(count)]
 
     def hand(self, end: Endpoint, datagrams: Sequence[Datagram], now_us: int) -> None:
         """Let an endpoint receive datagrams, at most ROWS."""
@@ -165,6 +168,7 @@ def time_of_sums(
     bound: float = 0.0,
     payload: int = 1432,
     turn_us: int = 400,
+    more: Sequence[Switch] = (),
 ) -> tuple[list[int], list[Endpoint]]:
     """Sum the vectors, one after the other, in virtual time.
 
@@ -176,11 +180,13 @@ def time_of_sums(
         bound: As of `Bound`.
         payload: Bytes of a chunk.
         turn_us: Time between two turns of a host.
+        more: What each further port of the hosts leads to: other switches, or one of these again.
 
     Returns:
         Microseconds that each sum took, from the first rank's start to the last one's end; and the endpoints.
     """
-    ends = endpoints(switch.ranks, payload=payload)
+    behind = [switch, *more]
+    ends = endpoints(switch.ranks, payload=payload, ports=len(behind))
     mailer = Mailer(ends[0])
     turns = [(1000 + 37 * rank, rank) for rank in range(switch.ranks)]
     heapq.heapify(turns)
@@ -194,12 +200,13 @@ def time_of_sums(
             if rank not in begun_us:
                 end.begin(vectors[rank][number], Bound(bound), now_us)
                 begun_us[rank] = now_us
-            here = switch.arrived(rank, now_us, ROWS)
-            if here:
-                mailer.hand(end, here, now_us)
-            while leaving := mailer.take(end, now_us, switch.room(rank, now_us)):
-                for peer, datagram in leaving:
-                    switch.send(rank, peer, datagram, now_us)
+            for each in dict.fromkeys(behind):
+                here = each.arrived(rank, now_us, ROWS)
+                if here:
+                    mailer.hand(end, here, now_us)
+            while leaving := mailer.take(end, now_us, [each.room(rank, now_us) for each in behind]):
+                for way, datagram in leaving:
+                    behind[way % len(behind)].send(rank, way // len(behind), datagram, now_us)
             if end.take_finished():
                 ended_us[rank] = now_us
             heapq.heappush(turns, (now_us + turn_us, rank))

@@ -55,7 +55,10 @@ BACKEND = "PACELINE_TEST_BACKEND"  # which c10d backend the pools open; gloo by 
 _PR_SET_PDEATHSIG = 1
 _SPAWNER = mp.get_context("forkserver")
 _SPAWNER.set_forkserver_preload(
-    ["ranks", "pytest", "numpy", "torch", "torch.distributed", "torch._dynamo", "sklearn.svm", "numba"]
+    [
+        *("ranks", "pytest", "numpy", "torch", "torch.distributed", "torch._dynamo", "sklearn.svm", "numba"),
+        *("paceline.ddp", "paceline.optim", "paceline.process_group.backend", "models"),
+    ]
 )
 
 

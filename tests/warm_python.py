@@ -3,15 +3,15 @@
 Started as `python`, `paceline` or `torchrun` from the server's folder. To whoever started it, it is the process that
 was asked for: same output, exit code or signal, and signals reach it. With open files of its starter's, with options or
 variables that change the interpreter, or refused by the server, it becomes a real Python. It has to start in
-milliseconds, so it imports little.
+milliseconds, so it imports little: with `json`, `signal` and `socket` it would take twice as long.
 """
 
+import _signal as signal  # type: ignore[import-not-found]
+import _socket as socket
 import array
 import fcntl
-import json
+import marshal
 import os
-import signal
-import socket
 import sys
 
 FOLDER = os.path.dirname(os.path.abspath(sys.argv[0]))
@@ -62,9 +62,9 @@ def main() -> None:
         server.connect(os.path.join(FOLDER, "socket"))
     except OSError:  # it is gone: then slowly
         become_a_real_one(name, words)
-    request = json.dumps({"name": name, "words": words, "cwd": os.getcwd(), "env": dict(os.environ)}).encode()
+    request = marshal.dumps({"name": name, "words": words, "cwd": os.getcwd(), "env": dict(os.environ)})
     for passed in PASSED_ON:
-        if signal.getsignal(passed) is not signal.SIG_IGN:
+        if signal.getsignal(passed) != signal.SIG_IGN:
             signal.signal(passed, lambda received, _: server.sendall(bytes([received])))
     files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]).tobytes())]
     server.sendmsg([len(request).to_bytes(4, "big")], files)

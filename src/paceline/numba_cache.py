@@ -1,15 +1,29 @@
-"""When the code that numba keeps on disk is old: as soon as any file has changed whose contents are compiled in.
+"""What numba keeps on disk: renewed when any file that is compiled in has changed, compiled by one process of a host.
 
 numba itself looks at the file of the compiled function only, not at those of the functions that it calls and of the
-constants that it uses.
+constants that it uses; and with nothing on disk yet, every process of a host compiles the same functions at once.
+
+Rules
+1. A process that does not find a function for some types on disk takes a lock beside it, and looks again before it
+   compiles: whoever waited loads what another compiled. What is on disk is loaded without a lock.
+2. Locks are the kernel's, of a process (POSIX record locks): a process that ends, however it does, holds none.
+3. Who compiles A and needs B for it waits for B while it holds A. That ends, as no function calls one that calls it.
+4. Within a process numba's own lock comes first, so only one thread waits or compiles.
+5. A process that is stopped while it compiles is not waited for beyond `_AT_MOST_S`, once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import time
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+_AT_MOST_S = 120.0  # the largest function takes some 12 s of a core; a host may have more ranks than cores
+_LOOKS_EVERY_S = 0.02
 
 Stamp = tuple[tuple[str, int, int], ...]
 
@@ -19,7 +33,71 @@ def stamp_of(files: Iterable[Path]) -> Stamp:
     return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(set(files)))
 
 
-def renew_with(function: Any, stamp: Stamp) -> None:
-    """Let the stored code of a function made by `numba.njit(cache=True)` be that of this stamp alone. Local."""
+def keep(function: Any, stamp: Stamp) -> None:
+    """Let the code of a function made by `numba.njit(cache=True)` be stored for this stamp, once a host. Local."""
     with contextlib.suppress(AttributeError):  # another numba keeps it elsewhere: then as numba does it
         function._cache._cache_file._source_stamp = stamp
+        _OneProcess(function)
+
+
+class _OneProcess:
+    """Stands between a function made by numba and its stored code: holds a lock from a miss to the end of compiling."""
+
+    _waits = True  # until a wait was in vain
+
+    def __init__(self, function: Any) -> None:
+        from numba.core.compiler_lock import global_compiler_lock  # noqa: PLC0415  numba takes a while
+
+        cache, self._threads = function._cache, global_compiler_lock
+        self._make_folder, self._path = (
+            cache._impl.locator.ensure_cache_path,
+            Path(cache._cache_file._index_path),
+        )
+        self._lock: IO[bytes] | None = None
+        self._load, self._compile = cache.load_overload, function.compile
+        cache.load_overload, function.compile = self.load, self.compile
+
+    def compile(self, signature: Any) -> Any:
+        """Load or compile; afterwards the lock is free, whatever happened."""
+        with self._threads:
+            try:
+                return self._compile(signature)
+            finally:
+                self._release()
+
+    def load(self, signature: Any, target: Any) -> Any:
+        """What is on disk, perhaps after a wait for it; None: compile now, the lock is held where there can be one."""
+        found = self._load(signature, target)
+        if found is None and self._acquire(signature):
+            found = self._load(signature, target)
+        return found
+
+    def _acquire(self, signature: Any) -> bool:
+        """Wait for whoever compiles this function for these types; False if nobody can be waited for."""
+        if self._lock is not None:  # a function that calls itself
+            return False
+        try:
+            self._make_folder()
+            lock = self._path.with_suffix(".lock").open("ab")
+        except OSError:  # nothing can be stored here
+            return False
+        self._lock = lock
+        byte = zlib.crc32(str(signature).encode())  # of an empty file: a lock for each signature
+        until_s = time.monotonic() + _AT_MOST_S
+        while _OneProcess._waits:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            except (BlockingIOError, PermissionError):  # somebody has it
+                if time.monotonic() > until_s:
+                    _OneProcess._waits = False
+                time.sleep(_LOOKS_EVERY_S)
+            except OSError:  # no locks on this file system
+                break
+            else:
+                return True
+        return False
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()  # which frees it
+            self._lock = None

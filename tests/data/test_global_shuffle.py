@@ -122,6 +122,10 @@ def test_the_state_follows_what_was_handed_out():
     assert next(iter(shuffle)) == shuffle.order(1)[4:6].tolist()
     with pytest.raises(ConfigurationError, match="a data set of 20 samples, this one has 21"):
         GlobalShuffle(21, GlobalBatch((4, 2)), 1).load_state_dict(shuffle.state_dict())
+    with pytest.raises(
+        ConfigurationError, match="a state of 'epoch' lacks 'num_samples', 'seed', 'position'"
+    ):
+        shuffle.load_state_dict({"epoch": 0})
 
 
 def test_it_feeds_a_loader():

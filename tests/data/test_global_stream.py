@@ -171,6 +171,8 @@ def test_refused():
         GlobalStream(5, GlobalBatch((2, 2)), 0)
     with pytest.raises(ConfigurationError, match="rank=2 has no part"):
         GlobalStream([1], GlobalBatch((2, 2)), 2)
+    with pytest.raises(ConfigurationError, match="a state of nothing lacks 'epoch'"):
+        stream.load_state_dict({})
     stream = GlobalStream(range(20), GlobalBatch((2, 2)), 0)
     loop = stream.steps()
     next(loop)

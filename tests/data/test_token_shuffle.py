@@ -137,6 +137,8 @@ def test_resumed_by_other_ranks():
     ("make", "words"),
     [
         (lambda: TokenShuffle([3, 0], GlobalBatch((8,))), "Leave out samples without tokens"),
+        (lambda: TokenShuffle([float("nan"), 3], GlobalBatch((8,))), "whole numbers"),
+        (lambda: TokenShuffle(["long", 3], GlobalBatch((8,))), "whole numbers"),
         (lambda: TokenShuffle([3, 9], GlobalBatch((4, 4)), 0), "sample 1 has 9 tokens, a step 8"),
         (
             lambda: TokenShuffle([3], GlobalBatch((8,))).change(GlobalBatch((9,))),

@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import socket
 import sys
 
 import pytest
@@ -68,6 +69,14 @@ def test_a_handler_of_its_own_runs(tmp_path):
         assert process.stdout.readline() == "ready\n"
         process.terminate()
         assert process.wait(timeout=30) == 3
+
+
+def test_who_is_killed_while_asking_leaves_the_server_to_others(tmp_path):
+    for words in (b"", (100).to_bytes(4, "big"), (100).to_bytes(4, "big") + b"{"):
+        with socket.socket(socket.AF_UNIX) as asks:
+            asks.connect(str(warm.folder() / "socket"))
+            asks.sendall(words)
+    assert run(["python", "-c", "import sys; print('torch' in sys.modules)"], cwd=tmp_path).out == "True\n"
 
 
 def test_without_the_server_it_is_a_real_one(tmp_path):

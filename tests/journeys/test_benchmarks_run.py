@@ -36,6 +36,7 @@ def benchmark(*arguments: str, folder: Path) -> Finished:
         ["memory", "--sides", "torch,ours"],
         ["overlap"],
         ["forward_overlap"],
+        ["forward_overlap_loss"],
         ["bucket_caps"],
         ["skipped_layers"],
         ["compression"],

@@ -28,14 +28,14 @@ def test_importing_paceline_imports_no_torch():
     assert "rich" not in loaded
 
 
-def test_our_wrapper_costs_at_most_a_fifth_of_a_second_on_top_of_torch():
-    """Processor time, not wall-clock: a busy machine must not fail it."""
+def test_our_wrapper_takes_at_most_a_seventh_of_the_time_that_torch_takes():
+    """Processor time of both in one process, which a busy machine makes longer alike; 0.2 s on an idle one."""
     code = (
-        "import json, time, torch; a = time.process_time(); import paceline; paceline.DistributedDataParallel; "
-        "print(json.dumps(time.process_time() - a))"
+        "import json, time; a = time.process_time(); import torch; b = time.process_time(); import paceline; "
+        "paceline.DistributedDataParallel; print(json.dumps((time.process_time() - b) / (b - a)))"
     )
     _measured(code)  # compiles the byte code, which no later import pays for
-    assert _measured(code) < 0.2
+    assert _measured(code) < 1 / 7
 
 
 @pytest.mark.parametrize("name", package.__all__)

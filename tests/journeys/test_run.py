@@ -156,9 +156,7 @@ def test_modules_and_programs(scripts):
 def test_cores_are_shared_among_the_ranks_and_it_says_so(scripts):
     """Where OMP_NUM_THREADS is unset; torchrun would give every rank one thread and a banner."""
     code = "import os; os.environ.pop('OMP_NUM_THREADS'); from paceline.cli import main; main()"
-    with started(
-        [sys.executable, "-c", code, "run", "--nproc-per-node", "2", "hello.py"], scripts
-    ) as process:
+    with started(["python", "-c", code, "run", "--nproc-per-node", "2", "hello.py"], scripts) as process:
         out, err = process.communicate(timeout=60)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert f"on {threads}\n" in out
@@ -274,8 +272,10 @@ def test_a_rank_that_dies_is_named_in_one_paragraph(how, says, scripts):
 )
 def test_a_stopped_launcher_leaves_nothing(received, code, scripts):
     """Not even a rank's own child in a session of its own, and not even after SIGKILL."""
-    command = [sys.executable, "-m", "paceline", "run", "--nproc-per-node", "2", "sleeps.py"]
-    with started(command, scripts) as process:
+    python = (
+        sys.executable if received == signal.SIGKILL else "python"
+    )  # it must be the launcher that is killed
+    with started([python, "-m", "paceline", "run", "--nproc-per-node", "2", "sleeps.py"], scripts) as process:
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
         assert len(alive(process)) >= 5  # launcher, two ranks, their two children
         process.send_signal(received)

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from models import digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.ddp.arrivals import completed
+from paceline.ddp.droppable import units_of
 from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
-from paceline.ddp.skipping import units_of
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError, SkipError
 from paceline.reductions import PowerSGD
 from ranks import Ranks, pool
@@ -572,6 +572,43 @@ def test_disagreement_names_the_layer_on_every_rank():
             else:
                 assert "the backward of rank 0 raised" in texts[3]
             assert [texts[step] for step in (0, 2, 4)] == [outcomes[0][number][step] for step in (0, 2, 4)]
+
+
+def a_step_apart(rank, num_ranks):
+    """The last rank loses its first backward, so that it is a step ahead in what it draws; then all go on together."""
+    model = ours(make(9))
+    outcomes = []
+    ahead = 0
+    for step in range(3):
+        if step == 0 and rank == num_ranks - 1:
+            model(batch(9, step, rank), [])
+            ahead = 1
+        if step == 2:
+            ahead = 0
+        skipped = (step + ahead) % 2
+        model.zero_grad()
+        try:
+            with skipping(model, [skipped]):
+                squares(model(batch(9, step, rank), [skipped])).backward()
+        except SkipError as error:
+            outcomes.append(str(error))
+        else:
+            outcomes.append(digest([p.grad for p in model.parameters() if p.grad is not None]))
+    return outcomes
+
+
+def test_disagreement_of_ranks_a_step_apart_says_so():
+    """Only in the step in which it is new: afterwards they begin anew, and draw differently without such a reason."""
+    outcomes = pool(3).run(a_step_apart)
+    apart = "not in the same step: rank 2 has run 1 forward(s) in training mode without a backward more than rank 0"
+    for first, second, _ in outcomes:
+        assert first.startswith("rank ")
+        assert "the ranks skip different layers: blocks.0" in first
+        assert apart in first
+        assert "same seed" not in first
+        assert "same seed" in second
+        assert "same step" not in second
+    assert len({third for _, _, third in outcomes}) == 1
 
 
 class Counts(Net):

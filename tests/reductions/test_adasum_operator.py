@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from models import generator
 from paceline.errors import ConfigurationError
 from paceline.reductions.adasum import combine
-from paceline.reductions.adasum.operator import CHUNK_ELEMENTS, Segments
+from paceline.reductions.adasum.operator import CHUNK_ELEMENTS, SMALL_ELEMENTS, Segments
 from paceline.schedules.vector_halving import bounds
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -204,7 +204,9 @@ def test_bounds_are_those_of_the_tree():
 @settings(deadline=None)
 @given(
     st.lists(
-        st.sampled_from([0, 1, 3, 100, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, 2 * CHUNK_ELEMENTS + 1]),
+        st.sampled_from(
+            [0, 1, 3, 100, SMALL_ELEMENTS - 1, SMALL_ELEMENTS, CHUNK_ELEMENTS, 2 * CHUNK_ELEMENTS + 1]
+        ),
         max_size=8,
     ),
     st.data(),

@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from datagram_networks import Switch, time_of_sums
+from datagram_networks import Mailer, Switch, endpoints, time_of_sums
+from paceline.transports import Bound
+from paceline.transports.bounded_loss import datagram as d
+from paceline.transports.bounded_loss import datagram_loop as loop
 
 RATE, MEGABYTES, PAYLOAD = 100e6, 2.0, 1432
 
@@ -23,3 +26,25 @@ def test_a_sum_takes_about_as_long_as_its_bytes_on_the_wire(ranks, lose, ratio):
     for of_rank in vectors:
         assert (of_rank[1] == ranks).all()
     assert switch.dropped == 0
+
+
+def test_the_host_s_own_queue_is_timed_by_how_fast_it_drains():
+    """12.5 bytes a microsecond; a queue that ran empty, or was filled meanwhile, says nothing."""
+    drain = np.zeros(3)
+    assert loop._note_drain(drain, 30_000, 1000) == 0
+    assert loop._note_drain(drain, 17_500, 2000) == 1400
+    assert loop._note_drain(drain, 0, 9000) == 0
+    assert loop._note_drain(drain, 25_000, 9000) == 2000
+    assert loop._note_drain(drain, 27_500, 9500) == 2200
+    assert loop._note_drain(drain, 90_000, 9500) == 2500  # no more is left out
+
+
+def test_a_datagram_s_time_is_about_that_at_which_it_leaves_the_host():
+    """So what it waits in the host is no queue of the network's."""
+    one, _ = endpoints(2)
+    one.tables.local_us[:] = 700
+    one.begin(np.ones(100, np.float32), Bound(0), 1000)
+    leaving = [datagram.view(np.uint32) for _, datagram in Mailer(one).take(one, 1000)]
+    chunks = [word[d.TIME] for word in leaving if word[d.SENDER_KIND] >> 16 & 0xF == d.DATA]
+    assert chunks
+    assert set(chunks) == {1700}

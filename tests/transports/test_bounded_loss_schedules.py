@@ -27,17 +27,19 @@ class Schedule(RuleBasedStateMachine):
         ratio=st.sampled_from([0.0, 0.2, 0.5]),
         protected=st.sampled_from([0.0, 0.3]),
         is_scaled=st.booleans(),
+        ports=st.sampled_from([1, 1, 2, 3]),
         seed=st.integers(0, 10**6),
     )
-    def begin(self, ranks, ratio, protected, is_scaled, seed):
+    def begin(self, ranks, ratio, protected, is_scaled, ports, seed):
         self.ranks, self.bound, self.seed = ranks, Bound(ratio, protected, is_scaled), seed
+        self.ports = ports
         self.now_us, self.generation, self.noise = 1000, 0, 0
         self.network = Network(seed)
         self.cut, self.recorded = set(), []
         self._open()
 
     def _open(self):
-        self.ends = endpoints(self.ranks, generation=self.generation)
+        self.ends = endpoints(self.ranks, generation=self.generation, ports=self.ports)
         self.mailer = Mailer(self.ends[0])
         self.sizes, self.given = [], []
         self.vectors = [[] for _ in self.ends]
@@ -73,10 +75,11 @@ class Schedule(RuleBasedStateMachine):
         self.network.lose, self.network.repeat = lose, repeat
         self.network.delay, self.network.corrupt = delay, corrupt
 
-    @rule(one=st.integers(0, 3), other=st.integers(0, 3))
-    def cut_or_join(self, one, other):
-        """One direction between two ranks is cut, or whole again."""
-        self.cut ^= {(one % self.ranks, other % self.ranks)}
+    @rule(one=st.integers(0, 3), other=st.integers(0, 3), port=st.integers(0, 3))
+    def cut_or_join(self, one, other, port):
+        """One direction between two ranks is cut, or whole again; or only what leaves by one of the ports."""
+        ports = [port] if port < self.ports else range(self.ports)
+        self.cut ^= {(one % self.ranks, other % self.ranks * self.ports + each) for each in ports}
 
     @rule(which=st.lists(st.integers(0, 10**6), max_size=5), to=st.integers(0, 3))
     def replay(self, which, to):
@@ -105,10 +108,11 @@ class Schedule(RuleBasedStateMachine):
 
     def _turn(self):
         for rank, end in enumerate(self.ends):
-            for peer, datagram in self.mailer.take(end, self.now_us):
+            for way, datagram in self.mailer.take(end, self.now_us):
+                peer = way // self.ports
                 if len(self.recorded) < 2000:
                     self.recorded.append((peer, datagram))
-                if (rank, peer) not in self.cut:
+                if (rank, way) not in self.cut:
                     self.network.carry(self.now_us, peer, datagram)
         self.now_us += TICK_US if self.network.under_way else 20 * TICK_US
         for _, peer, datagram in self.network.arrived(self.now_us):
@@ -219,7 +223,7 @@ def test_thousands_of_schedules():
 def test_the_sources_of_losses_are_found_in_a_network_that_loses():
     """The machine above would be content with a protocol that never loses: this one does, and says whose it was."""
     machine = Schedule()
-    machine.begin(3, 0.5, 0.0, False, 1)
+    machine.begin(3, 0.5, 0.0, False, 1, 1)
     machine.network.lose = 0.3
     for rank in range(3):
         for _ in range(4):

@@ -1,5 +1,6 @@
 """`DatagramTransport` on this machine's loopback: both ranks in this process."""
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
+from paceline.transports.bounded_loss.udp_socket import socket_addresses
 
 
 @pytest.fixture
@@ -49,3 +51,21 @@ def test_after_an_error_what_was_to_be_sent_leaves_as_it_was(ends):
     time.sleep(0.05)
     ends[1].exchange([], [(0, theirs)], 10)
     assert theirs.unique().tolist() == [7]
+
+
+def test_a_rank_that_leaves_waits_until_its_peer_has_heard_it(ends):
+    """What rank 1 answers is lost for a while: rank 0 asks at ever longer intervals, and gets its answer at last."""
+    theirs = torch.zeros(1000, dtype=torch.uint8)
+    addresses = ends[1]._driver._io.outgoing.addresses
+    right = addresses[0].copy()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as hole, ThreadPoolExecutor(2) as threads:
+        hole.bind(("127.0.0.1", 0))
+        addresses[0] = socket_addresses([hole.getsockname()])[0]
+        sending = threads.submit(ends[0].exchange, [(1, torch.ones_like(theirs))], [], 10)
+        ends[1].exchange([], [(0, theirs)], 10)
+        leaving = threads.submit(ends[1].close)
+        time.sleep(0.4)
+        addresses[0] = right
+        sending.result()
+        assert leaving.result()
+    assert theirs.all()

@@ -58,7 +58,9 @@ def test_a_file_becomes_changes_in_order_of_time():
         ("soon host1 cores 25%", "x, line 1: the time 'soon' is not a time"),
         ("-1s host1 cores 25%", "lies before the start"),
         ("1s host1 cores", "x, line 1: a line is a time"),
-        ("1s node1 cores 25%", "'node1' names no hosts; write host1, host0,host2 or all"),
+        ("1s node1 cores 25%", "'node1' names no hosts; write host1, host0,host2, all or host1/link0"),
+        ("1s host1/1 rate 1Mbit", "'host1/1' names no hosts"),
+        ("1s host1/link1 cores 25%", "'cores' is not a property of a link"),
         ("1s host1, cores 25%", "'host1,' names no hosts"),
         ("1s host1 speed 25%", "'speed' is nothing that can change; these can: cores 50%"),
         ("1s host1 cores 25", "cores 25 has no unit"),
@@ -73,6 +75,20 @@ def test_a_line_that_is_wrong_is_named(text, says):
     with pytest.raises(ConfigurationError) as caught:
         Scenario.parse(text, "x")
     assert says in str(caught.value)
+
+
+def test_one_link_of_a_host_or_of_all_may_change():
+    """What the cluster is said to be stays: it has no words for links that differ."""
+    read = Scenario.parse("0s all/link1 rate 40Mbit\n1s host2/link0 loss 5%\n2s host1/link1 link down")
+    assert [change.describe() for _, change in read.changes] == [
+        "all/link1 rate 40 Mbit/s",
+        "host2/link0 loss 5 %",
+        "host1/link1 link down",
+    ]
+    cluster = spec(links=2)
+    assert [change.applied_to(cluster) for _, change in read.changes] == [cluster] * 3
+    with pytest.raises(ConfigurationError, match=r"a host has no link 1; it has 1\."):
+        read.check(spec())
 
 
 @pytest.mark.parametrize(

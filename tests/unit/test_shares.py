@@ -166,6 +166,15 @@ def test_limits_are_learnt_from_memory_that_ran_out():
         by_steps.out_of_memory(GlobalBatch((8, 8, 8), (2, 1, 1)), StepCut(0, ((8, 8, 8),)), [0])
 
 
+def test_shares_that_a_user_has_changed_beyond_the_limits_move_back():
+    """Though nothing is gained."""
+    balance, batch = Balance(most=(20, 10)), GlobalBatch((20, 10))
+    balance.tells = False
+    assert [balance.observe(batch, [Work(20, 2.0), Work(10, 1.0)]) for _ in range(6)] == [None] * 6
+    changed = GlobalBatch((15, 15))
+    assert balance.observe(changed, [Work(15, 1.5), Work(15, 1.5)]) == batch
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -175,6 +184,19 @@ def test_limits_are_learnt_from_memory_that_ran_out():
         (lambda: Balance().begin(GlobalBatch((4, 4), (2, 1))), "equally many micro-steps"),
         (lambda: Balance(move="micro-steps").begin(GlobalBatch((4, 8))), "the same size on every rank"),
         (lambda: Balance().begin(GlobalBatch((1, 0))), "not enough for every rank"),
+        *[
+            (lambda most=most: Balance(most=most), "a whole number from 1 on")
+            for most in (0, -1, 1.5, "4", True, (4, 0))
+        ],
+        (
+            lambda: Balance(most=(20, 10)).begin(GlobalBatch((14, 14))),
+            "rank 1 micro-batches of 14 samples, where .* lets it have 10. Begin with 2 ranks with 18 \\+ 10",
+        ),
+        (
+            lambda: Balance(most=8).begin(GlobalBatch((16, 16))),
+            "32 samples cannot be divided among ranks that hold",
+        ),
+        (lambda: Balance(move="micro-steps", most=8).begin(GlobalBatch((16, 16))), "make it smaller"),
     ],
 )
 def test_refused(make, words):

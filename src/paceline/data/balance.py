@@ -75,6 +75,12 @@ class Balance:
                 f"gain_ratio={gain_ratio}, num_ignored={num_ignored}: the first is a fraction of a step, from 0 to "
                 "below 1; the second a number of steps."
             )
+        limits = tuple(most) if isinstance(most, Sequence) else () if most is None else (most,)
+        if isinstance(most, str) or not all(type(limit) is int and limit >= 1 for limit in limits):
+            raise ConfigurationError(
+                f"most={most!r}: the samples of a micro-batch that a rank can hold are a whole number from 1 on; one "
+                "for all ranks, or one each."
+            )
         self.move = move
         self.gain_ratio = gain_ratio
         self.num_ignored = num_ignored
@@ -113,8 +119,28 @@ class Balance:
             )
         if batch.size < ranks * self._unit(batch):
             raise ConfigurationError(f"{batch} is not enough for every rank to have a part of it.")
+        self._check_limits(batch)
         self._estimates = [SpeedEstimate() for _ in range(ranks)]
         self._last = [0] * ranks
+
+    def _check_limits(self, batch: GlobalBatch) -> None:
+        """The shares with which training begins have to fit; later ones are chosen so."""
+        too_large = [rank for rank in range(batch.num_ranks) if not self._holds(batch, rank)]
+        if not too_large:
+            return
+        rank = too_large[0]
+        if self.move == "micro-steps":
+            advice = 'Their size is fixed with move="micro-steps": make it smaller.'
+        else:
+            advice = f"Begin with {self._batch(batch, self._fitting(batch))}, for example."
+        raise ConfigurationError(
+            f"{batch} gives rank {rank} micro-batches of {batch.local[rank]} samples, where most={self._most} lets it "
+            f"have {self._limits[rank]}. {advice}"
+        )
+
+    def _holds(self, batch: GlobalBatch, rank: int) -> bool:
+        limit = self._limits[rank]
+        return limit is None or batch.samples[rank] == 0 or batch.local[rank] <= limit
 
     # ---- a step
 
@@ -133,6 +159,13 @@ class Balance:
         if not all(part.num_samples for part in work):
             return None
         self._num_steps += 1
+        if not all(
+            self._holds(batch, rank) for rank in range(batch.num_ranks)
+        ):  # somebody has changed the shares
+            self._num_measured = 0
+            new = self._batch(batch, self._fitting(batch))
+            self._tell(f"{batch} is more than most={self._words(self._limits)} allows. Now {new}.")
+            return new
         is_measured = self._num_steps > self.num_ignored
         for rank, part in enumerate(work):
             if is_measured and part.num_samples == self._last[rank]:
@@ -178,16 +211,8 @@ class Balance:
             )
         for rank, size in tried.items():
             self._limits[rank] = size * _KEPT_RATIO[0] // _KEPT_RATIO[1]
-        unit = self._unit(batch)
-        # Who has not been measured keeps his share in proportion.
-        speeds = [
-            estimate.speed if len(estimate) else Speed(0.0, 1 / max(now, 1))
-            for estimate, now in zip(self._estimates, batch.samples, strict=True)
-        ]
-        if not all(map(len, self._estimates)):
-            speeds = [Speed(0.0, 1 / max(now, 1)) for now in batch.samples]
         try:
-            samples = best_shares(speeds, batch.size, self._most_samples(batch), least=unit, unit=unit)
+            samples = self._fitting(batch)
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"out of memory: {who} in a micro-step. No room is left for {batch}, with at most "
@@ -200,6 +225,15 @@ class Balance:
         return new
 
     # ---- shares
+
+    def _fitting(self, batch: GlobalBatch) -> tuple[int, ...]:
+        """The best shares within the limits. Raises ConfigurationError if there are none."""
+        unit = self._unit(batch)
+        # Until all have been measured, in proportion to the present ones.
+        speeds = [Speed(0.0, 1 / max(now, 1)) for now in batch.samples]
+        if self._estimates and all(map(len, self._estimates)):
+            speeds = [estimate.speed for estimate in self._estimates]
+        return best_shares(speeds, batch.size, self._most_samples(batch), least=unit, unit=unit)
 
     def _unit(self, batch: GlobalBatch) -> int:
         """What moves: as many samples of a step at a time."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
 
@@ -106,6 +108,16 @@ class GlobalBatches(ABC):
         self._repeats = True
         self.batch = batch
         self._plan.change(self.step.position, batch)
+
+
+def check_state(state: Mapping[str, Any], *names: str) -> None:
+    """Refuse what no `state_dict()` of ours has returned."""
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise ConfigurationError(
+            f"a state of {', '.join(map(repr, state)) or 'nothing'} lacks {', '.join(map(repr, missing))}. Give what "
+            "state_dict() of the same class has returned."
+        )
 
 
 def _own_rank() -> int:

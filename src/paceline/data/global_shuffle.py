@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 
 from paceline.data.epoch_plan import EpochPlan, StepCut
 from paceline.data.global_batch import GlobalBatch
-from paceline.data.global_batches import GlobalBatches
+from paceline.data.global_batches import GlobalBatches, check_state
 from paceline.errors import ConfigurationError
 
 Batch = TypeVar("Batch")
@@ -136,8 +136,9 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         """Go on from there: the rest of that epoch's order, whatever the number of ranks was and is.
 
         Raises:
-            ConfigurationError: It is the state of another data set; nothing was changed.
+            ConfigurationError: It is the state of another data set, or none at all; nothing was changed.
         """
+        check_state(state, "num_samples", "epoch", "seed", "position")
         if state["num_samples"] != self.num_samples:
             raise ConfigurationError(
                 f"the state is of a data set of {state['num_samples']} samples, this one has {self.num_samples}: the "

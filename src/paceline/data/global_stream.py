@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from paceline.data.epoch_plan import EpochPlan, num_takers
 from paceline.data.global_batch import GlobalBatch
-from paceline.data.global_batches import GlobalBatches
+from paceline.data.global_batches import GlobalBatches, check_state
 from paceline.errors import ConfigurationError
 
 Sample = TypeVar("Sample")
@@ -92,7 +92,12 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
         return {"epoch": self._epoch, "position": position, "source": reader.place_before(position)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: the rest of the source, whatever the number of ranks was and is."""
+        """Go on from there: the rest of the source, whatever the number of ranks was and is.
+
+        Raises:
+            ConfigurationError: It is no such state; nothing was changed.
+        """
+        check_state(state, "epoch", "position", "source")
         self._epoch, self._start, self._place = state["epoch"], state["position"], state["source"]
         self._has_begun = False
 

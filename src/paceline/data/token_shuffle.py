@@ -51,7 +51,12 @@ class TokenShuffle(GlobalShuffle):
     def __init__(
         self, lengths: Sequence[int], batch: GlobalBatch, rank: int | None = None, seed: int = 0
     ) -> None:
-        self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        try:
+            self.lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError) as error:  # NaN, text, None
+            raise ConfigurationError(
+                f"lengths= are the tokens of each sample, whole numbers: {error}."
+            ) from error
         if not len(self.lengths) or int(self.lengths.min()) < 1:
             raise ConfigurationError(
                 "lengths= are the tokens of each sample, at least 1 of each. Leave out samples without tokens."

@@ -16,9 +16,9 @@ from torch.nn.parameter import UninitializedParameter
 from paceline import reductions
 from paceline.compression import Compressor
 from paceline.data import Balance, GlobalBatches
+from paceline.ddp.droppable import Unit
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.layout import ManagedParameters
-from paceline.ddp.skipping import Unit
 from paceline.ddp.step_shares import StepShares
 from paceline.errors import ConfigurationError
 from paceline.reductions import NarrowMean, Reduction

@@ -22,13 +22,14 @@ from paceline.comm.gradient_group import group_for_pieces, on_one_host
 from paceline.comm.peers import Peers
 from paceline.ddp import arguments, inputs_outputs
 from paceline.ddp.buffers import Broadcast, Buffers
+from paceline.ddp.droppable import Unit
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import JoinState, NextStep, agree_on_source, notify
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer, ReducerOptions
 from paceline.ddp.replicas import Description, verify
-from paceline.ddp.skipping import Skipping, Unit
+from paceline.ddp.skipping import Skipping
 from paceline.ddp.step_shares import StepShares
 from paceline.ddp.weights import Weighing, WeightExchange
 from paceline.reductions import Reduction

@@ -182,6 +182,21 @@ def differences(words: Mapping[int, int]) -> dict[int, int]:
     return {rank: (word - first + half) % NOT_COUNTED - half for rank, word in words.items()}
 
 
+def out_of_step(counts: Mapping[int, int]) -> str:
+    """Which rank is ahead of which, from the ranks' words; nothing if none is (rule 4)."""
+    if len(set(counts.values())) <= 1:
+        return ""
+    ahead = differences(counts)
+    most = max(ahead, key=ahead.__getitem__)
+    least = min(ahead, key=ahead.__getitem__)
+    return (
+        f"the ranks are not in the same step: rank {most} has run {ahead[most] - ahead[least]} forward(s) in training "
+        f"mode without a backward more than rank {least}. Either rank {most} skipped a backward or caught an exception "
+        "before its backward reached the module, so that its batches are ahead of the others'; or it ran a forward by "
+        "itself, which belongs under torch.no_grad() or in evaluation mode."
+    )
+
+
 def _nodes_of_running_backward() -> list[int] | None:
     """Sequence numbers of the nodes, without leaves, of the outermost running backward's graph; None: not found."""
     call = _outermost_call()

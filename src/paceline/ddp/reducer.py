@@ -132,7 +132,7 @@ class Reducer:
         looks = options.find_unused_parameters or (self._skipping is not None and self._skipping.looks)
         self.arrivals = Arrivals(managed, looks, options.static_graph, self._take, self._on_full)
         if self._skipping is not None:
-            self._skipping.follow(managed, self.process_groups, peers)
+            self._skipping.follow(managed, self.process_groups, peers, self.open_forwards)
         self.cuts = BucketCuts(
             managed, options.caps, options.searches_caps, self.arrivals, self.verdict, group, peers
         )

@@ -10,7 +10,8 @@ Rules
    engine says this backward does not reach; but all that earlier backwards of the step have used. A bucket of which no
    rank needs anything is shelved. Its gradients stay what they were, as those of parameters that nobody has used.
 3. Where ranks have declared different layers, all of them read so in the same sum: nobody launches anything, everybody
-   raises. A rank that runs no backward of its own (joined, or giving up) has no say, and follows.
+   raises, and says so if the ranks are not in the same step (they would draw alike, but for different steps). A rank
+   that runs no backward of its own (joined, or giving up) has no say, and follows.
 4. A gradient of a declared parameter is an error. One that the engine has not foreseen (reentrant checkpointing) is
    late (rule 5 of `reducer`), and from then on this rank needs everything.
 """
@@ -18,14 +19,13 @@ Rules
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.nn import Module, ModuleList, Parameter
+from torch.nn import Module
 
 from paceline.comm.collectives import device_for_metadata, launch_sum
 from paceline.comm.gradient_group import is_beside
@@ -33,86 +33,16 @@ from paceline.comm.peers import Peers
 from paceline.comm.pending import Done, Pending
 from paceline.ddp.arrivals import Expectations
 from paceline.ddp.bucket import Bucket, Scales
+from paceline.ddp.droppable import Parts, Unit, flat
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.open_forwards import OpenForwards, out_of_step
 from paceline.errors import ConfigurationError, SkipError
 from paceline.reductions import Reduction
 
 _BITS = 48  # of one word, which float64 sums exactly
+_UNITS = 5  # the units' bits begin here; before them: whether a rank has a say, and in four its open forwards
 _MOST_NAMED = 5
 PATIENCE_S = 0.002
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What is dropped as a whole, as given in `droppable=`: its name, and its parameters, trainable or not."""
-
-    name: str
-    parameters: tuple[Parameter, ...]
-
-
-def units_of(module: Module, droppable: Any) -> tuple[Unit, ...]:
-    """Read `droppable=`: an iterable, each entry a unit of its own.
-
-    Raises:
-        ConfigurationError: It is none, names what the module has not, or two entries have a parameter in common.
-    """
-    if droppable is None:
-        return ()
-    is_one = isinstance(droppable, (str, torch.Tensor)) or (
-        isinstance(droppable, Module) and not isinstance(droppable, ModuleList)
-    )
-    if is_one or not isinstance(droppable, Iterable):
-        raise ConfigurationError(
-            f"droppable={_shown(droppable)} is no list. Give what can be skipped, each entry by itself: "
-            "droppable=list(net.blocks), or [net.backbone]."
-        )
-    units = tuple(_unit(module, entry) for entry in droppable)
-    owners: dict[int, str] = {}
-    for unit in units:
-        for parameter in unit.parameters:
-            if id(parameter) in owners:
-                raise ConfigurationError(
-                    f"droppable: {owners[id(parameter)]} and {unit.name} have a parameter in common, which would be "
-                    "skipped with either. Leave one out, or make them one entry: [[first, second]]."
-                )
-            owners[id(parameter)] = unit.name
-    return units
-
-
-def _unit(module: Module, entry: Any) -> Unit:
-    parts = [_part(module, part) for part in _flat(entry)]
-    parameters = {id(p): p for _, found in parts for p in found}
-    name = " + ".join(name for name, _ in parts)
-    if not parameters:
-        raise ConfigurationError(f"droppable: {name or _shown(entry)} has no parameters. Leave it out.")
-    return Unit(name, tuple(parameters.values()))
-
-
-def _flat(what: Any) -> Iterator[Any]:
-    """What was given, lists taken apart; a module is one thing, also where one can iterate over it."""
-    if isinstance(what, Iterable) and not isinstance(what, (str, torch.Tensor, Module)):
-        for part in what:
-            yield from _flat(part)
-    else:
-        yield what
-
-
-def _part(module: Module, part: Any) -> tuple[str, list[Parameter]]:
-    """The name and the parameters of a part of the module, given as itself or by its name."""
-    for name, inner in module.named_modules():
-        if part is inner or (isinstance(part, str) and part == name):
-            return name or "the whole module", list(inner.parameters())
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if part is parameter or (isinstance(part, str) and part == name):
-            return name, [parameter]
-    raise ConfigurationError(
-        f"{_shown(part)} is no part of this {type(module).__name__}. Give modules or parameters of it, or names as in "
-        "module.named_modules(): blocks.3 is one, and model.blocks.3 or module.blocks.3 is none."
-    )
-
-
-def _shown(what: Any) -> str:
-    return f"a {type(what).__name__}" if isinstance(what, (Module, torch.Tensor)) else repr(what)
 
 
 def check(units: Sequence[Unit], looks: bool, reduction: Reduction, **conflicting: object) -> None:
@@ -148,12 +78,14 @@ class Skipping:
 
     def __init__(self, module: Module, units: Sequence[Unit], looks: bool) -> None:
         self.looks = looks
-        self._module, self._units = module, units
+        self._parts, self._units = Parts(module), units
+        self._owners = {id(p): number for number, unit in enumerate(units) for p in unit.parameters}
         self._contexts: list[frozenset[int]] = []  # numbers of units, of each `with` that is open
         self._managed: ManagedParameters
         self._members: list[frozenset[int]] = []  # parameter indices of each unit
         self._group: ProcessGroup
         self._peers: Peers
+        self._open_forwards: OpenForwards
         # Of the synchronized backward under way.
         self._declared: frozenset[int] = frozenset()  # numbers of units
         self._skipped: frozenset[int] = frozenset()  # their parameters' indices
@@ -165,13 +97,24 @@ class Skipping:
         self._needed: list[bool] | None = None  # by any rank, once agreed on
         self._disagreement = ""
 
-    def follow(self, managed: ManagedParameters, groups: Sequence[ProcessGroup], peers: Peers) -> None:
+    def follow(
+        self,
+        managed: ManagedParameters,
+        groups: Sequence[ProcessGroup],
+        peers: Peers,
+        open_forwards: OpenForwards,
+    ) -> None:
         """These parameters are reduced from now on, over these groups; the first agrees. Local."""
         indices = {id(parameter): index for index, parameter in enumerate(managed.parameters)}
         self._members = [
             frozenset(indices[id(p)] for p in unit.parameters if id(p) in indices) for unit in self._units
         ]
-        self._managed, self._group, self._peers = managed, groups[0], peers
+        self._managed, self._group, self._peers, self._open_forwards = (
+            managed,
+            groups[0],
+            peers,
+            open_forwards,
+        )
         self._is_private = all(map(is_beside, groups))
 
     # ---- declared by the caller
@@ -187,18 +130,18 @@ class Skipping:
             self._contexts.remove(numbers)
 
     def _numbers_of(self, what: Any) -> frozenset[int]:
-        parts = [_part(self._module, part) for part in _flat(what)]
+        parts = [self._parts.part(given) for given in flat(what)]
         ids = {id(parameter) for _, parameters in parts for parameter in parameters}
-        numbers = [n for n, unit in enumerate(self._units) if ids & set(map(id, unit.parameters))]
-        whole = {id(parameter) for number in numbers for parameter in self._units[number].parameters}
-        if whole != ids:
+        owned = [self._owners[each] for each in ids if each in self._owners]
+        numbers = frozenset(owned)
+        if not len(ids) == len(owned) == sum(len(self._units[number].parameters) for number in numbers):
             names = ", ".join(name for name, _ in parts)
             can = ", ".join(unit.name for unit in self._units) or "nothing"
             raise ConfigurationError(
                 f"skip({names}): what is skipped has to consist of entries of droppable=, which are {can}. They have "
                 "buckets of their own; all ranks have to know them from the start, so give them to the constructor."
             )
-        return frozenset(numbers)
+        return numbers
 
     # ---- a synchronized backward
 
@@ -218,7 +161,8 @@ class Skipping:
             or (by_autograd and index not in self._skipped and (reached is None or reached[index]))
             for index in range(len(self._managed))
         ]
-        mask = 1 | sum(2 << number for number in self._declared) if by_autograd else 0
+        declared = sum(1 << _UNITS + number for number in self._declared)
+        mask = 1 | self._open_forwards.word(by_autograd) << 1 | declared if by_autograd else 0
         said = [0] * (num_ranks * self._num_words)
         for place in range(self._num_words):
             said[rank * self._num_words + place] = mask >> (place * _BITS) & ((1 << _BITS) - 1)
@@ -228,7 +172,7 @@ class Skipping:
     @property
     def _num_words(self) -> int:
         """That say what one rank has declared."""
-        return len(self._units) // _BITS + 1
+        return (_UNITS + len(self._units) - 1) // _BITS + 1
 
     def ask(self) -> None:
         """Launch the sum of what all ranks need.
@@ -277,20 +221,25 @@ class Skipping:
             for rank in range(self._group.size())
         }
         masks = {rank: mask for rank, mask in masks.items() if mask & 1}
-        if len(set(masks.values())) > 1:
+        if len({mask >> _UNITS for mask in masks.values()}) > 1:
             self._disagreement = self._describe(masks)
+            self._open_forwards.forget()
 
     def _describe(self, masks: dict[int, int]) -> str:
         found = []
         for number, unit in enumerate(self._units):
-            skip = [rank for rank, mask in masks.items() if mask & (2 << number)]
+            skip = [rank for rank, mask in masks.items() if mask & (1 << _UNITS + number)]
             if 0 < len(skip) < len(masks):
                 do_not = [rank for rank in masks if rank not in skip]
                 found.append(f"{unit.name} on {_ranks(skip)} but not on {_ranks(do_not)}")
         more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        advice = "Draw them from the same seed on every rank, such as random.Random(f'{seed} {step}'), not a rank's."
+        open_forwards = (1 << _UNITS - 1) - 1
+        if cause := out_of_step({rank: mask >> 1 & open_forwards for rank, mask in masks.items()}):
+            advice = f"Perhaps because {cause}"
+        layers = "; ".join(found[:_MOST_NAMED]) + more
         return (
-            f"rank {self._group.rank()}: the ranks skip different layers: {'; '.join(found[:_MOST_NAMED])}{more}. Draw "
-            "them from the same seed on every rank, such as random.Random(f'{seed} {step}'), not from a rank's own. "
+            f"rank {self._group.rank()}: the ranks skip different layers: {layers}. {advice} "
             "Nothing was reduced; the gradients of this step were dropped on every rank, parameters are untouched."
         )
 

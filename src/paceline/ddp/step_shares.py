@@ -19,6 +19,7 @@ import torch
 from paceline.data import Balance, GlobalBatches, StepCut, Work
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.observe import StepTiming
+from paceline.observe.device_clock import CudaClock
 
 _LEAST_PLANNED_RATIO = 0.75  # of a share in tokens, that a step must have to be measured
 
@@ -232,17 +233,12 @@ class _DeviceClock:
 
     def __init__(self) -> None:
         self.waited_s = 0.0  # the device does not see it
+        self._clock = CudaClock()
         self._under_way: tuple[int, float, torch.cuda.Event] | None = None
         self._ended: deque[tuple[int, float, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def begin(self, num_samples: int, factor: float) -> None:
-        self._under_way = num_samples, factor, self._now()
-
-    @staticmethod
-    def _now() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._under_way = num_samples, factor, self._clock.mark()
 
     def expect_end(self) -> None:
         # Callbacks run in order: this one before the reducer's, which lets the device wait for communication.
@@ -250,14 +246,14 @@ class _DeviceClock:
 
     def _end(self) -> None:
         if self._under_way is not None:
-            self._ended.append((*self._under_way, self._now()))
+            self._ended.append((*self._under_way, self._clock.mark()))
         self._under_way = None
 
     def work(self, _: StepTiming | None) -> Work:
         if not (self._ended and self._ended[0][-1].query()):
             return Work(0, 0.0)
         num_samples, factor, began, ended = self._ended.popleft()
-        return Work(num_samples, max(began.elapsed_time(ended) / 1e3, 1e-9) * factor)
+        return Work(num_samples, max(self._clock.between_s(began, ended), 1e-9) * factor)
 
     def forget(self) -> None:
         self._under_way = None

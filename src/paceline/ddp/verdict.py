@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from paceline.comm.collectives import launch_sum
 from paceline.comm.peers import Peers, describe
 from paceline.ddp.non_finite import Suspicion
-from paceline.ddp.open_forwards import NOT_COUNTED, OpenForwards, differences
+from paceline.ddp.open_forwards import NOT_COUNTED, OpenForwards, out_of_step
 from paceline.errors import PeerAbortedError, PeerOutOfMemoryError, ProtocolError
 from paceline.reductions import Reduction
 
@@ -202,19 +202,13 @@ class Verdict:
             )
 
     def _raise_if_out_of_step(self, step: int) -> None:
-        counts = self.control.open_forwards()
-        if len(set(counts.values())) <= 1:
+        found = out_of_step(self.control.open_forwards())
+        if not found:
             return
         self.open_forwards.forget()
-        ahead = differences(counts)
-        most = max(ahead, key=ahead.__getitem__)
-        least = min(ahead, key=ahead.__getitem__)
         raise PeerAbortedError(
-            f"rank {self._rank}: the ranks are not in the same step: rank {most} has run {ahead[most] - ahead[least]} "
-            f"forward(s) in training mode without a backward more than rank {least}. Either rank {most} skipped a "
-            "backward or caught an exception before its backward reached the module, so that its batches are ahead of "
-            "the others'; or it ran a forward by itself, which belongs under torch.no_grad() or in evaluation mode. "
-            f"The gradients of step {step} were dropped on every rank; parameters are untouched."
+            f"rank {self._rank}: {found} The gradients of step {step} were dropped on every rank; parameters are "
+            "untouched."
         )
 
     def _raise_if_not_linear(self, late: int, reduction: Reduction) -> None:

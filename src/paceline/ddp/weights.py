@@ -25,6 +25,7 @@ from paceline.comm.peers import Peers
 from paceline.comm.pending import Done, Pending
 from paceline.ddp.step_shares import NO_REPORT
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError
+from paceline.numbers_given import number
 
 if TYPE_CHECKING:
     from paceline.ddp.coordinator import StepCoordinator
@@ -169,10 +170,11 @@ class Weighing:
                 )
             self.plain = float(sizes[0])
             return
-        weight = float(setting.weight(*inputs, **kwargs))
-        if not (math.isfinite(weight) and weight >= 0):
+        given = setting.weight(*inputs, **kwargs)
+        weight = number(given)
+        if not 0 <= weight < math.inf:
             raise ConfigurationError(
-                f"weight= says that this batch counts {weight}. A weight is a number of samples or tokens: finite and "
+                f"weight= says that this batch counts {given!r}. A weight is a number of samples or tokens: finite and "
                 "not negative."
             )
         self.plain = weight

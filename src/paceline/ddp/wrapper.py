@@ -27,6 +27,7 @@ from paceline.ddp import arguments, inputs_outputs, skipping, sync_batch_norm
 from paceline.ddp.accumulation import Batch, Window
 from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.coordinator import Setting, StepCoordinator
+from paceline.ddp.droppable import units_of
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Shadow, refuse_beside
 from paceline.ddp.layout import ManagedParameters
@@ -177,7 +178,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             )
             given_caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
             self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
-            self._units = skipping.units_of(module, droppable)
+            self._units = units_of(module, droppable)
             managed = arguments.manage(
                 module, self.parameters_to_ignore, self._delay_all_reduce_params, self._units
             )

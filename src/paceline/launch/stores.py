@@ -173,13 +173,7 @@ def _is_mine(address: str) -> bool:
 
 def _listen(address: str, port: int) -> socket.socket | None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # As torch's store does: a connection in TIME_WAIT does not use the port.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
+        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
     except OSError:
-        listener.close()
         return None
-    return listener

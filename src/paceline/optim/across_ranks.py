@@ -81,6 +81,10 @@ class AcrossRanks(Optimizer, ABC):
     def _settings(self) -> str:
         """What has to be equal on all ranks besides the parameters."""
 
+    def _cut(self, parameters: Sequence[Tensor]) -> list[FlatParameters]:
+        """What is exchanged at once."""
+        return flatten(parameters)
+
     def _follow(self) -> None:
         """Groups and state are the optimizer's own objects, which loading replaces."""
         self.param_groups = self.optimizer.param_groups
@@ -107,7 +111,7 @@ class AcrossRanks(Optimizer, ABC):
                 f"{sum(p.numel() for p in parameters):,} elements and {settings}. Every rank gives the same "
                 "parameters in the same order."
             )
-        self._flats = flatten(parameters)
+        self._flats = self._cut(parameters)
         self._num_adopted = len(parameters)
         if self._group.size() > 1:
             for flat in self._flats:

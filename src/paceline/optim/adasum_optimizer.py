@@ -4,19 +4,27 @@ Rules
 1. Those of `across_ranks`.
 2. A step is: keep the parameters, step the optimizer, take the change, combine the changes of all ranks by Adasum,
    and add the result to what was kept. What was kept is bitwise the same on all ranks, so the parameters stay so.
+3. With `overlap` all but the last of that is done during backward, bucket by bucket (`adasum_during_backward`).
 
 Source: Maleki et al. 2021, "Scaling distributed training with adaptive summation", section 4 (post-optimizer form).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from paceline.comm.pending import Pending
+from paceline.errors import ConfigurationError
 from paceline.optim.across_ranks import AcrossRanks
+from paceline.optim.adasum_during_backward import DuringBackward, cut
+from paceline.optim.flat_parameters import FlatParameters
+from paceline.optim.overlap import PER_PARAMETER
 from paceline.reductions.adasum import Adasum
 
 
@@ -27,14 +35,18 @@ class AdasumOptimizer(AcrossRanks):
     With plain SGD (no momentum, no weight decay) it equals `DistributedDataParallel(reduction="adasum")` up to
     rounding.
 
-    Limits first: nothing overlaps with backward; two copies of the parameters are kept; buffers (running
-    statistics) stay each rank's own; a rank whose gradients overflow under a GradScaler adds nothing to that step.
+    Limits first: nothing overlaps with backward, unless `overlap` is set; two copies of the parameters are kept;
+    buffers (running statistics) stay each rank's own; a rank whose gradients overflow under a GradScaler adds nothing
+    to that step.
 
     Args:
         optimizer: Any optimizer that needs no closure, over parameters that are laid out alike on all ranks. Schedulers
             and GradScaler may be given either it or this.
         process_group: Over whom; None for the default group.
         reduction: How updates are combined; for example `Adasum(hosts="auto")`.
+        overlap: Step parameters as soon as backward has their gradients, and combine updates while it runs. For
+            optimizers that step each parameter by its own gradient and state (as `paceline.optim.overlap`); with the
+            settings of the time of backward; without clipping and GradScaler. Parameters change in `step` as ever.
 
     Attributes:
         optimizer: The one that was given.
@@ -45,12 +57,13 @@ class AdasumOptimizer(AcrossRanks):
         0's. Afterwards, and after each `step`: parameters are bitwise equal on all ranks.
 
     Raises:
-        ConfigurationError: The optimizer needs a closure, or it is not one.
+        ConfigurationError: The optimizer needs a closure, or it is not one; or it cannot step during backward.
         ReplicaMismatchError: The ranks' parameters differ in number, shape or dtype; on every rank.
         PeerLostError: A rank died or hangs; the parameters are those of before the step.
     """
 
     reduction: Adasum
+    _during: DuringBackward | None
     _when_lost = "The parameters are those of before this step."
     _not_local = (
         'To combine gradients instead of updates, wrap it with reduction="adasum" and use the optimizer as it is. See '
@@ -58,12 +71,46 @@ class AdasumOptimizer(AcrossRanks):
     )
 
     def __init__(
-        self, optimizer: Optimizer, process_group: ProcessGroup | None = None, reduction: Adasum | None = None
+        self,
+        optimizer: Optimizer,
+        process_group: ProcessGroup | None = None,
+        reduction: Adasum | None = None,
+        *,
+        overlap: bool = False,
     ) -> None:
+        if overlap and type(optimizer) not in PER_PARAMETER:
+            raise ConfigurationError(
+                f"AdasumOptimizer(overlap=True): {type(optimizer).__name__} is not known to step each parameter by its "
+                f"own gradient and state alone, as {', '.join(kind.__name__ for kind in PER_PARAMETER)} do. Leave out "
+                "overlap."
+            )
+        self._overlaps, self._during = overlap, None
         super().__init__(optimizer, process_group, Adasum() if reduction is None else reduction)
 
     def _settings(self) -> str:
-        return repr(self.reduction)
+        return f"{self.reduction!r}, overlap={self._overlaps}"
+
+    def _cut(self, parameters: Sequence[Tensor]) -> list[FlatParameters]:
+        return cut(parameters) if self._overlaps else super()._cut(parameters)
+
+    def _adopt(self) -> None:
+        if self._during is not None:
+            self._during.remove()
+        super()._adopt()
+        if self._overlaps and self._group.size() > 1:
+            self._during = DuringBackward(self.optimizer, self._flats, self._launch)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here only accumulate: with `overlap`, all of a step but the last. Local."""
+        was_armed = self._during is not None and self._during.is_armed
+        if self._during is not None:
+            self._during.is_armed = False
+        try:
+            yield
+        finally:
+            if self._during is not None:
+                self._during.is_armed = was_armed
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -77,35 +124,62 @@ class AdasumOptimizer(AcrossRanks):
             Afterwards: parameters are bitwise equal on all ranks.
 
         Raises:
-            ConfigurationError: The gradients are the same on all ranks. Nothing was changed.
+            ConfigurationError: The gradients are the same on all ranks, or `overlap` cannot be with a closure or a
+                GradScaler: nothing was changed. Or gradients were changed after they had been used.
             PeerLostError: A rank died or hangs. The parameters are those of before, the state is one step ahead.
         """
-        self._check_step()
+        self._check_overlap(closure)
+        self._check_parameters_are_adopted()
+        if self._during is not None and self._during.has_launched:
+            self._await(self._during.finish())
+            self._apply()
+            return None
+        self._check_gradients_are_local()
         for flat in self._flats:
             flat.take()
         loss = self._step_here(closure)
         try:
-            self._combine()
+            for flat in self._flats:
+                flat.take_update()
+            self._await([self._launch(index) for index in range(len(self._flats))])
         except BaseException:
             for flat in self._flats:
                 flat.put_back()
             raise
-        self._num_steps += 1
+        self._apply()
         return loss
 
-    def _combine(self) -> None:
-        self.reduction.begin_step()
-        for flat in self._flats:
-            flat.take_update()
-        launched = [
-            self.reduction.launch(flat.message(index, len(self._flats), self._group))
-            for index, flat in enumerate(self._flats)
-        ]
+    def _launch(self, index: int) -> Pending:
+        """Start combining the updates that bucket `index` has taken."""
+        if index == 0:
+            self.reduction.begin_step()
+        return self.reduction.launch(self._flats[index].message(index, len(self._flats), self._group))
+
+    def _await(self, launched: Sequence[Pending]) -> None:
         for pending in launched:
             self._peers.wait(pending, f"combining the updates of step {self._num_steps + 1}")
+
+    @torch.no_grad()
+    def _apply(self) -> None:
         for flat in self._flats:
             flat.apply_update()
         self.reduction.note_step()
+        self._num_steps += 1
+        if self._during is not None:
+            self._during.is_armed = self._saw_local_gradients
+
+    def _check_overlap(self, closure: Callable[[], float] | None) -> None:
+        """Refuse what comes too late for steps that are made during backward."""
+        if self._overlaps and closure is not None:
+            raise ConfigurationError(
+                "AdasumOptimizer(overlap=True).step() was given a closure. Call backward, then step(), which has "
+                "nothing left to evaluate."
+            )
+        if self._overlaps and getattr(self, "grad_scale", None) is not None:
+            raise ConfigurationError(
+                "AdasumOptimizer(overlap=True) steps during backward, before a GradScaler can divide gradients by its "
+                "scale. Leave out overlap, or the scaler (bfloat16 needs none)."
+            )
 
     def __repr__(self) -> str:
         return f"AdasumOptimizer({self.optimizer!r}, {self.reduction!r})"

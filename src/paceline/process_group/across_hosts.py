@@ -21,6 +21,7 @@ from paceline.errors import ConfigurationError
 from paceline.process_group.connections import Gloo
 from paceline.process_group.executor import Executor
 from paceline.process_group.folds import Fold
+from paceline.process_group.options import TCP
 from paceline.process_group.path_between_hosts import open_path, wanted_path
 from paceline.schedules import SCHEDULES, Choice, Links, Topology, choose
 from paceline.transports import Subset
@@ -42,6 +43,7 @@ class AcrossHosts:
         hosts: The ranks of every host.
         index: This rank's place on its host.
         timeout: For one collective.
+        wanted: The path, as in `Options`.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class AcrossHosts:
         hosts: tuple[tuple[int, ...], ...],
         index: int,
         timeout: timedelta,
+        wanted: str = "",
     ) -> None:
         self._inner, self._store, self._timeout = inner, store, timeout
         self._path: Path | None = None
@@ -64,8 +67,7 @@ class AcrossHosts:
         self._everybody: dict[int, Executor] = {}  # by the rank that is the first one there
         self._links: Links | None = None
         self._only: str | None = None
-        if len(hosts) > 1:
-            wanted_path()
+        self._wanted = wanted_path(wanted) if len(hosts) > 1 else TCP
         self.use(os.environ.get(CHOICE), CHOICE)
 
     def use(self, name: str | None, set_by: str = "use_schedule") -> None:
@@ -93,7 +95,7 @@ class AcrossHosts:
     def _open(self) -> Path:
         """The path, opened at the first use. Collective over all ranks of the group."""
         if self._path is None:
-            self._path = open_path(self._inner, self._store, self._timeout)
+            self._path = open_path(self._inner, self._store, self._timeout, self._wanted)
             if self._index < self._num_columns:
                 column = [ranks[self._index] for ranks in self._hosts]
                 self._column = Executor(Subset(self._path, column))

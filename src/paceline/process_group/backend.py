@@ -27,6 +27,7 @@ from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.blocking_collectives import BlockingCollectives, check_reducible
 from paceline.process_group.connections import INTERFACE, address_towards, make_gloo
 from paceline.process_group.host_collectives import HostCollectives
+from paceline.process_group.options import Options
 from paceline.process_group.shared_vectors import SharedVectors
 from paceline.transports.shared_memory import Host, HostBarrier, join_host
 
@@ -39,12 +40,15 @@ class ProcessGroup(dist.ProcessGroup):
         rank: Within the group.
         size: Of the group.
         timeout: How long a rank waits for the others in one collective.
+        options: What the caller wants; rank 0's counts.
 
     Contract:
         Collective: making one, and every method but `send`, `recv`, `allocate_tensor` and the queries.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, options: Options | None = None
+    ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as a group in Python is made
         self._rank, self._size = rank, size
         self._timeout = timeout
@@ -59,7 +63,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._inner = make_gloo(dist.PrefixStore("collectives", store), rank, size, timeout, self.address)
         self._messages = make_gloo(dist.PrefixStore("messages", store), rank, size, timeout, self.address)
         paths = dist.PrefixStore("between hosts", store)
-        self._across = AcrossHosts(self._inner, paths, self.host.hosts, self.host.index, timeout)
+        wanted = (options or Options()).between_hosts
+        self._across = AcrossHosts(self._inner, paths, self.host.hosts, self.host.index, timeout, wanted)
         self._collectives = BlockingCollectives(self.host, self._here, self._across, self._inner)
         self._lane = Lane(f"paceline lane of rank {rank}")
         end_before_exit(self, ProcessGroup._leave)

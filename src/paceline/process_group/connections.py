@@ -75,8 +75,10 @@ def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timede
     return C10dTransport(make_gloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout, address))
 
 
-def open_lossy_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> LossyTransport:
-    """Connect the ranks for sums over UDP of which a bounded part may be lost.
+def open_lossy_transport(
+    store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, num_ports: int = 1
+) -> LossyTransport:
+    """Connect the ranks for sums over UDP of which a bounded part may be lost, by so many ports of each.
 
     It listens on the interface that GLOO_SOCKET_IFNAME names, or on the address towards the job's master. Arguments
     and contract as of `open_transport`.
@@ -88,7 +90,7 @@ def open_lossy_transport(store: dist.Store, rank: int, num_ranks: int, timeout: 
         from paceline.transports.bounded_loss.lossy_link import LossyLink  # noqa: PLC0415  numba takes a while
     except ImportError as error:
         raise _without_numba("a transport with bounded loss", error) from error
-    return LossyLink(store, rank, num_ranks, timeout, *_listening_on(num_ranks))
+    return LossyLink(store, rank, num_ranks, timeout, *_listening_on(num_ranks), num_ports=num_ports)
 
 
 def open_datagram_transport(

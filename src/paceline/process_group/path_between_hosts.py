@@ -1,9 +1,10 @@
 """The path that collectives take between hosts: Gloo's TCP, or with PACELINE_BETWEEN_HOSTS=udp reliable datagrams.
 
 Rules
-1. All ranks take the same: rank 0's environment says which is wanted, and datagrams are used only if full-sized ones
-   get through between every two ranks, both ways.
-2. Where they do not, for a firewall or an MTU that lies, all fall back to TCP, and rank 0 says once why.
+1. All ranks take the same: rank 0's options or environment say which is wanted, and datagrams are used only if
+   full-sized ones get through between every two ranks, both ways.
+2. Where they do not, for a firewall or an MTU that lies, all fall back to TCP, and rank 0 says once why. If
+   warnings are errors there, it is an error of all ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
 from paceline.process_group.connections import Gloo, check_datagrams, open_datagram_transport
+from paceline.process_group.options import TCP, UDP
 from paceline.transports.c10d import C10dTransport
 
 if TYPE_CHECKING:
@@ -28,36 +30,39 @@ if TYPE_CHECKING:
 PATH = "PACELINE_BETWEEN_HOSTS"
 """Environment variable: "tcp", the default, or "udp"; rank 0's counts."""
 
-TCP, UDP = "tcp", "udp"
 HANDSHAKE_S = 10.0
-_TROUBLE_BYTES = 400
+_TROUBLE_BYTES = 600
 
 
-def wanted_path() -> str:
-    """What this process's environment asks for.
+def wanted_path(option: str = "") -> str:
+    """What this group's options ask for, or else this process's environment.
 
     Raises:
-        ConfigurationError: It asks for something else.
+        ConfigurationError: The environment asks for something else.
     """
-    wanted = os.environ.get(PATH, TCP) or TCP
+    wanted = option or os.environ.get(PATH, TCP) or TCP
     if wanted not in (TCP, UDP):
         raise ConfigurationError(f'{PATH}={wanted!r}: say "udp", or "tcp", which is the default.')
     return wanted
 
 
-def open_path(inner: Gloo, store: dist.Store, timeout: timedelta) -> Path:
+def open_path(inner: Gloo, store: dist.Store, timeout: timedelta, wanted: str) -> Path:
     """Open the path that rank 0 wants, or TCP if datagrams do not get through.
 
     Args:
         inner: A Gloo group over all ranks, used by nobody else at the same time.
         store: Used for this alone.
         timeout: How long a rank waits for another.
+        wanted: By this rank; rank 0's counts.
 
     Contract:
         Collective over the ranks of `inner`.  Blocks: yes.
         Afterwards: the same kind of transport on all ranks.
+
+    Raises:
+        UserWarning: On all ranks: datagrams do not get through, and rank 0 takes warnings for errors.
     """
-    is_wanted = torch.tensor([int(wanted_path() == UDP)])
+    is_wanted = torch.tensor([int(wanted == UDP)])
     inner.broadcast([is_wanted], dist.BroadcastOptions()).wait()
     if not is_wanted.item():
         return C10dTransport(inner)
@@ -70,14 +75,25 @@ def open_path(inner: Gloo, store: dist.Store, timeout: timedelta) -> Path:
         return transport
     if transport is not None:
         transport.close(0.0)
-    if inner.rank() == 0:
-        warnings.warn(
-            f"{PATH}=udp: {troubles[0]} All ranks of this group use TCP instead. Let UDP pass between the hosts, or "
-            f"leave {PATH} out.",
-            UserWarning,
-            stacklevel=2,
-        )
+    _say_why(inner, troubles[0])
     return C10dTransport(inner)
+
+
+def _say_why(inner: Gloo, trouble: str) -> None:
+    """Warn on rank 0; if that is an error there, raise it on all ranks. Collective."""
+    refused = ""
+    if inner.rank() == 0:
+        try:
+            warnings.warn(
+                f"{PATH}=udp: {trouble} All ranks of this group use TCP instead. Let UDP pass between the hosts, or "
+                f"leave {PATH} out.",
+                UserWarning,
+                stacklevel=3,
+            )
+        except UserWarning as warning:
+            refused = str(warning)
+    for words in _gathered(inner, refused):
+        raise UserWarning(words)
 
 
 def _obstacle(inner: Gloo) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from paceline.comm import BACKEND_NAME
 from paceline.late_imports import when_imported
+from paceline.process_group.options import Options
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -26,15 +26,17 @@ def _register_with(c10d: Any) -> None:
     if c10d.is_available() if hasattr(c10d, "is_available") else True:
         backend = c10d.Backend
         if BACKEND_NAME not in backend.backend_list:
-            backend.register_backend(BACKEND_NAME, _make, devices=["cpu", "cuda"])
+            backend.register_backend(BACKEND_NAME, _make, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def _make(what: Any, pg_options: object) -> dist.ProcessGroup:
+    """Make a group of what c10d says of it (`_DistributedBackendOptions`), and of its caller's options."""
+    options = Options.of(pg_options)
     import torch.distributed as dist  # noqa: PLC0415  only those who ask for one pay for it
 
     from paceline.comm.rendezvous import announce  # noqa: PLC0415
 
-    announce(dist.PrefixStore("memory", store), rank)  # what is imported now may take seconds
+    announce(dist.PrefixStore("memory", what.store), what.group_rank)  # what is imported now may take seconds
     from paceline.process_group.backend import ProcessGroup  # noqa: PLC0415
 
-    return ProcessGroup(store, rank, size, timeout)
+    return ProcessGroup(what.store, what.group_rank, what.group_size, what.timeout, options)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.process_group.descriptor import NUM_INTEGERS, Descriptor, check_agreement
+from paceline.process_group.kept_memory import KeptMemory
 from paceline.transports.shared_memory import Host, HostBarrier
 from paceline.transports.shared_memory.arena import Place
 
@@ -53,7 +54,7 @@ class Staging:
         place = host.me.arena.place_of(self._kept)
         assert place is not None
         self._start = place.start  # the first allocation: at the same place in every arena
-        self._scratch: Tensor | None = None
+        self._whole = KeptMemory(lambda num_bytes: host.me.arena.allocate(num_bytes, torch.uint8))
         self._turn = 0  # which slot the next piece takes
         self._known_slots: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self.copied_bytes = 0
@@ -74,10 +75,7 @@ class Staging:
     @contextmanager
     def resident(self, flat: Tensor) -> Iterator[Tensor]:
         """Yield a copy of the whole of `flat` that is resident, and copy it back."""
-        if self._scratch is None or self._scratch.numel() < flat.nbytes:
-            self._scratch = None  # its place may be part of the next one's
-            self._scratch = self._areas[self._me].allocate(flat.nbytes, torch.uint8)
-        copy = self._scratch[: flat.nbytes].view(flat.dtype).copy_(flat)
+        copy = self._whole.take(flat.numel(), flat.dtype).copy_(flat)
         yield copy
         flat.copy_(copy)
         self.copied_bytes += 2 * flat.nbytes

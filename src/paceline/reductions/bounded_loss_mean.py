@@ -40,6 +40,7 @@ from paceline.reductions.reduction import Message, Reduction, real_numel
 from paceline.transports import Bound, LossyTransport, Sum
 
 _CLASSES = 5
+_MOST_PATHS = 16
 _NATIVE = (torch.float32, torch.float64)
 
 SURVIVORS, NONE, FEEDBACK = "survivors", "none", "feedback"
@@ -65,6 +66,8 @@ class BoundedLoss(Reduction):
             forward needs first, are of a higher class (DSCP CS5 down to CS1 for the last ones), and leave first; those
             that may be lost are not ECN-capable, so that a port drops them where it marks the others.
         connect: Makes this rank's transport for a process group; by default one over UDP. Collective.
+        paths: By how many ports each rank sends. Where a network chooses among several paths by ports (ECMP), datagrams
+            to one rank then take all of them, each as fast as it is; 8 for two paths. With one path it gains nothing.
 
     Attributes:
         losses: What was lost in the last step; the same on every rank.
@@ -73,7 +76,7 @@ class BoundedLoss(Reduction):
 
     Cost:
         Each rank sends 2(P-1)/P of the gradients' bytes and 6 % more for headers, in 2 rounds. It holds the others'
-        contributions to its shard, as much memory as the bucket, for each of up to 8 buckets under way; with
+        contributions to its shard, as much memory as what is under way: up to 16 parts of 1 MiB, or buckets; with
         "feedback" two residuals for each gradient.
 
     Source:
@@ -93,13 +96,20 @@ class BoundedLoss(Reduction):
         connect: Callable[[ProcessGroup], LossyTransport] | None = None,
         *,
         priorities: bool = False,
+        paths: int = 1,
     ) -> None:
         if compensation not in COMPENSATIONS:
             raise ConfigurationError(
                 f"compensation={compensation!r} is none of {', '.join(map(repr, COMPENSATIONS))}. Leave it out for "
                 "gradients whose expectation is the mean."
             )
+        if not 1 <= paths <= _MOST_PATHS or (paths > 1 and connect is not None):
+            raise ConfigurationError(
+                f"paths={paths!r} cannot be: a rank sends by 1 to {_MOST_PATHS} ports, and a transport from `connect=` "
+                "has its own. For two paths 8 are enough."
+            )
         self._bound = Bound(bound, protected_ratio, is_scaled=compensation == SURVIVORS)
+        self._paths = paths
         self._compensation = compensation
         self._connect = connect
         self._priorities = priorities
@@ -122,7 +132,8 @@ class BoundedLoss(Reduction):
     def __repr__(self) -> str:
         return (
             f"BoundedLoss(bound={self._bound.ratio}, protected_ratio={self._bound.protected_ratio}, "
-            f"compensation={self._compensation!r}{', priorities=True' if self._priorities else ''})"
+            f"compensation={self._compensation!r}{', priorities=True' if self._priorities else ''}"
+            f"{f', paths={self._paths}' if self._paths > 1 else ''})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,6 +144,7 @@ class BoundedLoss(Reduction):
             "compensation": self._compensation,
             "connect": self._connect,
             "priorities": self._priorities,
+            "paths": self._paths,
         }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -159,7 +171,9 @@ class BoundedLoss(Reduction):
         if message.process_group.size() == 1:
             return Done()
         if self._connection is None:
-            self._connection = _Connection(message.process_group, message.flat.device, self._connect)
+            self._connection = _Connection(
+                message.process_group, message.flat.device, self._connect, self._paths
+            )
         names = tuple(self._names[id(parameter)] for parameter in message.parameters)
         sizes = {name: self._sizes[name] for name in names}
         residual = None
@@ -319,8 +333,9 @@ class _Connection:
         process_group: ProcessGroup,
         device: torch.device,
         connect: Callable[[ProcessGroup], LossyTransport] | None,
+        paths: int,
     ) -> None:
-        self._open = connect or _over_udp(process_group, device)
+        self._open = connect or _over_udp(process_group, device, paths)
         self._group = process_group
         self._link: LossyTransport | None = None
         self._lane = Lane(f"paceline bounded-loss lane of rank {process_group.rank()}")
@@ -338,7 +353,9 @@ class _Connection:
         return self._link
 
 
-def _over_udp(process_group: ProcessGroup, device: torch.device) -> Callable[[ProcessGroup], LossyTransport]:
+def _over_udp(
+    process_group: ProcessGroup, device: torch.device, paths: int
+) -> Callable[[ProcessGroup], LossyTransport]:
     """Launch what the ranks must know of each other to connect; the returned function connects them."""
     timeout: timedelta = timeout_of(process_group)
     store = store_of_job("BoundedLoss")
@@ -350,6 +367,6 @@ def _over_udp(process_group: ProcessGroup, device: torch.device) -> Callable[[Pr
     def connect(group: ProcessGroup) -> LossyTransport:
         sent.wait()
         prefixed = dist.PrefixStore(f"paceline/bounded_loss/{int(token.item())}", store)
-        return open_lossy_transport(prefixed, group.rank(), group.size(), timeout)
+        return open_lossy_transport(prefixed, group.rank(), group.size(), timeout, paths)
 
     return connect

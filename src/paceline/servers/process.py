@@ -84,18 +84,18 @@ def listen(address: str, port: int) -> socket.socket:
         ConfigurationError: It cannot be.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    takes_both = (
+        family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    )  # where the address is every one, `::`
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
+        return socket.create_server(
+            (address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=takes_both
+        )
     except OSError as error:
-        listener.close()
         raise ConfigurationError(
             f"a parameter server cannot listen on {address}, port {port}: {error.strerror or error}. Name an address "
             "of this machine, and a port that is free (0 takes any)."
         ) from error
-    return listener
 
 
 def _end(number: int, _: FrameType | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 
-from paceline.numba_cache import renew_with, stamp_of
+from paceline.numba_cache import keep, stamp_of
 
 LANES = 64  # of SIMD: so many numbers the compiler treats alike, some vector registers full
 FAR = 1e30
@@ -43,7 +43,7 @@ def compiled(function: _F) -> _F:
     times as long to compile. numba compiles some functions of its own so; its users' manual does not name the option.
     """
     made = cast("Any", numba.njit)(_nrt=False, **_OPTIONS)(function)
-    renew_with(made, _SOURCES)
+    keep(made, _SOURCES)
     return cast("_F", made)
 
 
@@ -51,5 +51,5 @@ def inner(function: _F) -> _F:
     """As `compiled`, for what only compiled code calls: without the code that unpacks Python's arguments."""
     options = {**_OPTIONS, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     made = cast("Any", numba.njit)(**options)(function)
-    renew_with(made, _SOURCES)
+    keep(made, _SOURCES)
     return cast("_F", made)

@@ -111,9 +111,9 @@ class Network:
         """Carry out a change of a host's links that was checked."""
         if change.kind == "link":
             state = "up" if change.value else "down"
-            self.ip.link("set", index=self._index(_port_name(host, change.link)), state=state)
+            self.ip.link("set", index=self._index(_port_name(host, change.link or 0)), state=state)
             return
-        for link in range(self._spec.links):
+        for link in range(self._spec.links) if change.link is None else [change.link]:
             port = _port_name(host, link)
             if change.kind == "rate":
                 at_host = f"eth{link}"

@@ -4,9 +4,9 @@ Rules
 1. A change is checked against the cluster as it is by then, by the rules of `ClusterSpec`; a scenario as a whole before
    anything starts. What `ClusterSpec` would refuse, no change brings about.
 2. Words are those of the command line: `cores` is --cpu, and so on.
-3. A line of a scenario is a time, hosts and a change: `20s host1,host2 cores 25%`. `#` begins a comment. The clock runs
-   from the start of the job; below a line `after WORDS`, from the first line of output in which a rank says WORDS once
-   all changes above it have happened.
+3. A line of a scenario is a time, hosts and a change: `20s host1,host2 cores 25%`. `#` begins a comment. A host may be
+   one of its links alone: `20s all/link1 rate 40Mbit`. The clock runs from the start of the job; below a line
+   `after WORDS`, from the first line of output in which a rank says WORDS once all changes above it have happened.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.lab.emulation.cluster_spec import ClusterSpec
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_HOST = re.compile(r"host(\d+)")
+_HOST = re.compile(r"(?:all|host(\d+))(?:/link(\d+))?")
 _EXAMPLE = "a line is a time, hosts and a change, for example: 20s host1 cores 25%"
 _KINDS = "cores 50%, rate 100Mbit, loss 1%, delay 5ms (of all hosts), link down or link up"
 
@@ -39,16 +39,16 @@ class Change:
         kind: `cores`, `rate`, `loss`, `delay` or `link`.
         host: Of which host; None: of all.
         value: Cores, bits per second, fraction of the packets, seconds, or whether the link is up.
-        link: Which of the host's links, for `link`.
+        link: Which of the host's links, for `rate`, `loss` and `link`; None: all, or of `link` the first.
     """
 
     kind: str
     host: int | None
     value: float
-    link: int = 0
+    link: int | None = None
 
     @classmethod
-    def parse(cls, kind: str, host: int | None, value: str) -> Change:
+    def parse(cls, kind: str, host: int | None, value: str, link: int | None = None) -> Change:
         """A change from the words of the command line."""
         parsers: dict[str, Callable[[str, str], float]] = {
             "cores": q.percentage,
@@ -59,7 +59,9 @@ class Change:
         }
         if kind not in parsers:
             raise ConfigurationError(f"{kind!r} is nothing that can change; these can: {_KINDS}.")
-        return cls(kind, host, parsers[kind](value, kind))
+        if link is not None and kind not in ("rate", "loss", "link"):
+            raise ConfigurationError(f"{kind!r} is not a property of a link: write the host alone.")
+        return cls(kind, host, parsers[kind](value, kind), link)
 
     def applied_to(self, spec: ClusterSpec) -> ClusterSpec:
         """The cluster after this change.
@@ -69,16 +71,17 @@ class Change:
         """
         if self.host is not None and not 0 <= self.host < spec.hosts:
             raise ConfigurationError(f"there is no host{self.host}: {_hosts_of(spec)}.")
+        if self.link is not None and not 0 <= self.link < spec.links:
+            raise ConfigurationError(f"a host has no link {self.link}; it has {spec.links}.")
         if self.kind == "cores":
             return self._with_cores(spec)
         if self.kind == "rate":
             return self._with_rate(spec)
         if self.kind == "loss":
-            return replace(spec, loss_ratio=self._put(spec.loss_ratio))
+            changed = replace(spec, loss_ratio=self._put(spec.loss_ratio))
+            return changed if self.link is None else spec  # which says nothing of one link alone
         if self.kind == "delay":
             return self._with_delay(spec)
-        if not 0 <= self.link < spec.links:
-            raise ConfigurationError(f"host{self.host} has no link {self.link}; it has {spec.links}.")
         return spec
 
     def _with_cores(self, spec: ClusterSpec) -> ClusterSpec:
@@ -95,9 +98,10 @@ class Change:
         ports = spec.port_rate_bits_per_s
         if None in [rates[host] for rates in (spec.rate_bits_per_s, ports) for host in self._hosts(spec)]:
             raise ConfigurationError("a rate can change where there is one from the start. Pass --rate.")
-        return replace(
+        changed = replace(
             spec, rate_bits_per_s=self._put(spec.rate_bits_per_s), port_rate_bits_per_s=self._put(ports)
         )
+        return changed if self.link is None else spec  # which says nothing of one link alone
 
     def _with_delay(self, spec: ClusterSpec) -> ClusterSpec:
         if self.host is not None:
@@ -127,9 +131,9 @@ class Change:
             "delay": q.show_seconds,
             "link": lambda up: "up" if up else "down",
         }
-        return (
-            f"{'all' if self.host is None else f'host{self.host}'} {self.kind} {shows[self.kind](self.value)}"
-        )
+        where = "all" if self.host is None else f"host{self.host}"
+        where += "" if self.link is None else f"/link{self.link}"
+        return f"{where} {self.kind} {shows[self.kind](self.value)}"
 
 
 @dataclass(frozen=True)
@@ -306,17 +310,20 @@ def _changes(line: str) -> list[tuple[float, Change]]:
     at_s = q.seconds(when, "the time")
     if at_s < 0:
         raise ConfigurationError(f"the time {when} lies before the start.")
-    return [(at_s, Change.parse(kind, host, value)) for host in _hosts(hosts)]
+    return [(at_s, Change.parse(kind, host, value, link)) for host, link in _places(hosts)]
 
 
-def _hosts(text: str) -> list[int | None]:
-    if text == "all":
-        return [None]
+def _places(text: str) -> list[tuple[int | None, int | None]]:
+    """Pairs of a host, None for all, and one of its links, None for all."""
     found = [_HOST.fullmatch(name) for name in text.split(",")]
-    numbers: list[int | None] = [int(host[1]) for host in found if host]
-    if len(numbers) != len(found):
-        raise ConfigurationError(f"{text!r} names no hosts; write host1, host0,host2 or all.")
-    return numbers
+    places = [
+        tuple(None if number is None else int(number) for number in place.groups())
+        for place in found
+        if place
+    ]
+    if len(places) != len(found):
+        raise ConfigurationError(f"{text!r} names no hosts; write host1, host0,host2, all or host1/link0.")
+    return [(host, link) for host, link in places]
 
 
 def _hosts_of(spec: ClusterSpec) -> str:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 
-from paceline.numba_cache import renew_with, stamp_of
+from paceline.numba_cache import keep, stamp_of
 from paceline.transports.bounded_loss import datagram
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -29,5 +29,5 @@ def compiled(function: _F) -> _F:
 def entry(function: _F) -> _F:
     """Compile what Python calls, when it is first called, with all that it calls."""
     made: Any = numba.njit(**_ENTRY)(function)
-    renew_with(made, _SOURCES)
+    keep(made, _SOURCES)
     return cast("_F", made)

@@ -35,7 +35,7 @@ from paceline.reductions.adasum.operator import (
     squared_norms,
 )
 
-_CHUNKS_AT_ONCE = 4  # combined before they are handed on: what fits a core's cache
+_CHUNKS_AT_ONCE = 2  # combined before they are handed on: what fits a core's cache
 
 
 @dataclass(frozen=True)

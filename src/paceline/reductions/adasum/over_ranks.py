@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.process_group.executor import PIECE_BYTES, Executor
+from paceline.process_group.kept_memory import KeptMemory
 from paceline.reductions.adasum.operator import (
     LEFT,
     NUM_DOTS,
@@ -54,7 +55,7 @@ class AdasumOverRanks:
         self.executor = Executor(transport)
         self._plan = plan
         self._timeout_s = timeout_s
-        self._scratch = torch.empty(0)
+        self._scratch = KeptMemory(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
         topology = plan.topology
         self._num_neighbours = len(topology.ranks_of_host[topology.host_of_rank[transport.rank]])
 
@@ -87,10 +88,8 @@ class AdasumOverRanks:
         return Norms(*call.norms.tolist())
 
     def scratch_like(self, flat: Tensor) -> Tensor:
-        """Uninitialized, of the shape and dtype of `flat`; the same memory in every call."""
-        if self._scratch.dtype != flat.dtype or self._scratch.numel() < flat.numel():
-            self._scratch = torch.empty_like(flat)
-        return self._scratch[: flat.numel()]
+        """Uninitialized, of the shape and dtype of `flat`; until the next call."""
+        return self._scratch.take(flat.numel(), flat.dtype)
 
 
 class _Call:

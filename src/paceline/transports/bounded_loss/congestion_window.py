@@ -1,4 +1,4 @@
-"""How many datagrams may be under way to a peer: a window adapted once a round trip, by marks, losses and delay.
+"""How many datagrams may take one way at a time: a window adapted once a round trip, by marks, losses and delay.
 
 Rules
 1. Congestion marks shrink the window in proportion to their share, as DCTCP does.
@@ -41,24 +41,24 @@ _PATIENCE_US = 300_000
 
 
 @compiled
-def reset(peer: Any, rate: Any) -> None:
-    """Set up a peer's rows of `peers` and `rates`."""
+def reset(way: Any, rate: Any) -> None:
+    """Set up the rows of a way in `ways` and `rates`."""
     rate[e.R_WINDOW] = FIRST_WINDOW
     rate[e.R_RTT] = 2000.0
     rate[e.R_ROUND_WAIT] = rate[e.R_MIN_WAIT] = np.inf
-    peer[e.P_IS_STARTING] = 1
-    peer[e.P_REORDER] = 8
-    peer[e.P_RX_LARGEST] = -1
+    way[e.W_IS_STARTING] = 1
+    way[e.W_REORDER] = 8
+    way[e.W_RX_LARGEST] = -1
 
 
 @compiled
-def note_round_trip(peer: Any, rate: Any, rtt_us: float, way_us: int, now_us: int) -> None:
+def note_round_trip(way: Any, rate: Any, rtt_us: float, way_us: int, now_us: int) -> None:
     """Take one sample of the round-trip time, and one of the way there: `way_us`, by two clocks, modulo 2^32."""
-    if not peer[e.P_HAS_WAY]:
-        peer[e.P_HAS_WAY], peer[e.P_WAY] = 1, way_us
+    if not way[e.W_HAS_DELAY]:
+        way[e.W_HAS_DELAY], way[e.W_DELAY] = 1, way_us
         rate[e.R_RTT] = rtt_us
     rate[e.R_RTT] += (rtt_us - rate[e.R_RTT]) / 8
-    change = (way_us - peer[e.P_WAY]) & 0xFFFFFFFF
+    change = (way_us - way[e.W_DELAY]) & 0xFFFFFFFF
     wait = float(change - 0x100000000 if change >= 0x80000000 else change)
     if wait < rate[e.R_MIN_WAIT] or now_us - rate[e.R_MIN_WAIT_AT] > _FORGET_US:
         rate[e.R_MIN_WAIT] = wait
@@ -67,9 +67,9 @@ def note_round_trip(peer: Any, rate: Any, rtt_us: float, way_us: int, now_us: in
 
 
 @compiled
-def end_round(peer: Any, rate: Any, now_us: int) -> None:
+def end_round(way: Any, rate: Any, now_us: int) -> None:
     """Adapt the window to what became of the datagrams of a round trip, and begin the next round."""
-    good, lost, marked = peer[e.P_ROUND_GOOD], peer[e.P_ROUND_LOST], peer[e.P_ROUND_MARKED]
+    good, lost, marked = way[e.W_ROUND_GOOD], way[e.W_ROUND_LOST], way[e.W_ROUND_MARKED]
     window = rate[e.R_WINDOW]
     wait = rate[e.R_ROUND_WAIT] - rate[e.R_MIN_WAIT]
     if wait <= TARGET_US:
@@ -78,37 +78,37 @@ def end_round(peer: Any, rate: Any, now_us: int) -> None:
     rate[e.R_ALPHA] += (marked_ratio - rate[e.R_ALPHA]) / 8
     is_overload = lost >= _FEW and lost > _OVERLOAD * (good + lost)
     if marked > 0:
-        if peer[e.P_IS_STARTING]:
+        if way[e.W_IS_STARTING]:
             rate[e.R_ALPHA] = max(rate[e.R_ALPHA], marked_ratio)
         window *= 1.0 - rate[e.R_ALPHA] / 2
-        peer[e.P_IS_STARTING] = 0
+        way[e.W_IS_STARTING] = 0
     elif lost > 0 and (wait > TARGET_US or is_overload):
         carried = good * (1.0 - min(1.0, wait / max(1.0, rate[e.R_RTT])))  # without a queue
         window = min(window, max(0.7 * window, carried))
-        peer[e.P_IS_STARTING] = 0
+        way[e.W_IS_STARTING] = 0
     elif wait > TARGET_US and now_us - rate[e.R_SHORT_AT] > max(_PATIENCE_US, 20 * rate[e.R_RTT]):
         window += 1.0
     elif wait > TARGET_US:
         window *= 1.0 - min(_MOST_YIELD, _YIELD * (wait - TARGET_US) / wait)
-        peer[e.P_IS_STARTING] = 0
+        way[e.W_IS_STARTING] = 0
     elif good >= window / 2:  # else nobody asked for more
         faster = window / 8 if wait < TARGET_US / 2 else 0.0  # far from the path's rate
-        window += good if peer[e.P_IS_STARTING] else max(_GROWTH, faster)
+        window += good if way[e.W_IS_STARTING] else max(_GROWTH, faster)
     rate[e.R_WINDOW] = min(max(window, SMALLEST_WINDOW), LARGEST_WINDOW)
     rate[e.R_ROUND_WAIT] = np.inf
-    peer[e.P_ROUND_GOOD] = peer[e.P_ROUND_LOST] = peer[e.P_ROUND_MARKED] = 0
-    peer[e.P_ROUND_END] = peer[e.P_NEXT]
+    way[e.W_ROUND_GOOD] = way[e.W_ROUND_LOST] = way[e.W_ROUND_MARKED] = 0
+    way[e.W_ROUND_END] = way[e.W_NEXT]
 
 
 @compiled
-def note_silence(peer: Any, rate: Any) -> None:
+def note_silence(way: Any, rate: Any) -> None:
     """Shrink the window: nothing was heard for a few round trips."""
     rate[e.R_WINDOW] = max(SMALLEST_WINDOW, rate[e.R_WINDOW] / 2)
-    peer[e.P_IS_STARTING] = 0
+    way[e.W_IS_STARTING] = 0
 
 
 @compiled
-def pause_us(peer: Any, rate: Any) -> float:
-    """Microseconds between two datagrams to this peer."""
-    gain = 2.0 if peer[e.P_IS_STARTING] else 1.25
+def pause_us(way: Any, rate: Any) -> float:
+    """Microseconds between two datagrams that take this way."""
+    gain = 2.0 if way[e.W_IS_STARTING] else 1.25
     return float(rate[e.R_RTT] / (gain * rate[e.R_WINDOW]))

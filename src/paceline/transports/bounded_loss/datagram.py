@@ -3,19 +3,21 @@
 ```text
  0  8  code: SipHash-2-4 of all that follows, by the key of this direction between these two ranks
  8  4  collective: its number on this connection, or of a message its number among those of this direction
-12  4  number: of this datagram among all DATA and END from this rank to that one; never used again; in FEEDBACK how
-       long the received one whose time is echoed was on its way, by the two ranks' clocks
-16  4  time: microseconds on the sender's clock; in FEEDBACK the echo of a received one
+12  4  number: of this datagram among all DATA and END from this rank's port to that rank; never used again; in
+       FEEDBACK how long the received one whose time is echoed was on its way, by the two ranks' clocks
+16  4  time: microseconds on the sender's clock, about when it leaves the host; in FEEDBACK the echo of a received one
 20  4  begun: how many collectives the sender has begun, or messages it has begun to receive from this peer
 24  4  chunk: of the transfer; in FEEDBACK the largest number received; in NACK the first chunk of the bitmap
 28  4  chunks: how many the transfer has, of a message in parts the tag of this part; in FEEDBACK how many datagrams
        were received
 32  2  sender
-34  1  kind
+34  1  kind, and in the upper half the port, of the sender's that it left by; in FEEDBACK the receiver's, of whose
+       datagrams it tells
 35  1  flags
 36  4  aux: in DATA and END of phase 0 how many chunks are protected; in FEEDBACK how many datagrams carried a
-          congestion mark; in NACK the number of the END it answers
-40     payload: a chunk, or a bitmap
+          congestion mark; in NACK that END's number among all to this rank
+40     payload: a chunk, or a bitmap; of an END its number among all to this rank, by which ports there is one,
+       and microseconds until the next one, unless there is an answer
 ```
 
 A FEEDBACK's bitmap says of the numbers below the largest, backwards, which have arrived. It is as short as it can be:
@@ -44,6 +46,12 @@ GATHER, PROTECTED, ASK, DROPPABLE = 1, 2, 4, 64
 CLASS_SHIFT = 3
 """From here on three bits of the flags are the class selector, which goes into the IP header, too."""
 
+MOST_PORTS = 16
+
+END_BYTES = HEADER_BYTES + 12
+END_ORDER, END_PORTS, END_PAUSE = (HEADER_BYTES // 4 + field for field in range(3))
+"""The payload of an END, as indices into 32-bit words."""
+
 _ECN_CAPABLE = 2
 
 COLLECTIVE, NUMBER, TIME, BEGUN, CHUNK, CHUNKS, SENDER_KIND, AUX = 2, 3, 4, 5, 6, 7, 8, 9
@@ -67,6 +75,7 @@ def most_bits(payload: int) -> int:
 def write_header(
     words: Any,
     kind: int,
+    port: int,
     flags: int,
     sender: int,
     collective: int,
@@ -84,7 +93,7 @@ def write_header(
     words[BEGUN] = begun & 0xFFFFFFFF
     words[CHUNK] = chunk
     words[CHUNKS] = chunks & 0xFFFFFFFF
-    words[SENDER_KIND] = sender | (kind << 16) | (flags << 24)
+    words[SENDER_KIND] = sender | (kind << 16) | (port << 20) | (flags << 24)
     words[AUX] = aux & 0xFFFFFFFF
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,24 +36,34 @@ class DatagramEnd(ABC):
         keys: For every peer 16 secret bytes, which both of the two ranks hold.
         payload_bytes: Carried by one datagram, a multiple of 8; the same on all ranks.
         silence_us: A peer that is needed and says nothing for so long is lost.
+        num_ports: By how many ports this rank sends; the same on all ranks. Networks that choose a path by ports then
+            spread what one rank sends another over several, and each is used as fast as it is.
 
     Attributes:
         tables: Its memory, for compiled code.
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, keys: Mapping[int, bytes], payload_bytes: int, silence_us: int
+        self,
+        rank: int,
+        num_ranks: int,
+        keys: Mapping[int, bytes],
+        payload_bytes: int,
+        silence_us: int,
+        num_ports: int = 1,
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        self.tables = e.new_tables(rank, num_ranks, payload_bytes, d.HEADER_BYTES, _FIRST_ROOM)
+        self.num_ports = num_ports
+        self.tables = e.new_tables(rank, num_ranks, payload_bytes, d.HEADER_BYTES, _FIRST_ROOM, num_ports)
         self.tables.numbers[e.SILENCE_US] = silence_us
         for peer, secret in keys.items():
             sends = _direction_key(secret, rank, peer)
             receives = _direction_key(secret, peer, rank)
             self.tables.keys[peer] = np.frombuffer(sends + receives, np.uint64)
-        for peer in range(num_ranks):
-            window.reset(self.tables.peers[peer], self.tables.rates[peer])
+        for way in range(num_ranks * num_ports):
+            window.reset(self.tables.ways[way], self.tables.rates[way])
+        self._most = np.zeros(num_ports, np.int64)
 
     @property
     def row_bytes(self) -> int:
@@ -76,16 +86,18 @@ class DatagramEnd(ABC):
         self,
         rows: NDArray[np.uint8],
         sizes: NDArray[Any],
-        peers: NDArray[Any],
+        ways: NDArray[Any],
         now_us: int,
-        most: int = _ANY_NUMBER,
+        most: int | Sequence[int] = _ANY_NUMBER,
     ) -> int:
-        """Write the datagrams that should leave now, one a row, with their sizes and receivers; return how many.
+        """Write the datagrams that should leave now, one a row, with their sizes and ways; return how many.
 
-        At most `most` of them are chunks.
+        A way is the receiver's number times the number of ports, plus the port: with one port, the receiver. At most
+        `most` of them are chunks, by each port, or by the one and the other.
         """
         words, longs = d.words_of(rows)
-        count: int = transmit(self.tables, words, longs, sizes, peers, now_us, most)
+        self._most[:] = most
+        count: int = transmit(self.tables, words, longs, sizes, ways, now_us, self._most)
         self.go_on(now_us)
         return count
 
@@ -103,6 +115,11 @@ class DatagramEnd(ABC):
     def misfit_peer(self) -> int | None:
         """A peer whose transfers do not have the size that they should."""
         return self._peer_in(e.MISFIT_PEER)
+
+    def has_heard_chunks(self, peer: int) -> bool:
+        """Whether any datagram with a number ever came from a peer."""
+        ways = self.tables.ways[peer * self.num_ports : (peer + 1) * self.num_ports]
+        return bool((ways[:, e.W_RX_LARGEST] >= 0).any())
 
     @property
     def is_idle(self) -> bool:

@@ -4,13 +4,15 @@ Rules
 1. It returns when something happened that Python must know: a collective finished, a peer was lost, somebody called.
 2. It sends no faster than the kernel takes datagrams: what it did not take is sent before anything new is made.
 3. Of the chunks in the kernel's queue there are only as many as keep the link busy until the next turn (`_room`):
-   which peer is served, and how fast, is decided as late as possible, and peers are served evenly.
+   which peer is served, and how fast, is decided as late as possible, and peers are served evenly. The time that they
+   wait there is no queue of the network's, so it is left out of what is measured (`_note_drain`).
 4. While transfers are under way it rests for a fixed short time rather than until the next datagram, so that one turn
    handles several: waking up for each would cost more than handling it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss import system_calls as system
 from paceline.transports.bounded_loss.endpoint import Endpoint
-from paceline.transports.bounded_loss.machine_code import compiled, one_compiles
+from paceline.transports.bounded_loss.machine_code import compiled
 from paceline.transports.bounded_loss.receiving import take_datagrams
 from paceline.transports.bounded_loss.sending import advance, transmit
 
@@ -34,6 +36,8 @@ _PENDING, _SENT_UPTO, _SEGMENTS, _ERROR = range(4)
 _SMALLEST_LIMIT, _LARGEST_LIMIT = 16 * 1024, 1024 * 1024
 _PERIOD_TURNS = 128
 _LIMIT, _LOWEST, _TURNS, _WAS_FULL = range(4)
+_RATE, _FILLED, _FILLED_AT = range(3)
+_LONGEST_LOCAL_US = 2500
 
 
 class Io(NamedTuple):
@@ -44,23 +48,31 @@ class Io(NamedTuple):
     descriptors: NDArray[np.int64]  # the socket, and what wakes the loop
     events: NDArray[np.int64]
     scratch: NDArray[np.int64]
+    ports: NDArray[np.int64]  # the sockets by which it sends; the first is that by which it receives
     local: NDArray[
         np.int64
-    ]  # the kernel's queue: limit in bytes, lowest length seen, turns, whether it was full
+    ]  # a port's queue in the kernel: limit, lowest length seen, turns, whether it was full
+    most: NDArray[np.int64]  # chunks that may leave by each port in this turn
+    drain: NDArray[
+        np.float64
+    ]  # of a port's queue: bytes a microsecond, length when it was last filled, and when
     status: NDArray[np.int64]  # messages pending, of these sent, segments of a message, error
 
 
 def new_io(
-    descriptor: int, wake: int, rows: int, row_bytes: int, addresses: NDArray[np.int64], segments: int
+    ports: Sequence[int], wake: int, rows: int, row_bytes: int, addresses: NDArray[np.int64], segments: int
 ) -> Io:
-    """Memory for batches of `rows` datagrams over a socket."""
+    """Memory for batches of `rows` datagrams over sockets, of which the first one receives."""
     return Io(
         incoming=system.new_batch(rows, row_bytes, addresses),
         outgoing=system.new_batch(rows, row_bytes, addresses),
-        descriptors=np.array([descriptor, wake], np.int64),
+        descriptors=np.array([ports[0], wake], np.int64),
         events=np.array([system.POLL_IN, system.POLL_IN], np.int64),
         scratch=np.zeros(4, np.int64),
-        local=np.array([_SMALLEST_LIMIT, _LARGEST_LIMIT, 0, 0], np.int64),
+        ports=np.array(ports, np.int64),
+        local=np.array([[_SMALLEST_LIMIT // len(ports), _LARGEST_LIMIT, 0, 0]] * len(ports), np.int64),
+        most=np.zeros(len(ports), np.int64),
+        drain=np.zeros((len(ports), 3)),
         status=np.array([0, 0, segments, 0], np.int64),
     )
 
@@ -68,8 +80,7 @@ def new_io(
 def compile_all() -> None:
     """Compile everything, or load it from disk, before anyone waits for this rank. Local; takes seconds only once."""
     endpoint = Endpoint(0, 2, {1: bytes(32)}, 8, 1)
-    with one_compiles(drive):
-        drive(endpoint.tables, new_io(-1, -1, 2, endpoint.row_bytes, np.zeros((2, 2), np.int64), 1), 0)
+    drive(endpoint.tables, new_io([-1], -1, 2, endpoint.row_bytes, np.zeros((2, 2), np.int64), 1), 0)
 
 
 @compiled
@@ -116,21 +127,29 @@ def _send(t: Any, io: Any, now: int) -> int:
     batch, status = io.outgoing, io.status
     for _ in range(4):
         if status[_PENDING] == status[_SENT_UPTO]:
-            most = _room(io.local, system.queued_bytes(io.descriptors[0], io.scratch), batch.rows.shape[1])
-            count = transmit(t, batch.words, batch.longs, batch.sizes, batch.peers, now, most)
+            ports = io.ports.shape[0]
+            for port in range(ports):
+                queued = system.queued_bytes(io.ports[port], io.scratch)
+                t.local_us[port] = _note_drain(io.drain[port], queued, now)
+                row_bytes = batch.rows.shape[1]
+                smallest = max(
+                    _SMALLEST_LIMIT // ports, 2 * row_bytes
+                )  # or ports would wait for each other's turns
+                io.most[port] = _room(io.local[port], queued, row_bytes, smallest)
+            count = transmit(t, batch.words, batch.longs, batch.sizes, batch.ways, now, io.most)
             status[_SENT_UPTO] = 0
-            status[_PENDING] = system.prepare_messages(batch, count, status[_SEGMENTS])
+            status[_PENDING] = system.prepare_messages(batch, count, status[_SEGMENTS], ports)
             if count == 0:
                 return 0
         while status[_SENT_UPTO] < status[_PENDING]:
-            taken = system.send_messages(io.descriptors[0], batch, status[_SENT_UPTO], status[_PENDING])
+            taken = system.send_messages(io.ports, batch, status[_SENT_UPTO], status[_PENDING])
             if taken > 0:
                 status[_SENT_UPTO] += taken
             elif taken in (-system.AGAIN, -system.NO_BUFFER):
                 return 0
             elif taken in (-system.INVALID, -system.IO_ERROR) and status[_SEGMENTS] > 1:
                 status[_SEGMENTS] = 1  # no segmentation offload here: once more, one by one
-                status[_PENDING] = _restart(batch, status)
+                status[_PENDING] = _restart(batch, status, io.ports.shape[0])
             else:
                 status[_ERROR] = -taken
                 status[_SENT_UPTO] += 1  # as if it had been lost
@@ -140,7 +159,26 @@ def _send(t: Any, io: Any, now: int) -> int:
 
 
 @compiled
-def _room(local: Any, queued: int, row_bytes: int) -> int:
+def _note_drain(drain: Any, queued: int, now: int) -> int:
+    """Learn how fast the kernel's queue of a port gets shorter; return how long `queued` bytes take, in microseconds.
+
+    Between two turns nothing is added; a queue that has run empty meanwhile says nothing about its rate. It is never
+    more than half the target of the congestion window: between namespaces the kernel counts what a socket has sent
+    until the receiver's side has it, so the network's queue would be left out as well.
+    """
+    passed_us = now - drain[_FILLED_AT]
+    if 0 < queued < drain[_FILLED] and passed_us > 0:
+        rate = (drain[_FILLED] - queued) / passed_us
+        weight = (
+            1.0 if drain[_RATE] == 0 else 0.25 if rate > drain[_RATE] else 0.0625
+        )  # too fast does no harm
+        drain[_RATE] += weight * (rate - drain[_RATE])
+    drain[_FILLED], drain[_FILLED_AT] = queued, now
+    return int(min(queued / drain[_RATE], _LONGEST_LOCAL_US)) if drain[_RATE] else 0
+
+
+@compiled
+def _room(local: Any, queued: int, row_bytes: int, smallest: int = _SMALLEST_LIMIT) -> int:
     """How many chunks may be added to the kernel's queue of `queued` bytes; finds the limit for it.
 
     A queue that was full and is empty now was too short for the time between turns: its limit doubles. One that was
@@ -157,7 +195,7 @@ def _room(local: Any, queued: int, row_bytes: int) -> int:
         local[_TURNS] += 1
         if local[_TURNS] >= _PERIOD_TURNS:
             spare = max(0, local[_LOWEST] - local[_LIMIT] // 4)
-            local[_LIMIT] = max(local[_LIMIT] - spare, _SMALLEST_LIMIT)
+            local[_LIMIT] = max(local[_LIMIT] - spare, smallest)
             local[_TURNS], local[_LOWEST] = 0, _LARGEST_LIMIT
     most = max(0, local[_LIMIT] - queued) // row_bytes
     local[_WAS_FULL] = most == 0
@@ -165,7 +203,7 @@ def _room(local: Any, queued: int, row_bytes: int) -> int:
 
 
 @compiled
-def _restart(batch: Any, status: Any) -> int:
+def _restart(batch: Any, status: Any, ports: int) -> int:
     """Describe the datagrams that were not sent once more, each as a message of its own."""
     first = 0
     for message in range(status[_SENT_UPTO]):
@@ -173,6 +211,6 @@ def _restart(batch: Any, status: Any) -> int:
     count = 0
     for message in range(status[_PENDING]):
         count += batch.covered[message]
-    made = system.prepare_messages(batch, count, 1)
+    made = system.prepare_messages(batch, count, 1, ports)
     status[_SENT_UPTO] = first
     return int(made)

@@ -30,6 +30,7 @@ from paceline.transports.transport import Message, Transport
 
 PART_BYTES = 1 << 20
 _QUIET_S = 0.1
+_PAUSES = 3.5  # between ENDs, each of which is up to twice the last: so one may be lost
 _MOST_TAG = (1 << 32) - 1
 
 
@@ -236,12 +237,16 @@ class _Driver(LinkThread):
                 self._changed.notify_all()
 
     def _is_settled(self) -> bool:
-        """Whether peers have been quiet: else one may not know that its last message arrived."""
+        """Whether peers have been quiet for longer than two of their ENDs are apart.
+
+        Else one may not know that its last message arrived, and would ask nobody.
+        """
         t = self.endpoint.tables
-        heard = int(t.peers[:, e.P_RX_COUNT].sum() + t.numbers[e.REPLAYED] + t.numbers[e.STALE])
+        heard = int(t.ways[:, e.W_RX_COUNT].sum() + t.numbers[e.REPLAYED] + t.numbers[e.STALE])
         if heard != self._heard:
             self._heard, self._heard_s = heard, time.monotonic()
-        return time.monotonic() - self._heard_s > _QUIET_S
+        quiet_s = max(_QUIET_S, _PAUSES * float(t.peers[:, e.P_PAUSE].max()) / 1e6)
+        return time.monotonic() - self._heard_s > quiet_s
 
     def _give_up(self, error: Exception) -> None:
         with self._changed:

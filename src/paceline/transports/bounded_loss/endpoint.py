@@ -39,8 +39,9 @@ class Endpoint(DatagramEnd):
         payload_bytes: int,
         silence_us: int,
         num_owners: int = 0,
+        num_ports: int = 1,
     ) -> None:
-        super().__init__(rank, num_ranks, keys, payload_bytes, silence_us)
+        super().__init__(rank, num_ranks, keys, payload_bytes, silence_us, num_ports)
         self._num_owners = num_owners or num_ranks
         self._held: dict[int, NDArray[Any]] = {}  # the vectors that `slots` has addresses of
         self._buffers: list[list[NDArray[np.uint8]]] = [[np.empty(0, np.uint8)] * 3 for _ in range(e.SLOTS)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-SLOTS = 8  # collectives under way at once
+SLOTS = 16  # collectives under way at once
 RING = 8192  # datagrams to a peer that may be unresolved; a power of 2
 WINDOW = 2048  # numbers below the largest that a receiver still takes; a power of 2
 FEEDBACK_BITS = 1024  # of these, so many a FEEDBACK tells about
@@ -23,8 +23,8 @@ LATE_REPLIES = 16
 RANK, RANKS, PAYLOAD, BEGUN_HERE, OLDEST, TURN, STRANGERS, STALE, DUPLICATES, LOST_PEER, MISFIT_PEER = range(
     11
 )
-SILENCE_US, IS_CHANGED, SENT, REPEATED, MARKED, REPLAYED, STUCK_PEER, REPLY_FLAGS = range(11, 19)
-NUM_NUMBERS = 19
+SILENCE_US, IS_CHANGED, SENT, REPEATED, MARKED, REPLAYED, STUCK_PEER, REPLY_FLAGS, PORTS = range(11, 20)
+NUM_NUMBERS = 20
 
 # slots: a collective
 (
@@ -44,7 +44,8 @@ FREE, REDUCING, ARRIVED_ALL, GATHERING, FINISHED, RETIRED, CARRYING, CARRIED = r
 """Stages of a slot: ARRIVED_ALL is to be summed; it stays RETIRED while a peer may still need a repetition. Of messages
 it is CARRYING, and CARRIED as soon as one of its transfers has ended."""
 
-# outgoing: a transfer to a peer; its number is a collective's, or a message's among those to that peer
+# outgoing: a transfer to a peer; its number is a collective's, or a message's among those to that peer; ENDED are the
+# ports, a bit each, by which an END has left since the last answer
 (
     O_NUMBER,
     O_ACTIVE,
@@ -58,18 +59,19 @@ it is CARRYING, and CARRIED as soon as one of its transfers has ended."""
     O_END_AT,
     O_TRIES,
     O_PROTECTED,
-    O_ENDS,
+    O_ENDED,
+    O_ENDED_TWICE,
     O_ADDRESS,
     O_BYTES,
     O_TAIL_BYTES,
     O_TAG,
     O_FLAGS,
     NUM_O,
-) = range(19)
+) = range(20)
 UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
 """States of a chunk at its sender."""
 
-# incoming: a transfer from a peer
+# incoming: a transfer from a peer; ENDED are the peer's ports by which an END has come since the last answer
 (
     I_NUMBER,
     I_CHUNKS,
@@ -78,7 +80,8 @@ UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
     I_PROTECTED,
     I_DONE,
     I_END_AT,
-    I_END_NUMBER,
+    I_END_ORDER,
+    I_ENDED,
     I_REPLY,
     I_ADDRESS,
     I_BYTES,
@@ -86,49 +89,57 @@ UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
     I_TAIL_BYTES,
     I_TAG,
     NUM_I,
-) = range(15)
+) = range(16)
 NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
 
-# peers: counts, times in microseconds; SENDING and RECEIVING are the transfers that have begun here
+# peers: counts, times in microseconds; SENDING and RECEIVING are the transfers that have begun here, ORDER numbers all
+# DATA and END to this peer, whichever way they take, PAUSE is the time after which it repeats an END
 (
-    P_NEXT,
-    P_UNRESOLVED,
-    P_FLYING,
-    P_MARKS_SEEN,
     P_BEGUN,
     P_EARLY,
-    P_ROUND_END,
-    P_ROUND_GOOD,
-    P_ROUND_LOST,
-    P_ROUND_MARKED,
-    P_IS_STARTING,
-    P_REORDER,
-    P_PROGRESS_AT,
-    P_BACKOFF,
-    P_RX_LARGEST,
-    P_RX_COUNT,
-    P_RX_MARKED,
-    P_RX_UNTOLD,
-    P_RX_FIRST_UNTOLD_AT,
-    P_RX_TIME,
-    P_RX_TIME_AT,
-    P_TELL_NOW,
     P_HEARD_AT,
     P_ASKED_AT,
     P_ANSWER,
     P_LATE,
     P_STASHED,
     P_REORDERED_AT,
-    P_HAS_WAY,
-    P_WAY,
-    P_STUCK_SINCE,
     P_SENDING,
     P_RECEIVING,
     P_IS_NEEDED,
+    P_ORDER,
+    P_PAUSE,
     NUM_P,
-) = range(35)
+) = range(14)
 
-# rates: a peer's, floating; times in microseconds
+# ways: from this rank to a peer by one of this rank's ports, and the same of the peer's; counts, times in microseconds
+(
+    W_NEXT,
+    W_UNRESOLVED,
+    W_FLYING,
+    W_MARKS_SEEN,
+    W_ROUND_END,
+    W_ROUND_GOOD,
+    W_ROUND_LOST,
+    W_ROUND_MARKED,
+    W_IS_STARTING,
+    W_REORDER,
+    W_PROGRESS_AT,
+    W_BACKOFF,
+    W_STUCK_SINCE,
+    W_HAS_DELAY,
+    W_DELAY,
+    W_RX_LARGEST,
+    W_RX_COUNT,
+    W_RX_MARKED,
+    W_RX_UNTOLD,
+    W_RX_FIRST_UNTOLD_AT,
+    W_RX_TIME,
+    W_RX_TIME_AT,
+    W_TELL_NOW,
+    NUM_W,
+) = range(24)
+
+# rates: a way's, floating; times in microseconds
 (
     R_WINDOW,
     R_RTT,
@@ -142,7 +153,7 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
 ) = range(9)
 
 # ring: a datagram that was sent
-G_COLLECTIVE, G_CHUNK, G_STATE, G_NUMBER, NUM_G = range(5)
+G_COLLECTIVE, G_CHUNK, G_STATE, G_NUMBER, G_ORDER, NUM_G = range(6)
 GONE, IN_FLIGHT, ARRIVED, MISSING = range(4)
 
 Numbers = NDArray[np.int64]
@@ -157,23 +168,27 @@ class Tables(NamedTuple):
     outgoing: Numbers  # slot, phase, peer, column
     incoming: Numbers
     peers: Numbers
-    rates: NDArray[np.float64]
-    ring: Numbers  # peer, number % RING, column
+    ways: Numbers  # peer * number of ports + port, column
+    rates: NDArray[np.float64]  # way, column
+    ring: Numbers  # way, number % RING, column
     keys: NDArray[np.uint64]  # peer; two halves for sending, two for receiving
     chunk_state: Bytes  # slot, phase, peer, chunk
-    chunk_number: Numbers
+    chunk_order: Numbers  # of its latest datagram
     chunk_class: Bytes  # slot, peer, chunk: 1 is protected
     have: Bytes  # slot, phase, peer, chunk
-    seen: Bytes  # peer, number % WINDOW
+    seen: Bytes  # way, number % WINDOW
     late: Numbers  # peer, entry, (collective, phase)
     stash: Bytes  # peer, entry, bytes
     stash_sizes: Numbers
+    local_us: Numbers  # by port: how long what is sent now waits in this host's own queue, if that is known
     order: (
         Numbers  # of the transfers that may be under way to a peer, the oldest being 0: which is served first
     )
 
 
-def new_tables(rank: int, num_ranks: int, payload_bytes: int, header_bytes: int, chunks: int) -> Tables:
+def new_tables(
+    rank: int, num_ranks: int, payload_bytes: int, header_bytes: int, chunks: int, num_ports: int
+) -> Tables:
     """Memory for transfers of up to `chunks` chunks."""
 
     def zeros(*shape: int) -> Numbers:
@@ -181,6 +196,7 @@ def new_tables(rank: int, num_ranks: int, payload_bytes: int, header_bytes: int,
 
     numbers = zeros(NUM_NUMBERS)
     numbers[RANK], numbers[RANKS], numbers[PAYLOAD] = rank, num_ranks, payload_bytes
+    numbers[PORTS] = num_ports
     numbers[LOST_PEER] = numbers[MISFIT_PEER] = numbers[STUCK_PEER] = -1
     slots = zeros(SLOTS, NUM_S)
     slots[:, S_COLLECTIVE] = -1
@@ -192,13 +208,15 @@ def new_tables(rank: int, num_ranks: int, payload_bytes: int, header_bytes: int,
         outgoing=outgoing,
         incoming=incoming,
         peers=zeros(num_ranks, NUM_P),
-        rates=np.zeros((num_ranks, NUM_R)),
-        ring=zeros(num_ranks, RING, NUM_G),
+        ways=zeros(num_ranks * num_ports, NUM_W),
+        rates=np.zeros((num_ranks * num_ports, NUM_R)),
+        ring=zeros(num_ranks * num_ports, RING, NUM_G),
         keys=np.zeros((num_ranks, 4), np.uint64),
-        seen=np.zeros((num_ranks, WINDOW), np.uint8),
+        seen=np.zeros((num_ranks * num_ports, WINDOW), np.uint8),
         late=zeros(num_ranks, LATE_REPLIES, 2),
         stash=np.zeros((num_ranks, STASH, header_bytes + payload_bytes), np.uint8),
         stash_sizes=zeros(num_ranks, STASH),
+        local_us=zeros(num_ports),
         order=np.arange(SLOTS),
         **_per_chunk(num_ranks, chunks),
     )
@@ -218,7 +236,7 @@ def with_room(tables: Tables, chunks: int) -> Tables:
 def _per_chunk(num_ranks: int, chunks: int) -> dict[str, Any]:
     return {
         "chunk_state": np.zeros((SLOTS, 2, num_ranks, chunks), np.uint8),
-        "chunk_number": np.zeros((SLOTS, 2, num_ranks, chunks), np.int64),
+        "chunk_order": np.zeros((SLOTS, 2, num_ranks, chunks), np.int64),
         "chunk_class": np.zeros((SLOTS, num_ranks, chunks), np.uint8),
         "have": np.zeros((SLOTS, 2, num_ranks, chunks), np.uint8),
     }

@@ -37,21 +37,22 @@ class LinkThread(ABC):
 
     Args:
         endpoint: Of this rank.
-        met: Its socket, and the others' places.
+        met: Its sockets, and the others' places.
         timeout_s: How long something may be under way.
         name: Of the thread.
     """
 
     def __init__(self, endpoint: DatagramEnd, met: Met, timeout_s: float, name: str) -> None:
         self.end = endpoint
-        self.place: tuple[str, int] = met.socket.getsockname()
+        self.place: tuple[str, int] = met.sockets[0].getsockname()
         self._rank = endpoint.rank
         self._timeout_s = timeout_s
         self._places = met.places
-        self._socket = met.socket
+        self._sockets = met.sockets
+        self._socket = met.sockets[0]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._io = loop.new_io(
-            self._socket.fileno(),
+            [each.fileno() for each in met.sockets],
             self._wake,
             _ROWS,
             endpoint.row_bytes,
@@ -126,7 +127,8 @@ class LinkThread(ABC):
             self._fail(error)
         with self._lock:
             self._is_closing = True
-            self._socket.close()
+            for each in self._sockets:
+                each.close()
             os.close(self._wake)
 
     def _drive(self) -> None:
@@ -168,7 +170,7 @@ class LinkThread(ABC):
         address, port = self._places[peer]
         never = (
             ""
-            if self.end.tables.peers[peer, e.P_RX_LARGEST] >= 0
+            if self.end.has_heard_chunks(peer)
             else " No datagram of its gradients ever came: if it is running, a firewall may keep UDP from passing."
         )
         return PeerLostError(

@@ -41,6 +41,8 @@ class LossyLink(LossyTransport):
         address: Of this host, on which it listens; "" for that of `interface`.
         interface: A network interface, where there is no address.
         num_owners: As of `Endpoint`: 0, or how many ranks sum for all.
+        num_ports: By how many ports it sends; the same on every rank. Networks that choose among paths by ports (ECMP)
+            then carry one rank's datagrams over several, and each as fast as it is.
 
     Contract:
         Collective: making one, over these ranks.  Blocks: until every rank has come.
@@ -59,12 +61,12 @@ class LossyLink(LossyTransport):
         address: str = "",
         interface: str = "",
         num_owners: int = 0,
+        num_ports: int = 1,
     ) -> None:
         super().__init__(rank, num_ranks)
         loop.compile_all()
-        met = meet(
-            store, rank, num_ranks, timeout, address, interface, "connecting to sum gradients over UDP"
-        )
+        doing = "connecting to sum gradients over UDP"
+        met = meet(store, rank, num_ranks, timeout, address, interface, doing, num_ports)
         self._driver = _Driver(rank, met, timeout.total_seconds(), num_owners)
         self._let_go = weakref.finalize(self, self._driver.close, 0.0)
         end_before_exit(self, LossyLink.close)
@@ -123,7 +125,8 @@ class _Driver(LinkThread):
 
     def __init__(self, rank: int, met: Met, timeout_s: float, num_owners: int) -> None:
         silence_us = int(silence_s(timeout_s) * 1e6)
-        self.endpoint = Endpoint(rank, len(met.places), met.keys, met.payload_bytes, silence_us, num_owners)
+        ranks, ports = len(met.places), len(met.sockets)
+        self.endpoint = Endpoint(rank, ranks, met.keys, met.payload_bytes, silence_us, num_owners, ports)
         super().__init__(self.endpoint, met, timeout_s, f"paceline lossy link of rank {rank}")
         self._queue: deque[tuple[_Launched, int, int]] = deque()  # parts: first element, and end
         self._launched: dict[int, tuple[_Launched, int]] = {}

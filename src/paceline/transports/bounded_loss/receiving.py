@@ -14,17 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from paceline.transports.bounded_loss import congestion_window as window
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
+from paceline.transports.bounded_loss.resolving import take_feedback, take_nack
 from paceline.transports.bounded_loss.shards import chunk_bytes, num_chunks
 
 _GRACE_US = 2000
 _REMEMBER_US = 10_000_000
-_PROMPT = 16  # datagrams that are acknowledged at once, before the delay of FEEDBACK
-_LONGEST_RTT_US = 60_000_000
-_MOST_REORDER = 512
+_PROMPT, _LEAST_PROMPT = (
+    16,
+    4,
+)  # datagrams, of all ports, and of one, that are acknowledged before the delay of FEEDBACK
 
 
 @compiled
@@ -60,22 +61,23 @@ def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: 
         n[e.STRANGERS] += 1
         return
     who = np.int64(word[d.SENDER_KIND])
-    peer, kind, flags = who & 0xFFFF, (who >> 16) & 0xFF, who >> 24
+    peer, kind, port, flags = who & 0xFFFF, (who >> 16) & 0xF, (who >> 20) & 0xF, who >> 24
     if (
         peer >= n[e.RANKS]
         or peer == n[e.RANK]
+        or port >= n[e.PORTS]
         or not d.is_sealed(long, size, t.keys[peer, 2], t.keys[peer, 3])
     ):
         n[e.STRANGERS] += 1
         return
-    p = t.peers[peer]
+    p, way = t.peers[peer], peer * n[e.PORTS] + port
     p[e.P_HEARD_AT] = now_us
     begun = d.widened(np.int64(word[d.BEGUN]), p[e.P_BEGUN])
     if begun > p[e.P_BEGUN]:
         p[e.P_BEGUN] = begun
         p[e.P_EARLY] = 0
     if kind == d.FEEDBACK:
-        _take_feedback(t, peer, row, word, size, now_us)
+        take_feedback(t, peer, way, row, word, size, now_us)
         return
     if kind == d.STATUS:
         if flags & d.ASK:
@@ -85,7 +87,9 @@ def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: 
     if kind in (d.DATA, d.END):
         collective = d.widened(np.int64(word[d.COLLECTIVE]), p[e.P_RECEIVING])
         is_here = collective >= 0 and t.incoming[collective % e.SLOTS, phase, peer, e.I_NUMBER] == collective
-        _take_numbered(t, peer, collective, is_here, row, word, size, mark, now_us)
+        if kind == d.END:
+            p[e.P_PAUSE] = word[d.END_PAUSE]
+        _take_numbered(t, peer, way, collective, is_here, row, word, size, mark, now_us)
         return
     collective = d.widened(np.int64(word[d.COLLECTIVE]), p[e.P_SENDING])
     slot = collective % e.SLOTS
@@ -96,20 +100,29 @@ def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: 
             n[e.IS_CHANGED] = 1
             p[e.P_IS_NEEDED] = 0  # until it is looked for again
     elif kind == d.NACK and is_here:
-        _take_nack(t, slot, phase, peer, row, word, size)
+        take_nack(t, slot, phase, peer, row, word, size)
 
 
 @compiled
 def _take_numbered(
-    t: Any, peer: int, collective: int, is_here: bool, row: Any, word: Any, size: int, mark: int, now_us: int
+    t: Any,
+    peer: int,
+    way: int,
+    collective: int,
+    is_here: bool,
+    row: Any,
+    word: Any,
+    size: int,
+    mark: int,
+    now_us: int,
 ) -> None:
     """Take a DATA or an END."""
-    n, p = t.numbers, t.peers[peer]
-    number = d.widened(np.int64(word[d.NUMBER]), max(p[e.P_RX_LARGEST], 0))
-    largest = p[e.P_RX_LARGEST]
-    if number < 0 or number <= largest - e.WINDOW or (number <= largest and t.seen[peer, number % e.WINDOW]):
+    n, p, w = t.numbers, t.peers[peer], t.ways[way]
+    number = d.widened(np.int64(word[d.NUMBER]), max(w[e.W_RX_LARGEST], 0))
+    largest = w[e.W_RX_LARGEST]
+    if number < 0 or number <= largest - e.WINDOW or (number <= largest and t.seen[way, number % e.WINDOW]):
         n[e.REPLAYED] += 1
-        p[e.P_TELL_NOW] = 1  # what I said about it may have been lost
+        w[e.W_TELL_NOW] = 1  # what I said about it may have been lost
         return
     if not is_here and collective >= p[e.P_RECEIVING]:
         kept = p[e.P_STASHED]
@@ -118,7 +131,7 @@ def _take_numbered(
         copy_memory(t.stash[peer, kept].ctypes.data, row.ctypes.data, size)
         t.stash_sizes[peer, kept] = size
         p[e.P_STASHED] = kept + 1
-    _note_number(t, peer, number, np.int64(word[d.TIME]), mark, now_us)
+    _note_number(t, peer, way, number, np.int64(word[d.TIME]), mark, now_us)
     if is_here:
         place(t, peer, row, word, size, now_us)
     elif collective < p[e.P_RECEIVING]:
@@ -126,24 +139,24 @@ def _take_numbered(
 
 
 @compiled
-def _note_number(t: Any, peer: int, number: int, sent_at: int, mark: int, now_us: int) -> None:
-    p = t.peers[peer]
-    largest = p[e.P_RX_LARGEST]
+def _note_number(t: Any, peer: int, way: int, number: int, sent_at: int, mark: int, now_us: int) -> None:
+    w = t.ways[way]
+    largest = w[e.W_RX_LARGEST]
     if number > largest:
         for skipped in range(max(largest + 1, number - e.WINDOW + 1), number):
-            t.seen[peer, skipped % e.WINDOW] = 0
-        p[e.P_RX_LARGEST] = number
-        p[e.P_RX_TIME], p[e.P_RX_TIME_AT] = sent_at, now_us
+            t.seen[way, skipped % e.WINDOW] = 0
+        w[e.W_RX_LARGEST] = number
+        w[e.W_RX_TIME], w[e.W_RX_TIME_AT] = sent_at, now_us
     else:
-        p[e.P_REORDERED_AT] = now_us
-    t.seen[peer, number % e.WINDOW] = 1
-    p[e.P_RX_COUNT] += 1
-    p[e.P_RX_MARKED] += mark
-    if p[e.P_RX_UNTOLD] == 0:
-        p[e.P_RX_FIRST_UNTOLD_AT] = now_us
-    p[e.P_RX_UNTOLD] += 1
-    if p[e.P_RX_UNTOLD] >= _PROMPT:
-        p[e.P_TELL_NOW] = 1
+        t.peers[peer, e.P_REORDERED_AT] = now_us
+    t.seen[way, number % e.WINDOW] = 1
+    w[e.W_RX_COUNT] += 1
+    w[e.W_RX_MARKED] += mark
+    if w[e.W_RX_UNTOLD] == 0:
+        w[e.W_RX_FIRST_UNTOLD_AT] = now_us
+    w[e.W_RX_UNTOLD] += 1
+    if w[e.W_RX_UNTOLD] >= max(_LEAST_PROMPT, _PROMPT // t.numbers[e.PORTS]):
+        w[e.W_TELL_NOW] = 1
 
 
 @compiled
@@ -165,7 +178,7 @@ def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> Non
     """Put a DATA or an END of a collective that is under way where it belongs."""
     n = t.numbers
     who = np.int64(word[d.SENDER_KIND])
-    flags, kind = who >> 24, (who >> 16) & 0xFF
+    flags, kind = who >> 24, (who >> 16) & 0xF
     phase = flags & d.GATHER
     slot = d.widened(np.int64(word[d.COLLECTIVE]), t.peers[peer, e.P_RECEIVING]) % e.SLOTS
     incoming = t.incoming[slot, phase, peer]
@@ -182,9 +195,8 @@ def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> Non
     if phase == 0:
         incoming[e.I_PROTECTED] = min(np.int64(word[d.AUX]), chunks)
     if kind == d.END:
-        incoming[e.I_END_AT] = now_us
-        incoming[e.I_END_NUMBER] = d.widened(np.int64(word[d.NUMBER]), max(t.peers[peer, e.P_RX_LARGEST], 0))
-        t.peers[peer, e.P_TELL_NOW] = 1
+        t.ways[peer * n[e.PORTS] + ((who >> 20) & 0xF), e.W_TELL_NOW] = 1
+        _note_end(incoming, word, now_us)
     else:
         payload = n[e.PAYLOAD]
         length = chunk_bytes(incoming[e.I_BYTES], incoming[e.I_TAIL_BYTES], payload, min(chunk, chunks - 1))
@@ -204,6 +216,18 @@ def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> Non
         if flags & d.PROTECTED:
             incoming[e.I_GOT_PROTECTED] += 1
     judge(t, slot, phase, peer, now_us)
+
+
+@compiled
+def _note_end(incoming: Any, word: Any, now_us: int) -> None:
+    """Everything was sent; everything that was not lost is here when all the ports that were used have said so."""
+    order = np.int64(word[d.END_ORDER])
+    earlier = incoming[e.I_END_ORDER]
+    is_first = incoming[e.I_ENDED] == 0
+    incoming[e.I_END_ORDER] = order if is_first or d.widened(order, earlier) < earlier else earlier
+    incoming[e.I_ENDED] |= 1 << ((np.int64(word[d.SENDER_KIND]) >> 20) & 0xF)
+    if np.int64(word[d.END_PORTS]) & ~incoming[e.I_ENDED] == 0:
+        incoming[e.I_END_AT] = now_us
 
 
 @compiled
@@ -229,142 +253,9 @@ def judge(t: Any, slot: int, phase: int, peer: int, now_us: int) -> None:
         lost_protected = protected - incoming[e.I_GOT_PROTECTED]
         if lost_protected > 0 or lost > allowed_losses(chunks - protected, bound_ppm):
             incoming[e.I_REPLY] = e.REPLY_NACK
-            incoming[e.I_END_AT] = 0
+            incoming[e.I_END_AT] = incoming[e.I_ENDED] = 0
             return
     incoming[e.I_DONE] = 1
     incoming[e.I_REPLY] = e.REPLY_DONE
     t.peers[peer, e.P_IS_NEEDED] = 0
     t.numbers[e.IS_CHANGED] = 1
-
-
-@compiled
-def _take_feedback(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> None:
-    """Learn what has arrived; decide what to repeat."""
-    p, rate = t.peers[peer], t.rates[peer]
-    largest = d.widened(np.int64(word[d.CHUNK]), p[e.P_NEXT])
-    if largest >= p[e.P_NEXT] or largest < p[e.P_UNRESOLVED] - 1:
-        return  # of an earlier moment
-    bits, most = (size - d.HEADER_BYTES) * 8, d.most_bits(t.numbers[e.PAYLOAD])
-    progress = 0
-    for number in range(p[e.P_UNRESOLVED], largest + 1):
-        sent = t.ring[peer, number % e.RING]
-        if sent[e.G_STATE] != e.IN_FLIGHT:
-            continue
-        back = largest - number
-        is_told = back > 0 and back <= bits
-        if (not is_told and back <= most) or (
-            is_told and (row[d.HEADER_BYTES + (back - 1) // 8] >> ((back - 1) % 8)) & 1
-        ):
-            sent[e.G_STATE] = e.ARRIVED
-            p[e.P_FLYING] -= 1
-            p[e.P_ROUND_GOOD] += 1
-            progress += 1
-            _confirm(t, peer, sent)
-        elif back >= p[e.P_REORDER]:
-            give_up(t, peer, number)
-            p[e.P_ROUND_LOST] += 1
-    for back in range(
-        1, min(bits, largest) + 1
-    ):  # given up too early? Then the path reorders more than we thought
-        sent = t.ring[peer, (largest - back) % e.RING]
-        if sent[e.G_STATE] != e.MISSING or sent[e.G_NUMBER] != largest - back:
-            continue
-        if (row[d.HEADER_BYTES + (back - 1) // 8] >> ((back - 1) % 8)) & 1:
-            sent[e.G_STATE] = e.ARRIVED
-            p[e.P_REORDER] = min(_MOST_REORDER, max(p[e.P_REORDER], 2 * back))
-            _confirm(t, peer, sent)
-    while (
-        p[e.P_UNRESOLVED] < p[e.P_NEXT] and t.ring[peer, p[e.P_UNRESOLVED] % e.RING, e.G_STATE] != e.IN_FLIGHT
-    ):
-        p[e.P_UNRESOLVED] += 1
-    marked = d.widened(np.int64(word[d.AUX]), p[e.P_MARKS_SEEN])
-    if marked > p[e.P_MARKS_SEEN]:
-        p[e.P_ROUND_MARKED] += marked - p[e.P_MARKS_SEEN]
-        t.numbers[e.MARKED] += marked - p[e.P_MARKS_SEEN]
-        p[e.P_MARKS_SEEN] = marked
-    if progress:
-        p[e.P_PROGRESS_AT] = now_us
-        p[e.P_BACKOFF] = 0
-        rtt = (now_us - np.int64(word[d.TIME])) & 0xFFFFFFFF
-        if 0 < rtt < _LONGEST_RTT_US:
-            window.note_round_trip(p, rate, float(rtt), np.int64(word[d.NUMBER]), now_us)
-        if largest >= p[e.P_ROUND_END]:
-            window.end_round(p, rate, now_us)
-
-
-@compiled
-def _confirm(t: Any, peer: int, sent: Any) -> None:
-    """A chunk has arrived, whichever of its repetitions it was."""
-    if sent[e.G_CHUNK] < 0:
-        return
-    slot = sent[e.G_COLLECTIVE] % e.SLOTS
-    phase, chunk = sent[e.G_CHUNK] >> 32, sent[e.G_CHUNK] & 0xFFFFFFFF
-    outgoing = t.outgoing[slot, phase, peer]
-    if outgoing[e.O_NUMBER] != sent[e.G_COLLECTIVE]:
-        return
-    state = t.chunk_state[slot, phase, peer, chunk]
-    if state == e.QUEUED:
-        outgoing[e.O_QUEUED] -= 1
-    elif state == e.FORGIVEN:
-        outgoing[e.O_FORGIVEN] -= 1
-    t.chunk_state[slot, phase, peer, chunk] = e.DELIVERED
-
-
-@compiled
-def give_up(t: Any, peer: int, number: int) -> None:
-    """A datagram was lost: repeat its chunk, or let it go within the bound."""
-    sent = t.ring[peer, number % e.RING]
-    sent[e.G_STATE] = e.MISSING
-    t.peers[peer, e.P_FLYING] -= 1
-    slot = sent[e.G_COLLECTIVE] % e.SLOTS
-    place_of = sent[e.G_CHUNK] if sent[e.G_CHUNK] >= 0 else -sent[e.G_CHUNK] - 1
-    phase, chunk = place_of >> 32, place_of & 0xFFFFFFFF
-    outgoing = t.outgoing[slot, phase, peer]
-    if outgoing[e.O_NUMBER] != sent[e.G_COLLECTIVE] or not outgoing[e.O_ACTIVE]:
-        return
-    if sent[e.G_CHUNK] < 0:
-        outgoing[e.O_END_AT] = 0
-    elif (
-        t.chunk_state[slot, phase, peer, chunk] == e.FLYING
-        and t.chunk_number[slot, phase, peer, chunk] == number
-    ):
-        let_go_or_queue(t, slot, phase, peer, chunk)
-
-
-@compiled
-def let_go_or_queue(t: Any, slot: int, phase: int, peer: int, chunk: int) -> None:
-    """Forgive the loss of a chunk if the bound allows one more; else queue it to be sent again."""
-    outgoing = t.outgoing[slot, phase, peer]
-    is_protected = phase == 0 and t.chunk_class[slot, peer, chunk] == 1
-    if not is_protected and outgoing[e.O_FORGIVEN] < outgoing[e.O_ALLOWED]:
-        t.chunk_state[slot, phase, peer, chunk] = e.FORGIVEN
-        outgoing[e.O_FORGIVEN] += 1
-    else:
-        t.chunk_state[slot, phase, peer, chunk] = e.QUEUED
-        outgoing[e.O_QUEUED] += 1
-        outgoing[e.O_END_AT] = 0
-
-
-@compiled
-def _take_nack(t: Any, slot: int, phase: int, peer: int, row: Any, word: Any, size: int) -> None:
-    """Learn, chunk by chunk, what the receiver misses; only about what was sent before the END that it answers."""
-    outgoing = t.outgoing[slot, phase, peer]
-    first, chunks = np.int64(word[d.CHUNK]), outgoing[e.O_CHUNKS]
-    if not outgoing[e.O_ACTIVE] or np.int64(word[d.CHUNKS]) != outgoing[e.O_TAG]:
-        return
-    end_number = d.widened(np.int64(word[d.AUX]), t.peers[peer, e.P_NEXT])
-    for chunk in range(first, min(chunks, first + (size - d.HEADER_BYTES) * 8)):
-        if t.chunk_number[slot, phase, peer, chunk] > end_number:
-            continue
-        state = t.chunk_state[slot, phase, peer, chunk]
-        back = chunk - first
-        if (row[d.HEADER_BYTES + back // 8] >> (back % 8)) & 1:
-            if state in (e.FLYING, e.DELIVERED):
-                let_go_or_queue(t, slot, phase, peer, chunk)
-        elif state not in (e.DELIVERED, e.UNSENT):
-            if state == e.QUEUED:
-                outgoing[e.O_QUEUED] -= 1
-            elif state == e.FORGIVEN:
-                outgoing[e.O_FORGIVEN] -= 1
-            t.chunk_state[slot, phase, peer, chunk] = e.DELIVERED
-    outgoing[e.O_END_AT] = 0  # after what is queued, if anything

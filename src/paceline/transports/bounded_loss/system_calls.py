@@ -48,13 +48,14 @@ class Batch(NamedTuple):
     words: NDArray[np.uint32]
     longs: NDArray[np.uint64]
     sizes: NDArray[np.int64]
-    peers: NDArray[np.int64]
+    ways: NDArray[np.int64]
     marks: NDArray[np.int64]
     messages: NDArray[np.int64]
     vectors: NDArray[np.int64]
     control: NDArray[np.int64]
     addresses: NDArray[np.int64]  # of the peers
     covered: NDArray[np.int64]  # how many rows a message sends
+    ports: NDArray[np.int64]  # by which port a message leaves
 
 
 def new_batch(rows: int, row_bytes: int, addresses: NDArray[np.int64]) -> Batch:
@@ -65,13 +66,14 @@ def new_batch(rows: int, row_bytes: int, addresses: NDArray[np.int64]) -> Batch:
         words=memory.view(np.uint32),
         longs=memory.view(np.uint64),
         sizes=np.zeros(rows, np.int64),
-        peers=np.zeros(rows, np.int64),
+        ways=np.zeros(rows, np.int64),
         marks=np.zeros(rows, np.int64),
         messages=np.zeros((rows, _MSG_WORDS), np.int64),
         vectors=np.zeros((rows, 2), np.int64),
         control=np.zeros((rows, _CONTROL_WORDS), np.int64),
         addresses=addresses,
         covered=np.zeros(rows, np.int64),
+        ports=np.zeros(rows, np.int64),
     )
 
 
@@ -141,23 +143,23 @@ def receive_batch(descriptor: int, batch: Any) -> int:
 
 
 @compiled
-def prepare_messages(batch: Any, count: int, segments: int) -> int:
+def prepare_messages(batch: Any, count: int, segments: int, num_ports: int) -> int:
     """Describe `count` filled rows as messages of at most `segments` datagrams each; return how many messages.
 
-    Those of a message have one receiver and one type of service, which goes with it.
+    Those of a message take one way, and have one type of service, which goes with it.
     """
     row_bytes = batch.rows.shape[1]
     made = 0
     i = 0
     while i < count:
-        peer, first = batch.peers[i], i
+        way, first = batch.ways[i], i
         length = batch.sizes[i]
         tos = d.tos_of(batch.words[i])
         i += 1
         while (
             i < count
             and i - first < segments
-            and batch.peers[i] == peer
+            and batch.ways[i] == way
             and d.tos_of(batch.words[i]) == tos
             and batch.sizes[i - 1] == row_bytes
             and length + batch.sizes[i] < 65000
@@ -166,7 +168,7 @@ def prepare_messages(batch: Any, count: int, segments: int) -> int:
             i += 1
         message, vector = batch.messages[made], batch.vectors[made]
         vector[0], vector[1] = batch.rows.ctypes.data + first * row_bytes, length
-        message[0], message[1] = batch.addresses.ctypes.data + peer * 8 * _ADDRESS_WORDS, 16
+        message[0], message[1] = batch.addresses.ctypes.data + way // num_ports * 8 * _ADDRESS_WORDS, 16
         message[2], message[3] = batch.vectors.ctypes.data + made * 16, 1
         control = batch.control[made]
         control[0], control[1], control[2] = 20, _IPPROTO_IP | _IP_TOS << 32, tos
@@ -175,15 +177,20 @@ def prepare_messages(batch: Any, count: int, segments: int) -> int:
         if i - first > 1:
             control[3], control[4], control[5] = 18, _SOL_UDP | _UDP_SEGMENT << 32, row_bytes
             message[5] = 48
-        batch.covered[made] = i - first
+        batch.covered[made], batch.ports[made] = i - first, way % num_ports
         made += 1
     return made
 
 
 @compiled
-def send_messages(descriptor: int, batch: Any, first: int, made: int) -> int:
-    """Send messages from number `first` on; return how many the kernel took, or minus an error's number."""
-    got = _sendmmsg(
-        descriptor, batch.messages.ctypes.data + first * 8 * _MSG_WORDS, made - first, _MSG_DONTWAIT
-    )
+def send_messages(descriptors: Any, batch: Any, first: int, made: int) -> int:
+    """Send the messages from number `first` on that leave by the same port; return how many the kernel took.
+
+    Or minus an error's number. `descriptors` are the ports' sockets.
+    """
+    port, end = batch.ports[first], first + 1
+    while end < made and batch.ports[end] == port:
+        end += 1
+    start = batch.messages.ctypes.data + first * 8 * _MSG_WORDS
+    got = _sendmmsg(descriptors[port], start, end - first, _MSG_DONTWAIT)
     return int(got) if got >= 0 else -last_error(batch.marks)

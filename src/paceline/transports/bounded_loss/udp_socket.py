@@ -1,4 +1,4 @@
-"""The UDP socket on which a rank takes datagrams, and how the ranks of a group learn each other's, and their keys."""
+"""The UDP sockets of a rank, one of which takes datagrams; how the ranks of a group learn each other's, and keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError
-from paceline.transports.bounded_loss.datagram import payload_room
+from paceline.transports.bounded_loss.datagram import MOST_PORTS, payload_room
 from paceline.transports.bounded_loss.key_agreement import KeyAgreement
 
 _SEND_BUFFER_BYTES = 1024 * 1024
@@ -35,39 +35,62 @@ class Met:
     """What a rank knows of its group when all have come.
 
     Attributes:
-        socket: Its own, bound.
+        sockets: Its own, bound; by all of them it sends, on the first it takes datagrams.
         places: Everybody's address and port, in the order of the ranks.
         keys: For every peer the secret that only the two know.
         payload_bytes: What a datagram carries: as much as fits into the smallest MTU of all.
     """
 
-    socket: socket.socket
+    sockets: Sequence[socket.socket]
     places: Sequence[tuple[str, int]]
     keys: dict[int, bytes]
     payload_bytes: int
 
 
 def meet(
-    store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, address: str, interface: str, doing: str
+    store: dist.Store,
+    rank: int,
+    num_ranks: int,
+    timeout: timedelta,
+    address: str,
+    interface: str,
+    doing: str,
+    num_ports: int = 1,
 ) -> Met:
-    """Open a socket on `address`, or on that of `interface`, and learn of the others'.
+    """Open sockets on `address`, or on that of `interface`, and learn of the others'.
 
     Contract:
         Collective over the ranks.  Blocks: until every rank has come.
 
     Raises:
-        ConfigurationError: There is no such interface, or it has no IPv4 address.
+        ConfigurationError: There is no such interface, it has no IPv4 address, or another rank was told another number
+            of ports.
         PeerLostError: A rank did not come while this one was `doing` that.
     """
+    if not 1 <= num_ports <= MOST_PORTS:
+        raise ConfigurationError(
+            f"paths={num_ports!r} cannot be: datagrams leave by 1 to {MOST_PORTS} ports. For two paths 8 are enough."
+        )
     address = address or _address_of(interface)
     opened = _bind(address)
     agreement = KeyAgreement()
     rendezvous = Rendezvous(store, rank, num_ranks, timeout, doing)
-    card = {"place": opened.getsockname(), "public": agreement.public, "mtu": _mtu_of(address)}
+    card = {
+        "place": opened.getsockname(),
+        "public": agreement.public,
+        "mtu": _mtu_of(address),
+        "ports": num_ports,
+    }
     rendezvous.publish("place", json.dumps(card))
     cards = [json.loads(words) for words in rendezvous.collect("place")]
+    for other, said in enumerate(cards):
+        if said["ports"] != num_ports:
+            opened.close()
+            raise ConfigurationError(
+                f"rank {rank} was told paths={num_ports} and rank {other} paths={said['ports']}. Pass the same on all."
+            )
     return Met(
-        opened,
+        [opened, *(_bind_sender(address) for _ in range(num_ports - 1))],
         [tuple(other["place"]) for other in cards],
         {peer: agreement.secret_with(other["public"]) for peer, other in enumerate(cards) if peer != rank},
         payload_room(min(int(other["mtu"]) for other in cards)),
@@ -106,6 +129,17 @@ def _bind(address: str) -> socket.socket:
             f"no UDP socket can listen on {address}: {error}. Set GLOO_SOCKET_IFNAME to the interface that the other "
             "hosts reach."
         ) from error
+    return made
+
+
+def _bind_sender(address: str) -> socket.socket:
+    """A socket that only sends: what comes there is a stranger's, and nobody reads it."""
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    made.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)
+    made.bind((address, 0))
     return made
 
 

@@ -1,0 +1,155 @@
+"""Adasum of updates while backward still runs: a bucket of parameters is stepped when it has its gradients.
+
+Rules
+1. Buckets are in the reverse order of the parameters, about that of backward, and launched in this order. What a bucket
+   waits for in vain (a parameter that is not used) ends with backward: so every rank launches the same buckets in the
+   same order, and between the same collectives of the script.
+2. A launched bucket's parameters have the values of before until the optimizer's `step()`: only its update is under
+   way. So backward, which may still read them, computes what it would have.
+3. It is one backward a step: all but the last are under `no_sync`. What changes gradients, or settings of the
+   optimizer, after backward is too late, and refused where it can be seen.
+
+Source: the form is that of Maleki et al. 2021, section 4; that it can be done tensor by tensor, section 4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.comm.pending import Pending
+from paceline.errors import ConfigurationError
+from paceline.optim.flat_parameters import FlatParameters, flatten
+
+LEAST_BYTES = 2**20  # of a bucket: less costs more rounds than it hides
+MOST_BUCKETS = 8  # of one dtype: seven eighths can be under way before the last gradient is there
+
+Launch = Callable[[int], Pending]
+
+
+def cut(parameters: Sequence[Tensor]) -> list[FlatParameters]:
+    """Buckets of one dtype and device, in the reverse order of the parameters (rule 1)."""
+    buckets = []
+    for whole in flatten(list(reversed(parameters))):
+        cap_bytes = max(LEAST_BYTES, whole.kept.nbytes // MOST_BUCKETS)
+        members: list[Tensor] = []
+        for parameter in whole.parameters:
+            members.append(parameter)
+            if sum(member.nbytes for member in members) >= cap_bytes:
+                buckets.append(FlatParameters(members))
+                members = []
+        if members:
+            buckets.append(FlatParameters(members))
+    return buckets
+
+
+class DuringBackward:
+    """Launches the update of each bucket from within backward.
+
+    Args:
+        optimizer: Steps each parameter by its own gradient and state alone.
+        flats: From `cut`.
+        launch: Starts combining one, by its index. Collective.
+
+    Attributes:
+        is_armed: Whether the next backward launches anything.
+    """
+
+    def __init__(self, optimizer: Optimizer, flats: Sequence[FlatParameters], launch: Launch) -> None:
+        self._optimizer, self._flats, self._launch = optimizer, flats, launch
+        self.is_armed = False
+        self._bucket_of = {id(p): index for index, flat in enumerate(flats) for p in flat.parameters}
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._note)
+            for flat in flats
+            for p in flat.parameters
+            if p.requires_grad
+        ]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._missing = [{id(p) for p in flat.parameters if p.requires_grad} for flat in self._flats]
+        self._pending: list[Pending] = []
+        self._versions: list[tuple[Tensor, int]] = []
+        self._is_in_backward = False
+
+    @property
+    def has_launched(self) -> bool:
+        """Whether updates are under way."""
+        return bool(self._pending)
+
+    def _note(self, parameter: Tensor) -> None:
+        """A parameter has its gradient."""
+        if not self.is_armed:
+            return
+        index = self._bucket_of[id(parameter)]
+        if index < len(self._pending):
+            raise ConfigurationError(
+                f"AdasumOptimizer(overlap=True) has stepped a parameter of shape {tuple(parameter.shape)} already, and "
+                "a second backward brings it another gradient, before step(). Run all backwards of a step but the last "
+                "under the optimizer's no_sync(), and call step() after each that is not."
+            )
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.launch_rest)
+        self._missing[index].discard(id(parameter))
+        while len(self._pending) < len(self._flats) and not self._missing[len(self._pending)]:
+            self._step_next()
+
+    def launch_rest(self) -> None:
+        """Launch all buckets that have not been (rule 1)."""
+        while len(self._pending) < len(self._flats):
+            self._step_next()
+
+    @torch.no_grad()
+    def _step_next(self) -> None:
+        """Step the next bucket, give its parameters their values back, and launch the update (rule 2)."""
+        index = len(self._pending)
+        flat = self._flats[index]
+        gradients = [p.grad for p in flat.parameters if p.grad is not None]
+        flat.take()
+        with torch.autograd._unsafe_preserve_version_counter(tuple(flat.parameters)):
+            step_only(self._optimizer, flat.parameters)
+            flat.take_update()
+            flat.put_back()
+        self._versions += [(gradient, gradient._version) for gradient in gradients]
+        self._pending.append(self._launch(index))
+
+    def finish(self) -> list[Pending]:
+        """Return what is under way, of every bucket; the next backward begins anew.
+
+        Raises:
+            ConfigurationError: A gradient was changed after it had been used.
+        """
+        self.launch_rest()  # a backward that raised has not
+        pending, versions = self._pending, self._versions
+        self._begin()
+        if any(gradient._version != version for gradient, version in versions):
+            raise ConfigurationError(
+                "gradients were changed between backward and step(): clipped, unscaled or zeroed in place. "
+                "AdasumOptimizer(overlap=True) has made its steps during backward, without that. Leave out overlap. "
+                "The parameters are those of before this step, the optimizer's state is one step ahead."
+            )
+        return pending
+
+    def remove(self) -> None:
+        """Take part in no backward any more."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def step_only(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Step these parameters of an optimizer that steps each by its own gradient and state."""
+    chosen, groups = set(map(id, parameters)), optimizer.param_groups
+    partial: list[dict[str, Any]] = [
+        {**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups
+    ]
+    optimizer.param_groups = [group for group in partial if group["params"]]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups

@@ -1,0 +1,75 @@
+"""Datagrams over several paths, a port each, in virtual time: every path carries what it can, and may fail."""
+
+import numpy as np
+import pytest
+
+from datagram_networks import Switch, strangers, time_of_sums
+from paceline.transports.bounded_loss import endpoint_state as e
+
+PAYLOAD, RANKS, ELEMENTS = 1432, 4, 500_000
+
+
+def _sums(switch, more, ranks=RANKS, bound=0.0):
+    """Sum a small vector, and one of 2 MB; returns the microseconds of the latter, and the endpoints."""
+    vectors = [[np.ones(1, np.float32), np.ones(ELEMENTS, np.float32)] for _ in range(ranks)]
+    (_, took_us), ends = time_of_sums(switch, vectors, bound, PAYLOAD, more=more)
+    for of_rank in vectors:
+        assert (of_rank[1] == ranks).all()
+    assert strangers(ends) == 0
+    return took_us, ends
+
+
+def _wire_us(rate, lose=0.0):
+    bytes_sent = 2 * (RANKS - 1) / RANKS * ELEMENTS * 4 * (PAYLOAD + 82) / PAYLOAD / (1 - lose)
+    return bytes_sent * 8 / rate * 1e6
+
+
+@pytest.mark.parametrize(
+    ("rates", "lose", "ways_us"),
+    [
+        ((100e6, 100e6), 0.0, (50, 50)),
+        ((100e6, 40e6), 0.0, (50, 50)),
+        ((100e6, 40e6), 0.01, (50, 50)),
+        ((60e6, 60e6), 0.0, (50, 3000)),
+    ],
+)
+def test_unequal_paths_carry_nine_tenths_of_the_sum_of_their_rates(rates, lose, ways_us):
+    """In the time that is left after the headers' part: as one path's rate is measured."""
+    paths = [
+        Switch(RANKS, rate, lose=lose, way_us=way_us, seed=number)
+        for number, (rate, way_us) in enumerate(zip(rates, ways_us, strict=True))
+    ]
+    took_us, ends = _sums(paths[0], paths[1:])
+    assert _wire_us(sum(rates), lose) > 0.9 * took_us, (_wire_us(sum(rates), lose), took_us)
+    if lose == 0:
+        assert sum(int(end.tables.numbers[e.REPEATED]) for end in ends) == 0
+
+
+def test_ports_that_share_a_path_share_its_rate():
+    """Four ports, of which a hash puts three on the slower path: each finds its part."""
+    slow, fast = Switch(RANKS, 40e6), Switch(RANKS, 100e6)
+    took_us, _ = _sums(slow, [fast, slow, slow])
+    assert _wire_us(140e6) > 0.85 * took_us, (_wire_us(140e6), took_us)
+
+
+def test_a_path_that_leads_nowhere_costs_its_rate_and_little_more():
+    took_us, ends = _sums(Switch(RANKS, 100e6), [Switch(RANKS, 100e6, lose=1.0)])
+    assert _wire_us(100e6) > 0.75 * took_us, (_wire_us(100e6), took_us)
+    assert all((end.tables.ways[1::2, e.W_BACKOFF] > 0).sum() == RANKS - 1 for end in ends)
+
+
+@pytest.mark.parametrize("lose", [0.3, 0.6])
+def test_a_path_that_loses_a_third_of_all_packets_is_used_for_what_it_carries(lose):
+    took_us, _ = _sums(Switch(RANKS, 100e6), [Switch(RANKS, 100e6, lose=lose)])
+    assert took_us < 1.15 * _wire_us(100e6) / 0.96
+
+
+def test_within_a_bound_nothing_more_is_lost_than_the_paths_lose():
+    """What is under way on the slower path is not taken for lost because all of the faster one is there."""
+    vectors = [[np.ones(ELEMENTS, np.float32)] for _ in range(RANKS)]
+    paths = [Switch(RANKS, 100e6), Switch(RANKS, 20e6, way_us=8000)]
+    _, ends = time_of_sums(paths[0], vectors, 0.1, PAYLOAD, more=paths[1:])
+    assert sum(path.dropped + path.lost for path in paths) == 0
+    for end in ends:
+        masks = [buffers[2] for buffers in end._buffers]
+        assert not any(mask.any() for mask in masks)
