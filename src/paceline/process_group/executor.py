@@ -14,6 +14,7 @@ Rules
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -32,6 +33,7 @@ from paceline.transports import Message, Transport
 
 PIECE_BYTES = 1 << 20
 _ALIGNMENT = 64
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 LOOKS_AFTER = 64  # calls: some steps of a model with a handful of buckets
 
 _Reaction = Callable[[], None]
@@ -295,8 +297,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 class KeptMemory:
     """One piece of memory, used by one call after another.
 
-    Grows when a call needs more. After `LOOKS_AFTER` calls that have used no more than half of it, it shrinks to what
-    they have used.
+    Grows when a call needs more, and shrinks to what the last `LOOKS_AFTER` calls have used, if that is less than half.
 
     Args:
         allocate: Returns so many uninitialized bytes, shape (N,), uint8.
@@ -304,20 +305,14 @@ class KeptMemory:
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
-        self._memory: Tensor | None = None
-        self._num_calls = self._most_bytes = 0
+        self._memory = _NOTHING
+        self._lately: deque[int] = deque(maxlen=LOOKS_AFTER)  # bytes of each call
 
     def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Uninitialized, shape (num_elements,); until the next call."""
         num_bytes = num_elements * dtype.itemsize
-        self._num_calls += 1
-        self._most_bytes = max(self._most_bytes, num_bytes)
-        kept_bytes = -1 if self._memory is None else self._memory.numel()
-        is_too_large = self._num_calls > LOOKS_AFTER and 2 * self._most_bytes <= kept_bytes
-        if num_bytes > kept_bytes or is_too_large:
-            self._memory = None  # its place may be part of the new one's
-            self._memory = self._allocate(self._most_bytes)
-        if self._num_calls > LOOKS_AFTER:
-            self._num_calls, self._most_bytes = 0, num_bytes
-        assert self._memory is not None
+        self._lately.append(num_bytes)
+        if not num_bytes <= self._memory.numel() <= 2 * max(self._lately):
+            self._memory = _NOTHING  # the old one's place may be part of the new one's
+            self._memory = self._allocate(max(self._lately))
         return self._memory[:num_bytes].view(dtype)
