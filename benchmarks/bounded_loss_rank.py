@@ -181,7 +181,7 @@ def _wrapped(side: str, module: Any, scale: float) -> Any:
 
     mebibyte = 2**20
     if side == STEP_SIDES[0]:
-        caps = [cap / scale for cap in (1.0, 25.0)]
+        caps: list[Any] = [cap / scale for cap in (1.0, 25.0)]  # torch says int, and takes parts of one
         return torch.nn.parallel.DistributedDataParallel(module, init_sync=False, bucket_cap_mb_list=caps)
     whole = sum(4 * p.numel() for p in module.parameters()) * scale
     found = BucketCaps.default(int(whole), any_on_cpu=True, on_one_host=False)

@@ -14,9 +14,10 @@ from benchmarks.options import REPOSITORY, RESULTS_FOLDER, ResultsFolder, run_cl
 from paceline.lab.bench import allreduce_report, step_report
 from paceline.lab.studies.catalogue import STUDIES
 from paceline.lab.studies.large_batch import draw_results
+from paceline.lab.studies.loss_bound import draw_losses
 from paceline.lab.studies.mlstm_scaling import ScalingStudy
 from paceline.lab.studies.network_check import CheckStudy
-from paceline.lab.studies.network_scale import ScaleStudy
+from paceline.lab.studies.network_scale import draw_tails
 
 Draw = Callable[[Mapping[str, Any], Path], object]
 
@@ -30,6 +31,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "adasum": None,
     "allreduce": allreduce_report.draw,
     "auto-compression": "auto_compression",
+    "bounded_loss": None,
     "bucket_caps": "bucket_caps",
     "collectives": None,
     "compression": "compression",
@@ -39,16 +41,18 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "fuzz": None,
     "hetseq_table": "hetseq_table",
     "large-batch": draw_results,
+    "loss-bound": draw_losses,
     "memory": "memory",
     "mlstm-shakespeare": _draw_shakespeare,
     "network-check": CheckStudy().draw,
-    "network-scale": ScaleStudy().draw,
+    "network-scale": draw_tails,
     "noise-scale": None,
     "optimizers": "optimizers",
     "parameter_servers": "parameter_servers",
     "overhead": "overhead",
     "overlap": "overlap",
     "guidelines": None,
+    "minibatch-memory": None,
     "predicted-papers": "predicted_papers",
     "predicted-steps": "predicted_steps",
     "skipped_layers": "skipped_layers",

@@ -5,7 +5,12 @@ from __future__ import annotations
 import gc
 import itertools
 
+import hypothesis
 import pytest
+
+# An example may take as long as the machine takes for it.
+hypothesis.settings.register_profile("paceline", deadline=None)
+hypothesis.settings.load_profile("paceline")
 
 # Commands, clusters, timeouts, compilers; and what takes more than a few seconds of a processor.
 NOT_QUICK = {

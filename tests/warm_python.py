@@ -6,7 +6,7 @@ variables that change the interpreter, or refused by the server, it becomes a re
 milliseconds, so it imports little: with `json`, `signal` and `socket` it would take twice as long.
 """
 
-import _signal as signal
+import _signal as signal  # type: ignore[import-not-found]
 import _socket as socket
 import array
 import fcntl

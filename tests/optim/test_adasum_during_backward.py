@@ -18,18 +18,22 @@ OPTIMIZERS = {
 
 
 class Branches(nn.Module):
-    """Two heads, of which each rank uses another; its gradients are ready in the wrong order."""
+    """Two heads, of which each rank uses another, or both."""
 
     def __init__(self):
         super().__init__()
         self.late, self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
 
-    def forward(self, x, rank):
+    def forward(self, x, rank, both):
         hidden = torch.tanh(self.late(x))
         hidden = (
             hidden + (hidden.square() * self.late.bias.detach()).sum()
         )  # read again, and gives no gradient
-        return (self.left if rank else self.right)(hidden)
+        left, right = (
+            (self.left(hidden) if rank or both else 0),
+            (self.right(hidden) if both or not rank else 0),
+        )
+        return left + right
 
 
 def twins(build, make):
@@ -93,7 +97,7 @@ def train_branches(rank, num_ranks):
             hidden = x.clone().requires_grad_()
             if raises:
                 of.late.weight.register_hook(_fail)
-            loss = of(hidden, rank).square().sum()
+            loss = of(hidden, rank, step % 2).square().sum()
             if optimizer is after:
                 with after.no_sync():
                     _backward(loss, raises)

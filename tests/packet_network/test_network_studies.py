@@ -47,7 +47,7 @@ def test_an_emulated_sum_is_simulated_on_the_same_links():
     assert times.job_ms[0] == pytest.approx(median, rel=network_check.TOLERANCE)
 
 
-def test_findings_of_leaf_spines_and_their_title():
+def test_findings_of_leaf_spines_and_their_title(tmp_path):
     options = ScaleOptions(hosts=(16, 144))
     outcomes = {
         case: Times(
@@ -59,11 +59,42 @@ def test_findings_of_leaf_spines_and_their_title():
         )
         for case in network_scale.cases(options)
     }
-    findings = ScaleStudy().find(outcomes, options)
+    findings = ScaleStudy(tmp_path).find(outcomes, options)
     assert len(findings.rows) == len(outcomes)
-    assert "144 hosts, 100 kB: our best tail is -50 % of DCTCP's" in network_scale._title(
+    assert "144 hosts, 100 kB: our best tail is 0.5 times DCTCP's" in network_scale._title(
         findings.summaries["cases"]
     )
+
+
+def test_a_stopped_study_goes_on_and_says_what_is_missing(tmp_path, monkeypatch):
+    """Each case is kept when it is done; one placement after the other counts."""
+    options = ScaleOptions(hosts=(16,), flow_bytes=(20_000,), repeats=1, placements=2)
+    times = Times((3.0,), (1.0,), (3.0,), {"sent": 5, "overflowed": 1, "selected": 0}, 0.5)
+    seeds = []
+    monkeypatch.setattr(network_scale, "_simulate", lambda _case, _, seed: seeds.append(seed) or times)
+    done = network_scale.run_case(network_scale.cases(options)[0], options)
+    assert done == Times(
+        (3.0, 3.0), (1.0, 1.0), (3.0, 3.0), {"sent": 10, "overflowed": 2, "selected": 0}, 0.5
+    )
+    assert seeds == [1, 2]
+
+    def stopping(case, options):
+        if len(seeds) > 4:
+            raise KeyboardInterrupt
+        seeds.append(case)
+        return done
+
+    monkeypatch.setattr(network_scale, "run_case", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        ScaleStudy(tmp_path / "cases.jsonl").measure(options)
+    shown = ScaleStudy(tmp_path / "cases.jsonl", only_show=True).measure(options)
+    assert len(shown.outcomes) == 3
+    assert sum(shown.outcomes[network_scale.cases(options)[0]].flow_ms) == 2.0
+    assert "missing; the same command goes on" in shown.notes[0]
+    monkeypatch.setattr(network_scale, "run_case", lambda case, _: seeds.append(case) or done)
+    whole = ScaleStudy(tmp_path / "cases.jsonl").measure(options)
+    assert not whole.notes
+    assert len(seeds[2:]) == len(set(seeds[2:])) == len(whole.outcomes)
 
 
 def test_networks_have_room_for_their_jobs():
@@ -79,13 +110,14 @@ def test_the_command_simulates_compiled_what_is_simulated_interpreted(tmp_path):
     """The quick study as a user types it, twice, once without compiling: the same times."""
     found = []
     for interpreted in ("0", "1"):
+        folder = str(tmp_path / interpreted)  # what one has stored must not be shown by the other
         environment = {**os.environ, "NUMBA_DISABLE_JIT": interpreted}
         code = (
             "import os, numba, sys\n"
             "disabled, numba.config.DISABLE_JIT = numba.config.DISABLE_JIT, 0\n"
             "import paceline.transports.bounded_loss.datagram_loop\n"
             "numba.config.DISABLE_JIT = disabled\n"
-            f"sys.argv = ['paceline', 'study', 'network', '--quick', '--json', '--report', {str(tmp_path)!r}]\n"
+            f"sys.argv = {['paceline', 'study', 'network', '--quick', '--json', '--report', folder]!r}\n"
             "from paceline.cli.app import main\n"
             "main()\n"
         )

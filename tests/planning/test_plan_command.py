@@ -1,11 +1,13 @@
 """`paceline plan` as a user types it: a script is recorded, predicted and scored; bad input before any work."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.cli import main
+from paceline.lab.bench.layer_profile import default_profile
 from terminal import paceline
 
 SCRIPT = """
@@ -80,6 +82,9 @@ def test_bad_input(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("torn.json").write_text('{"format": "paceline workload", "layers": [')
+    Path("train.py").write_text("raise SystemExit('never run')")
+    profile = default_profile("tiny")
+    replace(profile, layers=profile.layers[1:]).save(Path("another.json"))
     cases = {
         "--to 0": ["tiny", "--to", "0"],
         "carries nothing": ["tiny", "--rate", "0Gbit"],
@@ -97,6 +102,16 @@ def test_bad_input(
         "cut off": ["torn.json"],
         "nothing to plan for": ["--to", "4"],
         "no predictions": ["--score"],
+        "paceline plan score run.jsonl": ["--score", "run.jsonl"],
+        "--price 2.0 would change nothing without --epoch-samples": ["tiny", "--price", "2"],
+        "--server-rate 1Gbit would change nothing without --servers": ["tiny", "--server-rate", "1Gbit"],
+        "--steps 0 cannot be": ["tiny", "--steps", "0"],
+        "--steps 5 would change nothing without a script": ["tiny", "--steps", "5"],
+        "arguments ('5',) would change nothing": ["tiny", "--", "5"],
+        "--algorithm halving_doubling would": ["tiny", "--servers", "1", "--algorithm", "halving_doubling"],
+        "there is no folder none": ["record", "train.py", "--out", "none/x.json"],
+        "it is a folder": ["record", "train.py", "--out", "."],
+        "does not fit the model": ["another.json"],
     }
     for words, arguments in cases.items():
         with pytest.raises(SystemExit) as ended:
@@ -105,7 +120,17 @@ def test_bad_input(
         err = capsys.readouterr().err
         assert "Traceback" not in err
         assert words in err, (words, err)
+    profile.save(Path("profile.json"))
+    told = []
+    for source in ("tiny", "profile.json"):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", source, "--to", "2", "--epoch-samples", "100", "--json"])
+        assert ended.value.code == 0
+        told.append(json.loads(capsys.readouterr().out)["points"])
+    assert told[0] == told[1]  # what `paceline bench profile` writes is a workload, too
     with pytest.raises(SystemExit) as ended:
-        main(["plan", "tiny", "--to", "1"])
+        main(["plan", "tiny", "--to", "1", "--epoch-samples", "100"])
     assert ended.value.code == 0
-    assert "one rank: nothing to overlap" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "one rank: nothing to overlap" in out
+    assert "no epoch is shown" in out

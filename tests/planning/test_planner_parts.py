@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from paceline.planning.lemmas import (
     most_devices,
 )
 from paceline.planning.minibatch import Alternative, Memory, choose_algorithms, choose_minibatch
-from paceline.planning.predictions import KeptPrediction, Outcome, keep, scores
 from paceline.planning.scaling import Question, doubling_counts, predict_scaling, what_helps, what_limits
 
 MIB = 2**20
@@ -158,6 +158,31 @@ def test_scaling_has_a_knee_and_a_band() -> None:
         doubling_counts(0)
 
 
+def test_steps_of_several_micro_steps() -> None:
+    load = workload(samples_per_step=64, num_micro_steps=4, optimizer_s=0.01, other_s=0.002)
+    question = Question(load, grow(math.inf, 0.0), Plan(sync_every=4), (1, 8), 6400)
+    one, eight = predict_scaling(question).points
+    assert one.step_s == pytest.approx(load.compute_s)
+    assert load.compute_s == pytest.approx(4 * (0.05 + 0.1 + 0.002) + 0.01)
+    assert one.epoch_s == pytest.approx(100 * one.step_s)
+    assert (eight.efficiency, eight.speed_up) == pytest.approx((1, 8))  # nothing communicates
+    assert eight.samples_per_s == pytest.approx(8 * 64 / one.step_s)
+    every = replace(question, plan=Plan(sync_every=1))  # as if each micro-step were a step
+    assert predict_scaling(every).points[0].samples_per_s == pytest.approx(16 / (0.152 + 0.01))
+    slow = Question(load, grow(1e8), Plan(sync_every=4), (8,))
+    assert predict_scaling(slow).points[0].efficiency < 1
+
+
+def test_a_step_lies_in_its_own_band() -> None:
+    by_hand = (1.0, 1.1), (0.5, 2.0, 2.0)  # their median is not 1
+    few = (1.1, 1.0, 1.0, 1.1, 2.0, 0.5, 1.0, 1.1, 1.0)  # of which most draws are slower
+    for jitter in (*by_hand, few):
+        question = Question(workload(relative_steps=jitter), grow(3e9), Plan(), (2, 16))
+        for point in predict_scaling(question).points:
+            assert point.low_s <= point.step_s <= point.high_s
+            assert point.high_s < 1.5 * point.step_s
+
+
 def test_a_search_is_never_worse_than_what_it_starts_from() -> None:
     chance = random.Random(4)
     for _ in range(6):
@@ -173,23 +198,6 @@ def test_a_search_is_never_worse_than_what_it_starts_from() -> None:
             assert found.step_s <= simulate(load, cluster, Plan(caps, "ring")).step_s + 1e-12
         by_name = best_algorithm(load, cluster, Plan(algorithm="ring"))
         assert by_name.step_s <= simulate(load, cluster, Plan(algorithm="ring")).step_s + 1e-12
-
-
-def test_predictions_are_kept_and_scored(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "predictions.jsonl"
-    with pytest.raises(ConfigurationError, match="no predictions"):
-        scores(path)
-    keep(path, [KeptPrediction("a", n, "several hosts", 1.0, 0.9, 1.1, "") for n in (2, 4, 8)])
-    keep(path, [Outcome("a", 2, 1.05), Outcome("a", 4, 2.0), Outcome("b", 4, 1.0)])
-    with path.open("a") as file:
-        file.write('{"record": "Outcome", "worklo')  # cut off
-    (score,) = scores(path)
-    assert (score.kind, score.num, score.in_band) == ("several hosts", 2, 0.5)
-    assert score.worst_error == pytest.approx(-0.5)
-    assert score.median_error == pytest.approx((0.5 + 1 - 1 / 1.05) / 2)
-    assert score.worst == "a on 4 ranks"
-    with pytest.raises(ConfigurationError, match="cannot be kept"):
-        keep(path / "below a file", [])
 
 
 def _trace(num_steps: int) -> list[str]:
@@ -228,6 +236,15 @@ def test_traces_and_workloads(tmp_path: Path) -> None:
         "damaged": json.dumps({**record, "layers": [{"name": "a"}]}),
         "below 0": json.dumps({**record, "optimizer_s": math.nan}),
         "no gradients": json.dumps({**record, "layers": [], "ready_order": []}),
+        "no gradients ": json.dumps(
+            {**record, "layers": [{**x, "gradient_bytes": [0]} for x in record["layers"]]}
+        ),
+        "damaged ": json.dumps(
+            {**record, "layers": [{**x, "gradient_bytes": [math.inf]} for x in record["layers"]]}
+        ),
+        "steps of -3 samples": json.dumps({**record, "samples_per_step": -3}),
+        "steps of 0 samples": json.dumps({**record, "samples_per_step": 0}),
+        "0 micro-steps": json.dumps({**record, "num_micro_steps": 0}),
         "ready order": json.dumps({**record, "ready_order": [0, 0]}),
     }
     for words, text in bad.items():

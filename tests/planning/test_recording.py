@@ -1,5 +1,6 @@
 """Recording a script's steps: what a trace says of a model that is known, and what does not disturb it."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,9 +10,10 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigurationError
+from paceline.observe.device_clock import HostClock
 from paceline.observe.workload_recording import FORMAT, VERSION
 from paceline.planning import Workload, recorded_workload
-from paceline.planning.recorded_workload import measured_steps
+from paceline.planning.measured_steps import measured_steps
 
 
 class Slow(nn.Module):
@@ -45,7 +47,7 @@ def test_a_recording_is_the_models(tmp_path: Path) -> None:
             model(torch.ones(1, 4))  # evaluation is no step
         train(model, 5, micro_steps=2)
     found = Workload.load(path)
-    assert (found.name, found.samples_per_step, len(found.relative_steps)) == ("slow", 16, 3)
+    assert (found.name, found.samples_per_step, len(found.relative_steps)) == ("slow", 32, 6)
     assert [(x.name, x.gradient_bytes) for x in found.layers] == [("last", (64, 8)), ("first", (128, 32))]
     assert found.order == (0, 1)
     assert 0 < found.forward_s < 1
@@ -55,6 +57,45 @@ def test_a_recording_is_the_models(tmp_path: Path) -> None:
     train(model, 2)  # the hooks are gone
     assert path.read_text() == before
     assert not model.last.weight._post_accumulate_grad_hooks
+
+
+def test_every_micro_step_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = itertools.count()
+    monkeypatch.setattr(HostClock, "mark", lambda _: next(marks))  # a second from one mark to the next
+    path, model = tmp_path / "trace.jsonl", Slow()
+    with paceline.record_workload(path):
+        train(model, 4, micro_steps=1)
+        before = next(marks)
+        train(model, 1, micro_steps=1)
+        num_marks = next(marks) - before - 1
+    alone = Workload.load(path)
+    with paceline.record_workload(path):
+        train(model, 6, micro_steps=4)
+        train(model, 1, micro_steps=3)  # the end of an epoch
+    four = Workload.load(path)
+    assert (alone.num_micro_steps, alone.samples_per_step, alone.compute_s) == (1, 16, num_marks)
+    assert (four.num_micro_steps, four.samples_per_step) == (4, 64)
+    assert len(four.relative_steps) == 4 * 4  # of the steps that are alike
+    assert (four.forward_s, four.backward_s) == (alone.forward_s, alone.backward_s)
+    steps_s = measured_steps(path).steps_s
+    assert steps_s == (four.compute_s,) * 4  # every second of a step is somewhere
+    assert steps_s[0] == 4 * (num_marks - 2) + 2  # of which two are the optimizer's
+    four.save(path)
+    assert Workload.load(path) == four
+
+
+def test_a_forward_of_which_nothing_follows_is_no_micro_step(tmp_path: Path) -> None:
+    path, model = tmp_path / "trace.jsonl", Slow()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with paceline.record_workload(path):
+        for step in range(6):
+            model(torch.ones(2, 4))  # a look at the loss, with gradients left on
+            model(torch.ones(16, 4)).sum().backward()
+            if step == 4:
+                model(torch.ones(2, 4))  # between backward and the optimizer: a step that cannot be told
+            optimizer.step()
+    found = Workload.load(path)
+    assert (found.num_micro_steps, found.samples_per_step, len(found.relative_steps)) == (1, 16, 3)
 
 
 def test_enough_is_enough_and_too_little_is_said(tmp_path: Path) -> None:
@@ -82,7 +123,9 @@ def test_only_a_trace_scores_and_only_one_rank_predicts(tmp_path: Path) -> None:
     with paceline.record_workload(path, name="slow"):
         train(Slow(), 4)
     header, *steps = path.read_text().splitlines()
-    path.write_text("\n".join([json.dumps({**json.loads(header), "num_ranks": 4}), *steps]))
+    path.write_text(
+        "\n".join([json.dumps({**json.loads(header), "num_ranks": 4, "ranks_of_host": [2, 2]}), *steps])
+    )
     assert measured_steps(path).num_ranks == 4
     with pytest.raises(ConfigurationError, match="recorded on 4 ranks"):
         Workload.load(path)

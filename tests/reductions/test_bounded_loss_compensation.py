@@ -32,8 +32,8 @@ def gradients(seed):
 
 
 def at_random(ratio, seed):
-    def pattern(collective, source, owner, chunks):
-        return np.random.default_rng((seed, collective, source, owner)).random(chunks) < ratio
+    def pattern(collective, source, owner, magnitudes):
+        return np.random.default_rng((seed, collective, source, owner)).random(len(magnitudes)) < ratio
 
     return pattern
 
@@ -47,6 +47,21 @@ def ranks_with(pattern, compensation, named=None):
             0.5, compensation=compensation, connect=lambda group: world.transports[group.rank()]
         ),
     )
+
+
+def test_a_pattern_sees_the_mean_magnitude_of_each_chunk():
+    """Shards of 20 elements, chunks of 8, 8 and 4; signs do not count."""
+    seen = {}
+
+    def pattern(collective, source, owner, magnitudes):
+        seen[source, owner] = magnitudes.tolist()
+        return np.zeros(len(magnitudes), bool)
+
+    given = torch.arange(80.0)
+    given[1::2] *= -1
+    ranks_with(pattern, "none").reduce([[given[:40], given[40:]]] * RANKS)
+    assert seen[0, 1] == seen[3, 1] == [n / RANKS for n in (23.5, 31.5, 37.5)]
+    assert len(seen) == RANKS * (RANKS - 1)
 
 
 def flat(tensors):
@@ -77,7 +92,7 @@ def test_feedback_loses_nothing_over_time():
 
 
 def test_without_compensation_a_lost_contribution_is_zero():
-    ranks = ranks_with(lambda _, source, _owner, chunks: np.arange(chunks) == (source == 1), "none")
+    ranks = ranks_with(lambda _, source, _owner, sent: np.arange(len(sent)) == (source == 1), "none")
     here = gradients(0)
     lost = [flat(tensors) / RANKS for tensors in here]
     expected = mean(here)
@@ -99,7 +114,7 @@ def test_without_compensation_a_lost_contribution_is_zero():
 def test_the_report_says_of_which_parameter_something_was_lost():
     """Rank 3 loses the second chunk of shard 1: elements 28 to 35, all of the first parameter."""
     ranks = ranks_with(
-        lambda _, source, owner, chunks: (np.arange(chunks) == 1) & (source == 3 and owner == 1), "survivors"
+        lambda _, source, owner, sent: (np.arange(len(sent)) == 1) & (source == 3 and owner == 1), "survivors"
     )
     ranks.reduce(gradients(0))
     for reduction in ranks._reductions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 
@@ -97,16 +98,36 @@ def test_the_ip_header_carries_it(segments):
         target.settimeout(5)
         batch = system.new_batch(8, 104, socket_addresses([target.getsockname()]))
         for i, flag in enumerate(flags):
-            d.write_header(batch.words[i], d.DATA, flag, 0, 0, i, 0, 0, 0, 1, 0)
+            d.write_header(batch.words[i], d.DATA, 0, flag, 0, 0, i, 0, 0, 0, 1, 0)
             batch.sizes[i] = 104
-        made = system.prepare_messages(batch, len(flags), segments)
+        made = system.prepare_messages(batch, len(flags), segments, 1)
         assert made == (3 if segments > 1 else len(flags))
-        assert system.send_messages(source.fileno(), batch, 0, made) == made
+        assert system.send_messages(np.array([source.fileno()]), batch, 0, made) == made
         for flag in flags:
             data, control, *_ = target.recvmsg(2048, 64)
             assert len(data) == 104
             assert struct.unpack("<I", data[32:36])[0] >> 24 == flag
             assert control[0][2][0] == (flag >> 3 & 7) << 5 | (0 if flag & d.DROPPABLE else ECT)
+
+
+def test_datagrams_leave_by_the_socket_of_their_way():
+    """Of two ports: to peer 0 by either, then to peer 1 by the second."""
+    with contextlib.ExitStack() as stack:
+        source = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for _ in range(4)]
+        for each in source:
+            each.bind(("127.0.0.1", 0))
+            each.settimeout(5)
+        ports, targets = source[:2], source[2:]
+        batch = system.new_batch(8, 104, socket_addresses([target.getsockname() for target in targets]))
+        batch.ways[:4] = 0, 0, 1, 3
+        batch.sizes[:4] = 104
+        made = system.prepare_messages(batch, 4, 40, 2)
+        descriptors, sent = np.array([port.fileno() for port in ports]), 0
+        while sent < made:
+            sent += system.send_messages(descriptors, batch, sent, made)
+        came = [target.recvfrom(200)[1][1] for target in (targets[0],) * 3 + (targets[1],)]
+        names = [port.getsockname()[1] for port in ports]
+        assert came == [names[0], names[0], names[1], names[1]]
 
 
 def test_a_priority_that_networks_keep_for_themselves_is_refused():

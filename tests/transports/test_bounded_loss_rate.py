@@ -35,7 +35,8 @@ def test_the_host_s_own_queue_is_timed_by_how_fast_it_drains():
     assert loop._note_drain(drain, 17_500, 2000) == 1400
     assert loop._note_drain(drain, 0, 9000) == 0
     assert loop._note_drain(drain, 25_000, 9000) == 2000
-    assert loop._note_drain(drain, 37_500, 9500) == 3000
+    assert loop._note_drain(drain, 27_500, 9500) == 2200
+    assert loop._note_drain(drain, 90_000, 9500) == 2500  # no more is left out
 
 
 def test_a_datagram_s_time_is_about_that_at_which_it_leaves_the_host():

@@ -223,7 +223,7 @@ def test_thousands_of_schedules():
 def test_the_sources_of_losses_are_found_in_a_network_that_loses():
     """The machine above would be content with a protocol that never loses: this one does, and says whose it was."""
     machine = Schedule()
-    machine.begin(3, 0.5, 0.0, False, 1)
+    machine.begin(3, 0.5, 0.0, False, 1, 1)
     machine.network.lose = 0.3
     for rank in range(3):
         for _ in range(4):

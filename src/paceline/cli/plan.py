@@ -27,7 +27,7 @@ plan = typer.Typer(
 
 ReportFolder = Annotated[Path, typer.Option("--report", help="Folder for numbers, figure and predictions.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, progress to stderr.")]
-Steps = Annotated[int, typer.Option(help="Steps to record, after two of warm-up.")]
+Steps = Annotated[int | None, typer.Option(help="Steps to record, after two of warm-up.", show_default="20")]
 ScriptArguments = Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")]
 
 
@@ -57,17 +57,20 @@ def predict(
         str, typer.Option(help="Of the all-reduce: ring, halving_doubling, hierarchical_ring, auto ...")
     ] = "ring",
     half: Annotated[bool, typer.Option("--half", help="Gradients travel in 16 bits.")] = False,
-    sync_every: Annotated[int, typer.Option(help="Micro-steps a synchronization.")] = 1,
+    sync_every: Annotated[
+        int | None,
+        typer.Option(help="Micro-steps a step, of which the last synchronizes.", show_default="as recorded"),
+    ] = None,
     servers: Annotated[int, typer.Option(help="Parameter servers instead of an all-reduce.")] = 0,
     server_rate: Annotated[
         str | None, typer.Option(help="Of each server's link.", show_default="as --rate")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Samples of a device and step.", show_default="as recorded")
+        int | None, typer.Option(help="Samples of a device and forward.", show_default="as recorded")
     ] = None,
     epoch_samples: Annotated[int | None, typer.Option(help="Samples of an epoch: shows its time.")] = None,
     price: Annotated[float | None, typer.Option(help="Of a device and hour: shows an epoch's cost.")] = None,
-    steps: Steps = 20,
+    steps: Steps = None,
     score: Annotated[
         bool, typer.Option("--score", help="Show how good predictions have been so far.")
     ] = False,
@@ -75,12 +78,17 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """How long is a step on 2, 4, ... devices, what limits it, what would help, what does an epoch cost?"""
+    from paceline.errors import ConfigurationError
+
     if score:
+        if source is not None:
+            raise ConfigurationError(
+                f"--score shows the score so far and predicts nothing. To score a run: paceline plan score {source}"
+            )
         from paceline.lab.planner.scoring import show_scores
 
         show_scores(report, [], as_json=as_json)
         return
-    from paceline.errors import ConfigurationError
     from paceline.lab.planner.asked import Asked
     from paceline.lab.planner.forecast import forecast
 
@@ -116,15 +124,15 @@ def record(
     script: Annotated[Path, typer.Argument(help="A training script.")],
     arguments: ScriptArguments = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("workload.json"),
-    steps: Steps = 20,
+    steps: Steps = None,
 ) -> None:
     """Record how long each layer of a script computes, and which gradients it has; for `plan predict`."""
-    from paceline.lab.planner.script_recording import record_script
+    from paceline.lab.planner.script_recording import record_into
 
-    found = record_script(script, arguments or [], steps)
-    found.save(out)
+    found = record_into(out, script, arguments or [], steps)
+    accumulates = f"{found.num_micro_steps} micro-steps a step, each " if found.num_micro_steps > 1 else ""
     print(
-        f"{out}: {len(found.layers)} layers, {found.gradient_bytes / 1e6:,.1f} MB of gradients, forward "
+        f"{out}: {len(found.layers)} layers, {found.gradient_bytes / 1e6:,.1f} MB of gradients, {accumulates}forward "
         f"{found.forward_s * 1e3:.1f} ms, backward {found.backward_s * 1e3:.1f} ms, optimizer "
         f"{found.optimizer_s * 1e3:.1f} ms; {found.source}"
     )

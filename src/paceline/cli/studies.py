@@ -85,10 +85,7 @@ def large_batch(
     try:
         found = run_study(LargeBatchStudy(file, data, console, only_show), plan, report, as_json)
     except KeyboardInterrupt:
-        print(
-            f"paceline: stopped. Finished runs are in {file}; the same command goes on from there.",
-            file=sys.stderr,
-        )
+        _say_stopped(file)
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(json.loads(found.to_json())))
@@ -102,17 +99,53 @@ def loss_bound(
     model: Annotated[
         str, typer.Option(help="mlp, cnn (Fashion-MNIST), letter, bytes (Shakespeare) or digits.")
     ] = "mlp",
-    seeds: Annotated[int, typer.Option(help="Runs behind each mean.")] = 3,
+    bounds: Annotated[str, typer.Option(help="Lost, in percent, comma-separated; 0 is one of them.")] = (
+        "0,0.5,1,3,10,20,30"
+    ),
+    patterns: Annotated[
+        str,
+        typer.Option(
+            help="random, tail, burst, front, back, smallest, largest; comma-separated.", show_default="all"
+        ),
+    ] = "",
+    compensations: Annotated[
+        str, typer.Option(help="survivors, none, feedback; comma-separated.", show_default="all")
+    ] = "",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs behind each mean.")] = 3,
+    samples: Annotated[int, typer.Option(help="To train on.", show_default="some thousands")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="How often they are seen.")] = 2,
     quick: Annotated[bool, typer.Option("--quick", help="Digits, one bound: seconds.")] = False,
+    store: Annotated[
+        Path | None,
+        typer.Option(help="File of finished runs.", show_default="loss-bound-MODEL.jsonl in --report"),
+    ] = None,
     report: ReportFolder = Path("paceline-report"),
+    only_show: Annotated[
+        bool, typer.Option("--only-show", help="Compute nothing; show what is there.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train while a bounded part of the gradients is lost, by every pattern and compensation."""
     from paceline.lab.studies.description import run_study
-    from paceline.lab.studies.loss_bound import QUICK, LossOptions, LossStudy
+    from paceline.lab.studies.loss_bound import LossStudy
+    from paceline.lab.studies.loss_bound_runs import PATTERNS, QUICK, LossOptions
 
-    options = QUICK if quick else LossOptions(model=model, num_seeds=seeds)
-    run_study(LossStudy(data), options, report, as_json)
+    given = LossOptions(
+        model=model,
+        bounds=tuple(percent / 100 for percent in _numbers("--bounds", bounds)),
+        patterns=_names(patterns) or PATTERNS,
+        compensations=_names(compensations) or LossOptions.compensations,
+        num_seeds=seeds,
+        num_train=samples,
+        epochs=epochs,
+    )
+    options = QUICK if quick else given
+    file = store or report / f"loss-bound-{options.model}.jsonl"
+    try:
+        run_study(LossStudy(file, data, only_show), options, report, as_json)
+    except KeyboardInterrupt:
+        _say_stopped(file)
+        raise typer.Exit(130) from None
 
 
 @app.command("network")
@@ -121,11 +154,21 @@ def network(
         str, typer.Option(help="Of the networks, comma-separated; multiples of 16.")
     ] = "16,64,144",
     flow_bytes: Annotated[str, typer.Option(help="What a worker pushes, comma-separated.")] = "100000",
-    repeats: Annotated[int, typer.Option(min=1, help="Pushes of every job.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of places, ways and losses; the same one, the same times.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Pushes of every job in each placement.")] = 2,
+    placements: Annotated[
+        int, typer.Option(min=1, help="How often jobs, ways and losses are placed anew.")
+    ] = 5,
+    seed: Annotated[int, typer.Option(help="Of the first placement; the same one, the same times.")] = 1,
     at_most_s: Annotated[float, typer.Option(help="After that, no further case is begun.")] = 3600.0,
     quick: Annotated[bool, typer.Option("--quick", help="16 hosts, one push: seconds.")] = False,
+    store: Annotated[
+        Path | None,
+        typer.Option(help="File of simulated cases.", show_default="network-scale.jsonl in --report"),
+    ] = None,
     report: ReportFolder = Path("paceline-report"),
+    only_show: Annotated[
+        bool, typer.Option("--only-show", help="Simulate nothing; show what is there.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate leaf-spine networks packet by packet: bounded loss beside TCPs, and what DLCP's claims come to."""
@@ -136,10 +179,16 @@ def network(
         hosts=_factors("--hosts", hosts),
         flow_bytes=_factors("--flow-bytes", flow_bytes),
         repeats=repeats,
+        placements=placements,
         seed=seed,
         at_most_s=at_most_s,
     )
-    run_study(ScaleStudy(), QUICK if quick else given, report, as_json)
+    file = store or report / "network-scale.jsonl"
+    try:
+        run_study(ScaleStudy(file, only_show), QUICK if quick else given, report, as_json)
+    except KeyboardInterrupt:
+        _say_stopped(file)
+        raise typer.Exit(130) from None
 
 
 @app.command("network-check")
@@ -158,6 +207,26 @@ def network_check(
     from paceline.lab.studies.network_check import CheckOptions, CheckStudy
 
     run_study(CheckStudy(), CheckOptions(emulated, repeats, seeds, only), report, as_json)
+
+
+def _say_stopped(file: Path) -> None:
+    print(
+        f"paceline: stopped. Finished runs are in {file}; the same command goes on from there.",
+        file=sys.stderr,
+    )
+
+
+def _names(words: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in words.split(",") if name.strip())
+
+
+def _numbers(option: str, words: str) -> tuple[float, ...]:
+    from paceline.errors import ConfigurationError
+
+    try:
+        return tuple(sorted({float(word) for word in words.split(",") if word.strip()}))
+    except ValueError:
+        raise ConfigurationError(f"{option} {words} is not a list of numbers such as 0,0.5,1.") from None
 
 
 def _factors(option: str, words: str) -> tuple[int, ...]:

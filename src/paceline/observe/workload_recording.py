@@ -2,7 +2,8 @@
 
 Nothing of the script changes: torch's global hooks see the outermost module with parameters run forward, every
 parameter's gradient arrive, and the optimizer step. A step's line is written when its optimizer is done, so that a
-script that dies leaves what it had done.
+script that dies leaves what it had done. A forward after gradients that no optimizer has taken is a step's next
+micro-step; the layers' times are the last one's.
 
 The file's first line is a header with the layers, every other one a step: see `planning.recorded_workload`.
 """
@@ -10,9 +11,11 @@ The file's first line is a header with the layers, every other one a step: see `
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -105,9 +108,9 @@ class WorkloadRecording:
             if not trains or (self._model is not None and self._model.module is not module):
                 return  # evaluation, a loss, or another model
             if self._model is None:
-                self._model = _Model(module, inputs)
+                self._model = _Model(module)
             self.num_forwards += 1  # so that a recording without steps can say what it saw
-            self._model.begin()
+            self._model.begin(inputs)
         self._depth += 1
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -120,8 +123,12 @@ class WorkloadRecording:
             self._model.after_forward = self._model.clock.mark()
 
     def _before_step(self, optimizer: Any, arguments: Any, more: Any) -> None:
-        if self._model is not None and self._model.gradient_marks:
+        if self._model is None:
+            return
+        if self._model.gradient_marks:
             self._model.before_step = self._model.clock.mark()
+        else:
+            self._model.earlier.clear()  # whatever they were, this step is none that can be told
 
     def _after_step(self, optimizer: Any, arguments: Any, more: Any) -> None:
         model = self._model
@@ -130,10 +137,9 @@ class WorkloadRecording:
         end = model.clock.mark()
         if self.num_steps == 0:
             self._write({"format": FORMAT, "version": VERSION, **model.header(self._name)})
-        line = model.line(end)
-        idle_s = 0.0 if self._idle_since is None else model.clock.between_s(self._idle_since, model.start)
-        self._write({"warm_up": self.num_steps < NUM_WARM_UP, **line, "other_s": idle_s})
+        self._write({"warm_up": self.num_steps < NUM_WARM_UP, **model.line(self._idle_since, end)})
         self._idle_since = end
+        model.earlier.clear()
         model.gradient_marks.clear()
         model.before_step = None
         self.num_steps += 1
@@ -147,16 +153,23 @@ class WorkloadRecording:
         self._file.flush()
 
 
+@dataclass(frozen=True)
+class _MicroStep:
+    """Marks of one that is done, and its samples; None: nobody can tell."""
+
+    start: Any
+    last_gradient: Any
+    samples: int | None
+
+
 class _Model:
     """The model's layers, and the marks of the step under way."""
 
-    def __init__(self, module: nn.Module, inputs: Any) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
         first = next(p for p in module.parameters() if p.requires_grad)
         self.device = first.device
         self.clock = CudaClock() if self.device.type == "cuda" else HostClock()
-        batch = next((x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()), None)
-        self.samples = None if batch is None else int(batch.shape[0])
         self.layers = _layers(module)
         self.used: list[str] = []
         self._name_of = {id(owner): name for name, (owner, _) in self.layers.items()}
@@ -165,6 +178,8 @@ class _Model:
             for name, (_, parameters) in self.layers.items()
             for parameter in parameters
         ]
+        self.earlier: list[_MicroStep] = []  # of this step, before the one under way
+        self.samples: int | None = None
         self.last_gradient: Any = None
         self.start: Any = None
         self.after_forward: Any = None
@@ -178,10 +193,17 @@ class _Model:
 
         return hook
 
-    def begin(self) -> None:
+    def begin(self, inputs: Any) -> None:
+        if self.gradient_marks:
+            self.earlier.append(self._micro_step())
+        batch = next((x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()), None)
+        self.samples = None if batch is None else int(batch.shape[0])
         self.forward_marks.clear()
         self.gradient_marks.clear()
         self.start = self.clock.mark()
+
+    def _micro_step(self) -> _MicroStep:
+        return _MicroStep(self.start, self.last_gradient, self.samples)
 
     def note_forward(self, module: nn.Module) -> None:
         name = self._name_of.get(id(module))
@@ -191,32 +213,52 @@ class _Model:
     def header(self, name: str | None) -> dict[str, Any]:
         """Of the layers that got a gradient in the first step."""
         self.used = [layer for layer in self.layers if layer in self.gradient_marks]
+        num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         cuda = self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if cuda else f"{platform.machine()} CPU"
         return {
             "name": name or Path(sys.argv[0]).stem,
             "device": f"{device}, torch {torch.__version__}",
-            "samples_per_step": self.samples,
-            "num_ranks": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+            "num_ranks": num_ranks,
+            "ranks_of_host": _ranks_of_host(num_ranks),
             "layers": [
                 {"name": x, "gradient_bytes": [p.numel() * p.element_size() for p in self.layers[x][1]]}
                 for x in self.used
             ],
         }
 
-    def line(self, end: Any) -> dict[str, Any]:
-        """Seconds of the step that ended."""
+    def line(self, idle_since: Any, end: Any) -> dict[str, Any]:
+        """Seconds and samples of the step that ended; `idle_since`: the end of the one before, if there was one."""
+        seconds = self.clock.between_s
 
         def since(start: Any, marks: dict[str, Any]) -> list[float]:
-            return [self.clock.between_s(start, marks[x]) if x in marks else 0.0 for x in self.used]
+            return [seconds(start, marks[x]) if x in marks else 0.0 for x in self.used]
 
+        micro_steps = [*self.earlier, self._micro_step()]
+        samples = [x.samples for x in micro_steps if x.samples is not None]
+        ends = [idle_since, *[x.last_gradient for x in self.earlier]]
+        pauses = [(x, y.start) for x, y in zip(ends, micro_steps, strict=True) if x is not None]
         return {
-            "forward_s": self.clock.between_s(self.start, self.after_forward),
+            "samples": sum(samples) if len(samples) == len(micro_steps) else None,
+            "earlier_s": [seconds(x.start, x.last_gradient) for x in self.earlier],
+            "other_s": sum(seconds(*pause) for pause in pauses),
+            "forward_s": seconds(self.start, self.after_forward),
             "forward_ends_s": since(self.start, self.forward_marks),
-            "backward_s": self.clock.between_s(self.after_forward, self.last_gradient),
+            "backward_s": seconds(self.after_forward, self.last_gradient),
             "ready_s": since(self.after_forward, self.gradient_marks),
-            "optimizer_s": self.clock.between_s(self.last_gradient, end),
+            "optimizer_s": seconds(self.last_gradient, end),
         }
+
+
+def _ranks_of_host(num_ranks: int) -> list[int] | None:
+    """How many ranks each host has, by the launcher's variables; None where they do not say."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if num_ranks == 1 or here == str(num_ranks):
+        return [num_ranks]
+    hosts = os.environ.get("GROUP_WORLD_SIZE", "")  # torchrun's: its agents, one a host
+    if not (here.isdecimal() and hosts.isdecimal()) or int(here) * int(hosts) != num_ranks:
+        return None  # also hosts of unequal numbers, of which a rank knows its own only
+    return [int(here)] * int(hosts)
 
 
 def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, list[nn.Parameter]]]:

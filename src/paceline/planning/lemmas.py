@@ -77,10 +77,11 @@ class Beside:
 def compare_efficiency(workload: Workload, grow: Grow, plan: Plan, counts: tuple[int, ...]) -> list[Beside]:
     """Lemma 3.1 where its work is shared: G devices compute a G-th each, and the optimizer and the rest stay whole.
 
-    R is what one device shows: everything that is no forward or backward. The simulator adds communication.
+    R is what one device shows: everything in a step of `plan.sync_every` micro-steps that is no forward or backward.
+    The simulator adds communication.
     """
-    T_C = workload.forward_s + workload.backward_s
-    T_O = workload.optimizer_s + workload.other_s
+    T_C = plan.sync_every * (workload.forward_s + workload.backward_s)
+    T_O = workload.optimizer_s + plan.sync_every * workload.other_s
     if T_C <= 0:
         raise ConfigurationError(f"the workload {workload.name} computes nothing; lemma 3.1 divides by it.")
     found = []
@@ -115,7 +116,7 @@ def compare_servers(
 ) -> ServerAnswers:
     """Lemma 3.2 beside the fewest servers with which the simulated step is as long as with infinitely many."""
     S, N_w = workload.gradient_bytes * plan.payload_ratio, cluster.num_ranks
-    T_C = workload.forward_s + workload.backward_s
+    T_C = plan.sync_every * (workload.forward_s + workload.backward_s)
     found = {
         duplex: _fewest_simulated(workload, cluster, plan, server_bytes_per_s, duplex=duplex)
         for duplex in (False, True)

@@ -1,20 +1,25 @@
 """Keeps every prediction, and scores it when a run has measured what was predicted.
 
 One JSON line each, in a file that only grows: a prediction when it is made, an outcome when a run is scored. A
-prediction is scored by runs of the same workload on as many ranks.
+prediction is scored by runs of the same workload on as many ranks, which lay on hosts as predicted, in steps of as
+many micro-steps. A run counts once, with the prediction that it scored first: one that is made afterwards knows more.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, BinaryIO
 
 from paceline.errors import ConfigurationError
 from paceline.planning.hardware import Cluster
+
+SEVERAL_HOSTS = "several hosts"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class KeptPrediction:
         low_s: Of the band.
         high_s: Of the band.
         where: The cluster and the plan, in words.
+        ranks_of_host: How many ranks each host has; None in lines of before that was kept.
+        num_micro_steps: Of a step.
     """
 
     workload: str
@@ -38,15 +45,40 @@ class KeptPrediction:
     low_s: float
     high_s: float
     where: str
+    ranks_of_host: Sequence[int] | None = None
+    num_micro_steps: int = 1
+
+    def is_for(self, outcome: Outcome) -> bool:
+        """Whether that run is one of what was predicted, as far as both say."""
+        mine = (self.workload, self.num_ranks, self.num_micro_steps)
+        if mine != (outcome.workload, outcome.num_ranks, outcome.num_micro_steps):
+            return False
+        if outcome.ranks_of_host is None:
+            return True
+        if self.ranks_of_host is None:
+            return (self.kind == SEVERAL_HOSTS) == (len(outcome.ranks_of_host) > 1)
+        return sorted(self.ranks_of_host) == sorted(outcome.ranks_of_host)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run measured: the median step of a workload on so many ranks."""
+    """What a run measured.
+
+    Attributes:
+        workload: Its name.
+        num_ranks: Of the job.
+        step_s: The median.
+        ranks_of_host: How many ranks each host had; None: the trace does not say.
+        num_micro_steps: Of a step.
+        run: Which it was, so that it counts once; None in lines of before that was kept.
+    """
 
     workload: str
     num_ranks: int
     step_s: float
+    ranks_of_host: Sequence[int] | None = None
+    num_micro_steps: int = 1
+    run: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,11 +106,11 @@ def kind_of(cluster: Cluster) -> str:
     """What sort of cluster it was for."""
     if cluster.num_ranks == 1:
         return "one rank"
-    return "one host" if cluster.num_hosts == 1 else "several hosts"
+    return "one host" if cluster.num_hosts == 1 else SEVERAL_HOSTS
 
 
 def keep(path: Path, records: Iterable[KeptPrediction | Outcome]) -> None:
-    """Append to the file.
+    """Append to the file, on a line of its own if its last one was cut off.
 
     Raises:
         ConfigurationError: It cannot be written.
@@ -86,8 +118,11 @@ def keep(path: Path, records: Iterable[KeptPrediction | Outcome]) -> None:
     lines = [json.dumps({"record": type(record).__name__, **asdict(record)}) for record in records]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        with path.open("ab+") as file:
+            text = "".join(f"{line}\n" for line in lines)
+            if file.tell() and not _ends_a_line(file):
+                text = f"\n{text}"
+            file.write(text.encode())
     except OSError as error:
         raise ConfigurationError(
             f"predictions cannot be kept in {path} ({error.strerror}). Pass another folder with --report."
@@ -100,17 +135,29 @@ def scores(path: Path) -> list[Score]:
     Raises:
         ConfigurationError: There is no such file.
     """
-    said: dict[tuple[str, int], KeptPrediction] = {}
-    pairs: list[tuple[KeptPrediction, Outcome]] = []
-    for record in _records(path):
-        key = (record.workload, record.num_ranks)
-        if isinstance(record, KeptPrediction):
-            said[key] = record
-        elif key in said:
-            pairs.append((said[key], record))
+    pairs = scored_pairs(path)
     return [
         _score(kind, [x for x in pairs if x[0].kind == kind]) for kind in sorted({x.kind for x, _ in pairs})
     ]
+
+
+def scored_pairs(path: Path) -> list[tuple[KeptPrediction, Outcome]]:
+    """Every run that something was predicted for, with the prediction; the last that was measured of each run.
+
+    Raises:
+        ConfigurationError: There is no such file.
+    """
+    said: list[KeptPrediction] = []
+    pairs: dict[str, tuple[KeptPrediction, Outcome]] = {}
+    for number, record in enumerate(_records(path)):
+        if isinstance(record, KeptPrediction):
+            said.append(record)
+            continue
+        run = record.run or f"line {number}"
+        found = pairs[run][0] if run in pairs else next((x for x in reversed(said) if x.is_for(record)), None)
+        if found is not None:
+            pairs[run] = (found, record)
+    return list(pairs.values())
 
 
 def _score(kind: str, pairs: list[tuple[KeptPrediction, Outcome]]) -> Score:
@@ -123,7 +170,7 @@ def _score(kind: str, pairs: list[tuple[KeptPrediction, Outcome]]) -> Score:
         len(pairs),
         median(map(abs, errors)),
         errors[worst],
-        f"{said.workload} on {said.num_ranks} ranks",
+        f"{said.workload} on {said.num_ranks} rank{'s' * (said.num_ranks != 1)}",
         sum(inside) / len(inside),
     )
 
@@ -141,7 +188,12 @@ def _records(path: Path) -> Iterator[KeptPrediction | Outcome]:
         try:
             record = json.loads(line)
             found = kinds[record.pop("record")](**record)
-            if found.step_s > 0:
+            if 0 < found.step_s < math.inf:
                 yield found
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

@@ -13,14 +13,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low, mode
 from typing import Any
 
 from paceline.errors import ConfigurationError
 
 WORKLOAD_FORMAT, TRACE_FORMAT = "paceline workload", "paceline trace"
 VERSION = 1
-_AGAIN = "Record it again with `paceline plan record SCRIPT`."
+RECORD_AGAIN = "Record it again with `paceline plan record SCRIPT`."
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ class Workload:
         name: Of the model or script.
         source: Where the times are from, in words for a report.
         layers: In the order of forward.
-        optimizer_s: After backward: clipping, the optimizer.
-        other_s: Between the optimizer and the next forward, such as loading data.
-        samples_per_step: Of one device; None if nobody said.
-        relative_steps: Computing of each recorded step over the median: how it varies. Empty: it does not.
+        optimizer_s: After the last backward: clipping, the optimizer.
+        other_s: Before the forward of each micro-step, such as loading data.
+        samples_per_step: Of one device, in all micro-steps; None if nobody said.
+        relative_steps: Computing of each recorded micro-step over the median: how it varies. Empty: it does not.
         ready_order: Indices into `layers` in the order in which their gradients are ready. Empty: the last first.
+        num_micro_steps: How many forwards and backwards, each of `layers`, a step had when it was recorded.
     """
 
     name: str
@@ -67,27 +68,36 @@ class Workload:
     samples_per_step: int | None = None
     relative_steps: tuple[float, ...] = ()
     ready_order: tuple[int, ...] = ()
+    num_micro_steps: int = 1
 
     def __post_init__(self) -> None:
         times = [self.optimizer_s, self.other_s]
         times += [seconds for layer in self.layers for seconds in (layer.forward_s, layer.backward_s)]
         sizes = [size for layer in self.layers for size in layer.gradient_bytes]
-        if not sizes:
-            raise ConfigurationError(
-                f"the workload {self.name} has no gradients: there is nothing to reduce, and nothing to plan."
-            )
         if not all(0 <= x < math.inf for x in (*times, *sizes)):
             raise ConfigurationError(
                 f"the workload {self.name} has times or sizes that are below 0 or not finite: a step cannot be "
-                f"predicted from them. {_AGAIN}"
+                f"predicted from them. {RECORD_AGAIN}"
+            )
+        if not any(sizes):
+            raise ConfigurationError(
+                f"the workload {self.name} has no gradients: there is nothing to reduce, and nothing to plan."
+            )
+        if self.samples_per_step is not None and self.samples_per_step < 1:
+            raise ConfigurationError(
+                f"the workload {self.name} has steps of {self.samples_per_step} samples: 1 or more. {RECORD_AGAIN}"
             )
         if not all(0 < ratio < math.inf for ratio in self.relative_steps):
             raise ConfigurationError(
-                f"the workload {self.name} has a recorded step without a duration. {_AGAIN}"
+                f"the workload {self.name} has a recorded step without a duration. {RECORD_AGAIN}"
             )
         if self.ready_order and sorted(self.ready_order) != list(range(len(self.layers))):
             raise ConfigurationError(
                 f"the workload {self.name}: its ready order does not name every layer once."
+            )
+        if self.num_micro_steps < 1:
+            raise ConfigurationError(
+                f"the workload {self.name} has steps of {self.num_micro_steps} micro-steps. {RECORD_AGAIN}"
             )
 
     @property
@@ -97,16 +107,18 @@ class Workload:
 
     @property
     def forward_s(self) -> float:
+        """Of one micro-step."""
         return sum(layer.forward_s for layer in self.layers)
 
     @property
     def backward_s(self) -> float:
+        """Of one micro-step."""
         return sum(layer.backward_s for layer in self.layers)
 
     @property
     def compute_s(self) -> float:
         """A step of one device alone."""
-        return self.forward_s + self.backward_s + self.optimizer_s + self.other_s
+        return self.num_micro_steps * (self.forward_s + self.backward_s + self.other_s) + self.optimizer_s
 
     @property
     def gradient_bytes(self) -> int:
@@ -129,9 +141,18 @@ class Workload:
         return replace(self, layers=layers, optimizer_s=self.optimizer_s * compute_ratio)
 
     def save(self, path: Path) -> None:
-        """Write it as one JSON object."""
+        """Write it as one JSON object.
+
+        Raises:
+            ConfigurationError: It cannot be written.
+        """
         record = {"format": WORKLOAD_FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        try:
+            path.write_text(json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigurationError(
+                f"the workload {path} cannot be written ({error.strerror}). Pass another file."
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> Workload:
@@ -144,24 +165,26 @@ class Workload:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not text"
-            raise ConfigurationError(f"the workload {path} cannot be read ({reason}). {_AGAIN}") from error
-        first = _parsed(text.partition("\n")[0])
+            raise ConfigurationError(
+                f"the workload {path} cannot be read ({reason}). {RECORD_AGAIN}"
+            ) from error
+        first = parsed(text.partition("\n")[0])
         if isinstance(first, dict) and first.get("format") == TRACE_FORMAT:
-            _check_version(first, path)
+            check_version(first, path)
             return _from_trace(first, text.splitlines()[1:], path)
-        record = _parsed(text)
+        record = parsed(text)
         if not isinstance(record, dict) or record.get("format") != WORKLOAD_FORMAT:
             raise ConfigurationError(
-                f"{path} is neither a workload nor a trace: it is {_kind(record, text)}. {_AGAIN}"
+                f"{path} is neither a workload nor a trace: it is {_kind(record, text)}. {RECORD_AGAIN}"
             )
-        _check_version(record, path)
+        check_version(record, path)
         try:
             return _from_record(record)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, ConfigurationError):
                 raise
             raise ConfigurationError(
-                f"the workload {path} is damaged ({type(error).__name__}: {error}). {_AGAIN}"
+                f"the workload {path} is damaged ({type(error).__name__}: {error}). {RECORD_AGAIN}"
             ) from error
 
 
@@ -185,12 +208,13 @@ def _from_record(record: Mapping[str, Any]) -> Workload:
         None if samples is None else int(samples),
         tuple(map(float, record["relative_steps"])),
         tuple(map(int, record["ready_order"])),
+        int(record.get("num_micro_steps", 1)),
     )
 
 
 def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> Workload:
     """Medians of all complete steps."""
-    steps = [_parsed(line) for line in lines if line.strip()]
+    steps = [parsed(line) for line in lines if line.strip()]
     complete = [step for step in steps if isinstance(step, dict)]
     cut_off = len(steps) - len(complete)
     if header.get("num_ranks", 1) != 1:
@@ -200,11 +224,13 @@ def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> 
         )
     try:
         layers = header["layers"]
-        timed = [step for step in complete if not step["warm_up"]]
+        warm = [step for step in complete if not step["warm_up"]]
+        num_micro_steps = 1 + mode(len(step.get("earlier_s", ())) for step in warm) if warm else 1
+        timed = [step for step in warm if 1 + len(step.get("earlier_s", ())) == num_micro_steps]
         if not timed:
             raise ConfigurationError(
                 f"the trace {path} holds no complete step after {len(complete)} of warm-up: the script ended too "
-                f"early, or was cut off while it wrote. {_AGAIN}"
+                f"early, or was cut off while it wrote. {RECORD_AGAIN}"
             )
         order = _order([step["ready_s"] for step in timed])
         backward_s = _gaps([step["ready_s"] for step in timed], order)
@@ -215,6 +241,7 @@ def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> 
         spare_s = median(step["forward_s"] - max(step["forward_ends_s"]) for step in timed)
         forward_s[-1] += max(spare_s, 0.0)  # the loss
         lengths = [step["forward_s"] + step["backward_s"] for step in timed]
+        lengths += [seconds for step in timed for seconds in step.get("earlier_s", ())]
         notes = f"; {cut_off} incomplete line(s) ignored" if cut_off else ""
         return Workload(
             str(header["name"]),
@@ -224,56 +251,24 @@ def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> 
                 for i, x in enumerate(layers)
             ),
             median(step["optimizer_s"] for step in timed),
-            median(step["other_s"] for step in timed),
-            header.get("samples_per_step"),
+            median(step["other_s"] for step in timed) / num_micro_steps,
+            _samples(header, timed),
             tuple(length / median(lengths) for length in lengths),
             tuple(order),
+            num_micro_steps,
         )
-    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(
-            f"the trace {path} is damaged ({type(error).__name__}: {error}). {_AGAIN}"
+            f"the trace {path} is damaged ({type(error).__name__}: {error}). {RECORD_AGAIN}"
         ) from error
 
 
-@dataclass(frozen=True)
-class MeasuredSteps:
-    """How long the steps of a trace were, on however many ranks."""
-
-    name: str
-    num_ranks: int
-    steps_s: tuple[float, ...]
-
-
-def measured_steps(path: Path) -> MeasuredSteps:
-    """Read the whole steps of a trace, for a score.
-
-    Raises:
-        ConfigurationError: It is no trace of this version, or holds no complete step.
-    """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"the trace {path} cannot be read. {_AGAIN}") from error
-    header = _parsed(lines[0]) if lines else None
-    if not isinstance(header, dict) or header.get("format") != TRACE_FORMAT:
-        raise ConfigurationError(f"{path} is not a trace: only a trace of a real run scores. {_AGAIN}")
-    _check_version(header, path)
-    steps = [
-        step for step in map(_parsed, lines[1:]) if isinstance(step, dict) and not step.get("warm_up", True)
-    ]
-    try:
-        parts = ("forward_s", "backward_s", "optimizer_s", "other_s")
-        steps_s = tuple(sum(float(step[part]) for part in parts) for step in steps)
-        found = MeasuredSteps(str(header["name"]), int(header.get("num_ranks", 1)), steps_s)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"the trace {path} is damaged ({type(error).__name__}: {error}). {_AGAIN}"
-        ) from error
-    if not steps_s:
-        raise ConfigurationError(f"the trace {path} holds no complete step after the warm-up. {_AGAIN}")
-    return found
+def _samples(header: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> int | None:
+    """Of a step; traces of before steps said so themselves have one number, of the first step."""
+    said: list[int] = [step["samples"] for step in steps if step.get("samples") is not None]
+    return median_low(said) if said else header.get("samples_per_step")
 
 
 def _order(ready_s: Sequence[Sequence[float]]) -> list[int]:
@@ -293,23 +288,34 @@ def _gaps(ends_s: Sequence[Sequence[float]], order: Sequence[int]) -> list[float
     return [median(values) for values in samples]
 
 
-def _check_version(record: Mapping[str, Any], path: Path) -> None:
+def check_version(record: Mapping[str, Any], path: Path) -> None:
+    """Refuse a workload or trace of another version.
+
+    Raises:
+        ConfigurationError: It is of one.
+    """
     if record.get("version") != VERSION:
         raise ConfigurationError(
-            f"{path} is of version {record.get('version')}, this Paceline reads version {VERSION}. {_AGAIN}"
+            f"{path} is of version {record.get('version')}, this Paceline reads version {VERSION}. {RECORD_AGAIN}"
         )
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """What is written there as JSON; None if it is none, such as a line that was cut off."""
     try:
         return json.loads(text)
     except ValueError:
         return None
 
 
+def is_profile(record: Any) -> bool:
+    """Whether it is what `paceline bench profile` writes."""
+    return isinstance(record, dict) and "format" not in record and {"workload", "layers"} <= record.keys()
+
+
 def _kind(record: Any, text: str) -> str:
     if record is None:
         return "empty" if not text.strip() else "not JSON, or cut off in the middle"
-    if isinstance(record, dict) and "workload" in record and "layers" in record:
-        return "a profile for `paceline bench step`"
+    if is_profile(record):
+        return "a profile, which `paceline plan FILE` and `paceline bench step` take"
     return "other JSON"

@@ -52,7 +52,7 @@ class Point:
 
     Attributes:
         num_ranks: Devices.
-        step_s: Median.
+        step_s: Median; of a step with all its micro-steps.
         low_s: The tenth percentile of the band.
         high_s: The ninetieth.
         exposed_s: Of the step, the communication that backward does not hide.
@@ -141,11 +141,12 @@ def predict_scaling(question: Question, tell: Tell | None = None) -> Answer:
 def _point(question: Question, num_ranks: int, alone_s: float) -> Point:
     workload, plan, cluster = question.workload, question.plan, question.grow(num_ranks)
     found = simulate(workload, cluster, plan, num_steps=_NUM_STEPS, seed=question.seed)
-    step_s = found.micro_step_s
+    step_s = found.step_s
     low_s, high_s = _band(question, cluster, step_s)
     samples_per_s = epoch_s = cost = None
     if workload.samples_per_step is not None:
-        samples_per_s = num_ranks * workload.samples_per_step / step_s
+        of_a_micro_step = workload.samples_per_step / workload.num_micro_steps
+        samples_per_s = num_ranks * of_a_micro_step * plan.sync_every / step_s
         if question.epoch_samples is not None:
             epoch_s = question.epoch_samples / samples_per_s
             if question.price_per_hour is not None:
@@ -155,7 +156,7 @@ def _point(question: Question, num_ranks: int, alone_s: float) -> Point:
         step_s,
         low_s,
         high_s,
-        found.exposed_s / found.num_micro_steps,
+        found.exposed_s,
         alone_s / step_s,
         num_ranks * alone_s / step_s,
         samples_per_s,
@@ -171,24 +172,24 @@ def _band(question: Question, cluster: Cluster, step_s: float) -> tuple[float, f
     random = np.random.default_rng(question.seed)
     recorded = question.workload.relative_steps
     few = _STEPS_OF_A_DRAW
-    middle_s = simulate(
-        question.workload, cluster, question.plan, num_steps=few, seed=question.seed
-    ).micro_step_s
+    usual = float(np.median(recorded)) if recorded else 1.0
+    middle_s = simulate(question.workload, cluster, question.plan, num_steps=few, seed=question.seed).step_s
     drawn = []
     for _ in range(_NUM_DRAWS):
         faster = random.uniform(*_RATE_RANGE)
         latency = math.exp(random.uniform(*np.log(_LATENCY_RANGE)))
-        computing = float(np.median(random.choice(recorded, len(recorded)))) if recorded else 1.0
+        computing = float(np.median(random.choice(recorded, len(recorded)))) / usual if recorded else 1.0
         other = simulate(
             question.workload.taking(computing),
             cluster.with_links(faster=faster, latency_ratio=latency),
             question.plan,
             num_steps=few,
             seed=question.seed,  # the same stragglers: what differs is what the band is about
-        ).micro_step_s
+        ).step_s
         error = math.exp(random.normal(0.0, MODEL_ERROR)) if cluster.num_ranks > 1 else 1.0
         drawn.append(other / middle_s * error * step_s)
-    return float(np.quantile(drawn, 0.1)), float(np.quantile(drawn, 0.9))
+    low_s, high_s = np.quantile(drawn, (0.1, 0.9))
+    return min(float(low_s), step_s), max(float(high_s), step_s)
 
 
 def what_limits(workload: Workload, cluster: Cluster, plan: Plan, seed: int = 0) -> str:

@@ -17,8 +17,9 @@ from paceline.errors import ProtocolError
 from paceline.transports.lossy_sums import add_survivors, lost_ranges
 from paceline.transports.lossy_transport import Bound, Losses, LossyTransport, Sum
 
-LossPattern = Callable[[int, int, int, int], NDArray[np.bool_]]
-"""(collective, source, owner, chunks) to which of the chunks that `source` sends `owner` are lost, shape (chunks,)."""
+LossPattern = Callable[[int, int, int, NDArray[Any]], NDArray[np.bool_]]
+"""(collective, source, owner, magnitudes) to which of the chunks that `source` sends `owner` are lost, shape (chunks,);
+`magnitudes` has the same shape: the mean absolute value of each chunk's elements."""
 
 CHUNK_BYTES = 1432  # as in an Ethernet frame
 
@@ -79,7 +80,8 @@ class LossyMemory:
             missing = np.zeros((num_ranks, chunks), bool)
             for source in range(num_ranks):
                 if source != owner and chunks:
-                    missing[source] = self._pattern(collective, source, owner, chunks)
+                    magnitudes = _magnitudes(given[source, part], per_chunk)
+                    missing[source] = self._pattern(collective, source, owner, magnitudes)
             is_scaled = sums[0].bound.is_scaled
             if chunks:
                 add_survivors(
@@ -94,6 +96,13 @@ class LossyMemory:
             expected=tuple(expected),
             ranges=np.concatenate(ranges),
         )
+
+
+def _magnitudes(values: NDArray[Any], per_chunk: int) -> NDArray[Any]:
+    """The mean absolute value of each chunk; the last one may be shorter."""
+    first = np.arange(0, len(values), per_chunk)
+    sums: NDArray[Any] = np.add.reduceat(np.abs(values), first)
+    return sums / np.minimum(per_chunk, len(values) - first)
 
 
 class _Rank(LossyTransport):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.errors import ConfigurationError
 from paceline.lab.emulation import quantities
-from paceline.lab.planner.script_recording import DEFAULT_STEPS, record_script
+from paceline.lab.planner.script_recording import DEFAULT_STEPS
+from paceline.lab.planner.source import is_script, workload_of
 from paceline.planning import Cluster, HostLink, Plan, Servers, Workload
 from paceline.planning.round_patterns import ALL_REDUCES
 from paceline.planning.training_plan import DEFAULT_CAPS_BYTES, MEBIBYTE
@@ -26,10 +26,10 @@ class Asked:
     """What the command line says; None: not said, so `ASSUMED`.
 
     Attributes:
-        source: A script, a file with a workload or a trace, or the name of a shipped workload.
+        source: A script, a file with a workload, a trace or a profile, or the name of a shipped workload.
         arguments: Of the script.
         to: The largest number of devices.
-        steps: To record.
+        steps: To record; None: `DEFAULT_STEPS`.
         ranks_per_host: Devices a host.
         rate: Of each host's link, in words.
         latency: Of a round between hosts, in words.
@@ -38,10 +38,10 @@ class Asked:
         bucket_cap_mb: None: torch's default, 1 and then 25 MiB.
         algorithm: Of the all-reduce.
         half: Gradients travel in 16 bits.
-        sync_every: Micro-steps a synchronization.
+        sync_every: Micro-steps a synchronization, which is a step; None: as recorded.
         servers: Parameter servers; 0: an all-reduce.
         server_rate: Of each server's link, in words; None: as the hosts'.
-        batch: Samples a device and step; None: as recorded.
+        batch: Samples a device and forward; None: as recorded.
         epoch_samples: None: epochs are not asked for.
         price: Of a device and hour.
     """
@@ -49,7 +49,7 @@ class Asked:
     source: str
     arguments: tuple[str, ...] = ()
     to: int = 256
-    steps: int = DEFAULT_STEPS
+    steps: int | None = None
     ranks_per_host: int | None = None
     rate: str | None = None
     latency: str | None = None
@@ -58,7 +58,7 @@ class Asked:
     bucket_cap_mb: float | None = None
     algorithm: str = "ring"
     half: bool = False
-    sync_every: int = 1
+    sync_every: int | None = None
     servers: int = 0
     server_rate: str | None = None
     batch: int | None = None
@@ -68,7 +68,7 @@ class Asked:
     def __post_init__(self) -> None:
         if self.to < 1:
             raise ConfigurationError(f"--to {self.to} cannot be: a prediction is for 1 device or more.")
-        for option in ("ranks_per_host", "batch", "epoch_samples"):
+        for option in ("ranks_per_host", "batch", "epoch_samples", "steps"):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise ConfigurationError(f"--{option.replace('_', '-')} {value} cannot be. Pass 1 or more.")
@@ -85,8 +85,25 @@ class Asked:
             raise ConfigurationError(
                 f"--algorithm {self.algorithm} is not one. Pass auto, or one of {', '.join(ALL_REDUCES)}."
             )
+        self._refuse_what_would_be_ignored()
         self.plan()
         self.cluster(self.to)
+
+    def _refuse_what_would_be_ignored(self) -> None:
+        recorded = not is_script(self.source)
+        ignored = {
+            "--price": ("--epoch-samples, the samples of an epoch", self.epoch_samples, self.price),
+            "--server-rate": ("--servers, how many there are", self.servers, self.server_rate),
+            "--steps": ("a script: nothing else is recorded", not recorded, self.steps),
+            "arguments": ("a script: nothing else takes any", not recorded, self.arguments),
+        }
+        for option, (needed, has_it, value) in ignored.items():
+            if not has_it and value not in (None, ()):
+                raise ConfigurationError(f"{option} {value} would change nothing without {needed}.")
+        if self.servers and self.algorithm != Asked.algorithm:
+            raise ConfigurationError(
+                f"--algorithm {self.algorithm} would change nothing: with --servers there is no all-reduce."
+            )
 
     def cluster(self, num_ranks: int) -> Cluster:
         """The cluster of so many devices."""
@@ -101,8 +118,8 @@ class Asked:
         made = Cluster.of_equal_hosts(num_ranks, link, per_host, within)
         return dataclasses.replace(made, collective_s=_COLLECTIVE_S)
 
-    def plan(self) -> Plan:
-        """How gradients are reduced."""
+    def plan(self, recorded_micro_steps: int = 1) -> Plan:
+        """How gradients are reduced; of a workload that was recorded with so many micro-steps a step."""
         cap = self.bucket_cap_mb
         caps: tuple[float, ...] = DEFAULT_CAPS_BYTES if cap is None else (cap * MEBIBYTE,)
         servers = None
@@ -113,7 +130,7 @@ class Asked:
             caps,
             self.algorithm,
             payload_ratio=0.5 if self.half else 1.0,
-            sync_every=self.sync_every,
+            sync_every=recorded_micro_steps if self.sync_every is None else self.sync_every,
             servers=servers,
         )
 
@@ -126,31 +143,16 @@ class Asked:
             )
         return rate
 
-    def assumptions(self) -> str:
+    def assumptions(self, recorded_micro_steps: int = 1) -> str:
         """What nobody said, in words; empty if everything was."""
         missing = {name: value for name, value in ASSUMED.items() if getattr(self, name) is None}
+        if recorded_micro_steps > 1 and self.sync_every is None:
+            missing["sync_every"] = f"{recorded_micro_steps} (as recorded)"
         return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in missing.items())
 
     def workload(self) -> Workload:
         """Load or record it."""
-        path = Path(self.source)
-        if path.suffix == ".py":
-            found = record_script(path, self.arguments, self.steps)
-        elif path.exists() or path.suffix:
-            found = Workload.load(path)
-        else:
-            found = _shipped(self.source)
-        return found if self.batch is None else dataclasses.replace(found, samples_per_step=self.batch)
-
-
-def _shipped(name: str) -> Workload:
-    from paceline.lab.bench.layer_profile import default_profile  # noqa: PLC0415  # imports torch
-    from paceline.lab.bench.timed_model import planned  # noqa: PLC0415
-    from paceline.lab.workloads import WORKLOADS  # noqa: PLC0415
-
-    if name not in WORKLOADS:
-        raise ConfigurationError(
-            f"{name!r} is neither a file nor a shipped workload. Pass a script, a recorded workload, or one of "
-            f"{', '.join(WORKLOADS)}."
-        )
-    return planned(default_profile(name))
+        found = workload_of(self.source, self.arguments, self.steps or DEFAULT_STEPS)
+        if self.batch is None:
+            return found
+        return dataclasses.replace(found, samples_per_step=self.batch * found.num_micro_steps)

@@ -38,7 +38,8 @@ def forecast(asked: Asked, folder: Path, *, as_json: bool) -> None:
         ConfigurationError: Something asked for is not possible.
     """
     report = ReportFolder.prepare(folder)
-    workload, plan = asked.workload(), asked.plan()
+    workload = asked.workload()
+    plan = asked.plan(workload.num_micro_steps)
     question = Question(
         workload, asked.cluster, plan, doubling_counts(asked.to), asked.epoch_samples, asked.price
     )
@@ -57,7 +58,7 @@ def forecast(asked: Asked, folder: Path, *, as_json: bool) -> None:
     console.print(predicted_table(question, answer))
     for note in (
         *what_would_help(answer),
-        *notes(workload, asked.assumptions()),
+        *notes(question, asked.assumptions(workload.num_micro_steps)),
         *(lemmas.words() if lemmas else []),
     ):
         console.print(note, highlight=False, soft_wrap=True)
@@ -79,6 +80,8 @@ def _keep(folder: Path, question: Question, answer: Answer) -> None:
                 point.low_s,
                 point.high_s,
                 where,
+                cluster.ranks_of_host,
+                question.plan.sync_every,
             )
         )
     keep(folder / PREDICTIONS, records)
@@ -89,7 +92,7 @@ def _record(asked: Asked, question: Question, answer: Answer, lemmas: _Lemmas | 
         "name": question.workload.name,
         "sentence": sentence(question, answer),
         "asked": dataclasses.asdict(asked),
-        "assumed": asked.assumptions(),
+        "assumed": asked.assumptions(question.workload.num_micro_steps),
         "workload": question.workload.source,
         "gradient_bytes": question.workload.gradient_bytes,
         "plan": question.plan.describe(),
@@ -111,7 +114,7 @@ class _Lemmas:
     @classmethod
     def beside(cls, question: Question, asked: Asked) -> _Lemmas | None:
         last = question.counts[-1]
-        plan = dataclasses.replace(question.plan, servers=None, sync_every=1)
+        plan = dataclasses.replace(question.plan, servers=None)
         workload = dataclasses.replace(question.workload, relative_steps=())
         if last == 1 or workload.forward_s + workload.backward_s <= 0:
             return None

@@ -16,6 +16,8 @@ def sentence(question: Question, answer: Answer) -> str:
     """The answer in one."""
     last = answer.points[-1]
     words = f"{question.workload.name} on {_devices(last.num_ranks)}: {ms(last.step_s)} a step"
+    if question.plan.sync_every > 1:
+        words += f" of {question.plan.sync_every} micro-steps"
     if last.num_ranks == 1:
         return f"{words}; one rank: nothing to overlap, nothing to wait for."
     words += (
@@ -63,18 +65,24 @@ def what_would_help(answer: Answer) -> list[str]:
     ]
 
 
-def notes(workload: Workload, assumed: str) -> list[str]:
-    """What was measured, what was assumed, and what the band is."""
+def notes(question: Question, assumed: str) -> list[str]:
+    """What was measured, what was assumed, what could not be said, and what the band is."""
+    workload = question.workload
     what = (
         f"workload: {workload.source}; {workload.gradient_bytes / 1e6:,.1f} MB of gradients in "
         f"{len(workload.layers)} layers, forward {ms(workload.forward_s)}, backward {ms(workload.backward_s)}, "
         f"optimizer {ms(workload.optimizer_s)}, between steps {ms(workload.other_s)}"
     )
+    if workload.num_micro_steps > 1:
+        what += f"; a step had {workload.num_micro_steps} such micro-steps"
     band = (
         "the band: links at 0.75 to 1.1 of their rate, latencies at half to twice, other recorded steps, and the "
         "model's own error on emulated clusters; a device is taken to be as fast as the one that was recorded"
     )
-    return [what, *([f"assumed, because nobody said: {assumed}"] if assumed else []), band]
+    missing = "no epoch is shown: the workload does not say how many samples a step has. Pass --batch"
+    needs_batch = question.epoch_samples is not None and workload.samples_per_step is None
+    said = [f"assumed, because nobody said: {assumed}"] * bool(assumed)
+    return [what, *said, *[missing] * needs_batch, band]
 
 
 def panels(answer: Answer) -> list[Panel]:

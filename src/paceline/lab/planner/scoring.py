@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -11,8 +12,8 @@ from statistics import median
 from rich.console import Console
 
 from paceline.lab.report.terminal import table
-from paceline.planning.predictions import Outcome, keep, scores
-from paceline.planning.recorded_workload import measured_steps
+from paceline.planning.measured_steps import MeasuredSteps, measured_steps
+from paceline.planning.predictions import Outcome, keep, scored_pairs, scores
 
 PREDICTIONS = "predictions.jsonl"
 
@@ -26,8 +27,14 @@ def show_scores(folder: Path, traces: Sequence[Path], *, as_json: bool) -> None:
     kept = folder / PREDICTIONS
     scores(kept)  # refuses before anything is written
     runs = [measured_steps(trace) for trace in traces]
-    keep(kept, [Outcome(run.name, run.num_ranks, median(run.steps_s)) for run in runs])
+    keep(kept, map(_outcome, runs))
     found = scores(kept)
+    scored = {outcome.run for _, outcome in scored_pairs(kept)}
+    for trace, run in zip(traces, runs, strict=True):
+        if run.run not in scored:
+            print(f"{trace} scores nothing: {_unscored(run)}", file=sys.stderr)
+        elif run.ranks_of_host is None:
+            print(f"{trace} does not say which ranks shared a host: taken as predicted", file=sys.stderr)
     if as_json:
         print(json.dumps([dataclasses.asdict(score) for score in found], indent=1))
         return
@@ -50,3 +57,22 @@ def show_scores(folder: Path, traces: Sequence[Path], *, as_json: bool) -> None:
     ]
     columns = ("kind", "runs", "median error", "worst", "which", "in the band of 80 %")
     Console().print(table("Predicted against measured steps", columns, rows))
+
+
+def _outcome(run: MeasuredSteps) -> Outcome:
+    return Outcome(
+        run.name, run.num_ranks, median(run.steps_s), run.ranks_of_host, run.num_micro_steps, run.run
+    )
+
+
+def _unscored(run: MeasuredSteps) -> str:
+    """What was not predicted, and how it would be, for the next run."""
+    words = f"{run.name} on {run.num_ranks} rank{'s' * (run.num_ranks != 1)}"
+    option = ""
+    if run.ranks_of_host is not None and run.num_ranks > 1:
+        words += f", {', '.join(map(str, run.ranks_of_host))} a host,"
+        option = f" --ranks-per-host {max(run.ranks_of_host)}"
+    if run.num_micro_steps > 1:
+        words += f" in steps of {run.num_micro_steps} micro-steps"
+        option += f" --sync-every {run.num_micro_steps}"
+    return f"{words} was not predicted before. Predict the next one: paceline plan ... --to {run.num_ranks}{option}"

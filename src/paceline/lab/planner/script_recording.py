@@ -65,6 +65,25 @@ def record_script(script: Path, arguments: Sequence[str], num_steps: int = DEFAU
         return Workload.load(trace)
 
 
+def record_into(out: Path, script: Path, arguments: Sequence[str], num_steps: int | None = None) -> Workload:
+    """Record a script and save its workload, which is returned; as `record_script`.
+
+    Raises:
+        ConfigurationError: `out` cannot be written, which is found before the script runs.
+    """
+    reasons = {
+        "it is a folder": out.is_dir(),
+        f"there is no folder {out.parent}": not out.parent.is_dir(),
+        "it may not be written to": not os.access(out if out.exists() else out.parent, os.W_OK),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigurationError(f"--out {out} cannot be written: {reason}. Pass another file.")
+    found = record_script(script, arguments, DEFAULT_STEPS if num_steps is None else num_steps)
+    found.save(out)
+    return found
+
+
 def _seen(trace: Path) -> dict[str, int]:
     try:
         found: dict[str, int] = json.loads(Path(f"{trace}.seen").read_text())

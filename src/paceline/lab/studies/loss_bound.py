@@ -1,246 +1,317 @@
-"""The study of bounded loss: what gradients that do not arrive cost in accuracy, on real data.
-
-Four ranks in one process, with the library's reduction between them and a `LossyMemory` in place of the network: of
-what a rank sends another of a bucket, exactly the bound is lost in every step, so a real network costs at most as much.
+"""The study of bounded loss: what gradients that do not arrive cost in quality, on real data.
 
 Source:
     Wang et al. 2020 (DLCP): 0.6 to 3.5 % cost no further epochs, 10 % do not harm the quality that is reached at last.
+    Front layers bear more than back layers (1.1 against 0.4 %), small gradients more than large ones (1.6, 0.1 %).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from paceline.errors import ConfigurationError
 from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import ROW_COLORS
+from paceline.lab.report.look import CURVE_COLORS
 from paceline.lab.report.panels import Line, Lines
 from paceline.lab.report.terminal import progress_bar
 from paceline.lab.studies.description import Findings, Measured, Study
-from paceline.lab.studies.splits import Samples
-from paceline.lab.studies.store import Trial
+from paceline.lab.studies.loss_bound_runs import (
+    BACK,
+    BURST,
+    FRONT,
+    LARGEST,
+    RANDOM,
+    SMALLEST,
+    TAIL,
+    Case,
+    LossOptions,
+    LossOutcome,
+    LossTrial,
+    train,
+    trials,
+)
+from paceline.lab.studies.store import TrialStore
 from paceline.lab.studies.tasks import TASKS
-from paceline.lab.studies.trial_training import Reduced, accuracy, batches
-from paceline.reductions import BoundedLoss
 from paceline.reductions.bounded_loss_mean import COMPENSATIONS
-from paceline.transports.lossy_in_memory import LossPattern, LossyMemory
 
-RANDOM, TAIL, BURST = "random", "tail", "burst"
-PATTERNS = (RANDOM, TAIL, BURST)
-_MARGIN = 0.5  # percentage points that count as a loss of accuracy
-_CHUNK_BYTES = 352  # a quarter of a datagram: this model then has as many chunks as one four times as large
+Outcomes = Mapping[LossTrial, LossOutcome]
+_PUBLISHED = {
+    "no further epochs": [0.006, 0.035],
+    "front": 0.011,
+    "back": 0.004,
+    "smallest": 0.016,
+    "largest": 0.001,
+}
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """What is trained, and what is lost.
+class Measure:
+    """How the quality of a model is counted.
 
     Attributes:
-        model: A task of `TASKS`.
-        bounds: Lost ratios; 0 is what the others are compared with.
-        patterns: Which chunks: any, those at the vector's end, or one run of neighbours.
-        compensations: As of `BoundedLoss`.
-        num_seeds: Runs behind each mean.
-        num_ranks: Ranks.
-        num_train: Samples.
-        epochs: How often they are seen.
+        title: With its unit.
+        of: A run's.
+        sign: 1 where more is worse, -1 where less is.
+        margin: By how much a mean may be worse and still count as harmless.
+        digits: Behind the point.
     """
 
-    model: str = "mlp"
-    bounds: tuple[float, ...] = (0.0, 0.01, 0.03, 0.1, 0.2, 0.3)
-    patterns: tuple[str, ...] = PATTERNS
-    compensations: tuple[str, ...] = COMPENSATIONS
-    num_seeds: int = 3
-    num_ranks: int = 4
-    num_train: int = 16_384
-    epochs: int = 2
+    title: str
+    of: Callable[[LossOutcome], float]
+    sign: int
+    margin: float
+    digits: int
 
-    def __post_init__(self) -> None:
-        if self.model not in TASKS:
-            raise ConfigurationError(f"--model {self.model} is none of {', '.join(TASKS)}.")
-        if 0.0 not in self.bounds:
-            raise ConfigurationError("--bounds needs 0: the others are compared with it.")
-        if self.num_train % (TASKS[self.model].rank_batch * self.num_ranks):
-            raise ConfigurationError(
-                f"{self.num_train} samples do not divide into steps of {self.num_ranks} ranks with "
-                f"{TASKS[self.model].rank_batch} samples each."
-            )
+    def show(self, values: Sequence[float]) -> str:
+        """Mean and standard deviation."""
+        if not values:
+            return ""
+        spread = f" ± {statistics.stdev(values):.{self.digits}f}" if len(values) > 1 else ""
+        return f"{statistics.fmean(values):.{self.digits}f}{spread}"
 
 
-QUICK = LossOptions(
-    model="digits", bounds=(0.0, 0.3), patterns=(RANDOM,), num_seeds=1, num_train=1024, epochs=1
-)
+def _bits(outcome: LossOutcome) -> float:
+    return math.inf if outcome.test_loss is None else outcome.test_loss / math.log(2)
+
+
+PERCENT = Measure("test accuracy, %", lambda outcome: outcome.test_percent, -1, 0.5, 1)
+BITS = Measure("test loss, bits a byte", _bits, 1, 0.02, 3)
+
+
+def measure_of(model: str) -> Measure:
+    """Bits for the model of text, the share of right answers for those that classify."""
+    return BITS if model == "bytes" else PERCENT
 
 
 @dataclass(frozen=True)
-class Case:
-    """One cell: what is lost, and what is done about it. A bound of 0 has neither pattern nor compensation."""
+class Cell:
+    """What the runs of a case came to.
 
-    bound: float
-    pattern: str = ""
-    compensation: str = ""
+    Attributes:
+        values: By seed.
+        worse_by: Mean over the seeds of the difference to the same seed without loss; more is worse.
+        error: Its standard error; None with one seed.
+    """
 
+    values: Mapping[int, float]
+    worse_by: float
+    error: float | None
 
-def cases(options: LossOptions) -> list[Case]:
-    """All cells, that without loss first."""
-    lossy = [bound for bound in options.bounds if bound > 0]
-    return [
-        Case(0.0),
-        *(Case(*each) for each in itertools.product(lossy, options.patterns, options.compensations)),
-    ]
-
-
-def loss_pattern(case: Case, seed: int) -> LossPattern:
-    """Which chunks are lost: of every transfer the same number, by the case's pattern and the seed alone."""
-
-    def lose(collective: int, source: int, owner: int, chunks: int) -> NDArray[np.bool_]:
-        dice = np.random.default_rng((seed, collective, source, owner))
-        exact = case.bound * chunks
-        count = int(exact) + (dice.random() < exact - int(exact))
-        lost = np.zeros(chunks, bool)
-        if case.pattern == TAIL:
-            lost[chunks - count :] = True
-        elif case.pattern == BURST:
-            lost[(dice.integers(chunks) + np.arange(count)) % chunks] = True
-        else:
-            lost[dice.choice(chunks, count, replace=False)] = True
-        return lost
-
-    return lose
-
-
-def train(case: Case, seed: int, options: LossOptions, samples: Samples) -> float:
-    """Train once; returns the test accuracy in percent. A loss that is no longer finite ends it."""
-    task = TASKS[options.model]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = task.make_model()
-    world = LossyMemory(options.num_ranks, loss_pattern(case, seed), _CHUNK_BYTES)
-    combination = Reduced(
-        model,
-        options.num_ranks,
-        lambda: BoundedLoss(
-            case.bound,
-            compensation=case.compensation or COMPENSATIONS[0],
-            connect=lambda group: world.transports[group.rank()],
-        ),
-    )
-    size = task.rank_batch * options.num_ranks
-    trial = Trial(task.name, "bounded_loss", options.num_ranks, 0.0, seed, options.epochs, options.num_train)
-    num_steps = options.epochs * options.num_train // size
-    rate = options.num_ranks * task.middle_rates["sgd"]
-    for step, batch in enumerate(batches(samples.train, size, trial)):
-        falling = rate * (1 - step / num_steps)
-        loss = combination.step(samples.train.inputs[batch], samples.train.labels[batch], falling)
-        if not math.isfinite(loss):
-            break
-    return 100 * accuracy(model, samples.test)
+    @property
+    def is_seen(self) -> bool:
+        """Whether the difference is more than twice its standard error."""
+        return self.error is not None and self.worse_by > 2 * self.error
 
 
 class LossStudy(Study[LossOptions]):
-    """Accuracy by bound, pattern and compensation.
+    """Quality by bound, pattern and compensation.
 
     Args:
+        file: Of finished runs; whatever stops the study, they are kept there.
         data: Where the samples are; None: the usual places.
+        only_show: Whether to compute nothing.
     """
 
-    def __init__(self, data: Path | None = None) -> None:
-        self._data = data
+    def __init__(self, file: Path, data: Path | None = None, only_show: bool = False) -> None:
+        self._file, self._data, self._only_show = file, data, only_show
 
     def report_name(self, options: LossOptions) -> str:
         return f"loss-bound-{options.model}"
 
     def measure(self, options: LossOptions) -> Measured:
-        samples = TASKS[options.model].load(self._data, options.num_train)
-        found: dict[Case, list[float]] = {}
-        todo = cases(options)
-        with progress_bar(f"loss-bound, {options.model}") as progress:
-            for number, case in enumerate(todo):
-                found[case] = [train(case, seed, options, samples) for seed in range(options.num_seeds)]
-                progress((number + 1) / len(todo))
+        """Compute the runs that the file does not have.
+
+        Raises:
+            ConfigurationError: The samples are not there, or the file is something else. Nothing was computed.
+        """
+        store = TrialStore(self._file, LossTrial, LossOutcome)
+        todo = trials(options)
+        missing = [trial for trial in todo if store.get(trial) is None]
+        if missing and not self._only_show:
+            samples = TASKS[options.model].load(self._data, options.num_train)
+            with progress_bar(f"loss-bound, {options.model}") as progress, _one_thread():
+                for number, trial in enumerate(missing):
+                    progress((len(todo) - len(missing) + number) / len(todo))
+                    store.add(trial, train(trial, samples))
+        wanted = set(todo)
+        found = {trial: outcome for trial, outcome in store.items() if trial in wanted}
+        left = len(todo) - len(found)
+        note = f"not complete: {left} of {len(todo)} runs are missing; the same command goes on"
         return Measured(
-            found, {"trials": [asdict(case) | {"test_percent": values} for case, values in found.items()]}
+            found,
+            {"trials": [asdict(trial) | asdict(outcome) for trial, outcome in found.items()]},
+            [note] if left else [],
         )
 
-    def find(self, outcomes: Mapping[Case, Sequence[float]], options: LossOptions) -> Findings:
-        exact = outcomes[Case(0.0)]
-        rows = [("none", "", *(_show(exact) if bound == 0 else "" for bound in options.bounds))]
-        highest = {}
-        for pattern, compensation in itertools.product(options.patterns, options.compensations):
-            cells = {bound: outcomes.get(Case(bound, pattern, compensation), ()) for bound in options.bounds}
-            rows.append((pattern, compensation, *(_show(values) for values in cells.values())))
-            highest[f"{pattern}, {compensation}"] = _harmless(cells, exact)
+    def find(self, outcomes: Outcomes, options: LossOptions) -> Findings:
+        measure = measure_of(options.model)
+        cells = cells_of(outcomes, measure)
+        exact = cells[Case(0.0)]
+        bounds = sorted(bound for bound in options.bounds if bound > 0)
+        rows = [
+            ("none", "", _seeds([exact]), measure.show(list(exact.values.values())), *("" for _ in bounds))
+        ]
+        harmless, seen = {}, {}
+        for pattern in options.patterns:
+            for compensation in options.compensations:
+                row = [cells.get(Case(bound, pattern, compensation)) for bound in bounds]
+                if not any(row):
+                    continue
+                shown = [measure.show(list(cell.values.values())) if cell else "" for cell in row]
+                rows.append((pattern, compensation, _seeds([cell for cell in row if cell]), "", *shown))
+                name = f"{pattern}, {compensation}"
+                harmless[name] = _harmless(bounds, row, measure.margin)
+                seen[name] = _seen_from(bounds, row)
         task = TASKS[options.model]
+        steps = options.epochs * options.num_train // (task.rank_batch * options.num_ranks)
         return Findings(
-            "What do gradients that are lost cost in accuracy?",
-            ("lost", "compensation", *(f"{100 * bound:g} %" for bound in options.bounds)),
+            "What do gradients that are lost cost in quality?",
+            ("lost", "compensation", "seeds", "0 %", *(f"{100 * bound:g} %" for bound in bounds)),
             rows,
             (
                 (
-                    f"{task.title}: {options.num_train:,} samples, {options.epochs} epochs, {options.num_ranks} ranks "
-                    f"with {task.rank_batch} samples each; test accuracy in %, mean ± standard deviation over "
-                    f"{options.num_seeds} seeds"
+                    f"{task.title}: {options.num_train:,} samples, {options.epochs} epochs, {steps} steps of "
+                    f"{options.num_ranks} ranks with {task.rank_batch} samples each; {measure.title}, mean ± standard "
+                    "deviation over the seeds"
                 ),
                 (
-                    "of every transfer exactly the bound is lost, in every step, before shards are summed; momentum, a "
-                    "rate that falls linearly"
+                    "of all that ranks send each other exactly the bound is lost, in every step, before shards are "
+                    "summed (a rank's own part never is); momentum, a rate that falls linearly"
                 ),
-                f"harmless is a bound up to which each mean is within {_MARGIN} points of that without loss",
+                (
+                    f"harmless is a bound up to which each mean is at most {measure.margin:g} worse than without loss; "
+                    "seen, one from which on the mean difference to the same seed without loss is more than twice its "
+                    "standard error"
+                ),
             ),
-            {"harmless_up_to": highest, "without_loss": statistics.fmean(exact)},
+            {
+                "measure": measure.title,
+                "without_loss": statistics.fmean(exact.values.values()),
+                "harmless_up_to": harmless,
+                "seen_from": seen,
+                "published": _PUBLISHED,
+                "cells": [
+                    asdict(case) | {"seeds": len(cell.values), "worse_by": cell.worse_by, "error": cell.error}
+                    for case, cell in cells.items()
+                ],
+            },
         )
 
     def draw(self, record: Mapping[str, Any], path: Path) -> bool:
-        trials = record["samples"]["trials"]
-        exact = next(statistics.fmean(t["test_percent"]) for t in trials if t["bound"] == 0)
-        panels = []
-        for pattern in dict.fromkeys(t["pattern"] for t in trials if t["pattern"]):
-            lines = []
-            for compensation, color in zip(COMPENSATIONS, ROW_COLORS, strict=False):
-                points = [
-                    (100 * t["bound"], statistics.fmean(t["test_percent"]))
-                    for t in trials
-                    if (t["pattern"], t["compensation"]) == (pattern, compensation)
-                ]
-                lines.append(Line(compensation, [(0.0, exact), *points], color))
-            values = [y for line in lines for _, y in line.points]
-            panels.append(
-                Lines(
-                    f"lost: {pattern}",
-                    "of every transfer, %",
-                    "test accuracy, %",
-                    [line for line in lines if len(line.points) > 1],
-                    bottom=min(values) - 1,
-                    levels={"without loss": exact},
-                )
-            )
-        worst = min(statistics.fmean(t["test_percent"]) for t in trials)
-        title = f"Without loss {exact:.1f} % are right, in the worst case {worst:.1f} %"
-        return draw_figure(path, title, panels, record["notes"][0], columns=len(panels))
+        return draw_losses(record, path)
 
 
-def _show(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.1f}{spread}"
+def draw_losses(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw quality over the bound: by compensation for each pattern, and by place for each compensation."""
+    model = record["config"]["model"]
+    measure = measure_of(model)
+    found = _from_record(record["samples"]["trials"])
+    cells = cells_of(found, measure)
+    exact = statistics.fmean(cells[Case(0.0)].values.values())
+    lost = [
+        _panel(f"lost: {pattern}", [(c, pattern, c) for c in COMPENSATIONS], cells, measure)
+        for pattern in (RANDOM, TAIL, BURST)
+    ]
+    places = (RANDOM, FRONT, BACK, SMALLEST, LARGEST)
+    which = [
+        _panel(f"which, with {c}", [(place, place, c) for place in places], cells, measure)
+        for c in COMPENSATIONS
+    ]
+    panels = [panel for panel in lost if panel.lines] + [panel for panel in which if len(panel.lines) > 1]
+    shown = [y for panel in panels for line in panel.lines for _, y in line.points]
+    span = (min(shown, default=exact) - measure.margin, max(shown, default=exact) + measure.margin)
+    panels = [replace(panel, bottom=span[0], top=span[1]) for panel in panels]
+    harmless = record["summaries"]["harmless_up_to"].get("random, survivors", 0.0)
+    title = (
+        f"{TASKS[model].title}: without loss {exact:.{measure.digits}f}; lost at random, up to "
+        f"{100 * harmless:g} % are harmless"
+    )
+    return draw_figure(path, title, panels, record["notes"][0], columns=2 if len(panels) > 1 else 1)
 
 
-def _harmless(cells: Mapping[float, Sequence[float]], exact: Sequence[float]) -> float:
-    """The largest bound up to which nothing is lost of the accuracy."""
+def cells_of(outcomes: Outcomes, measure: Measure) -> dict[Case, Cell]:
+    """Runs by case, each compared with the run of its seed without loss; a seed that has none is left out."""
+    values: dict[Case, dict[int, float]] = {}
+    for trial, outcome in outcomes.items():
+        values.setdefault(trial.case, {})[trial.seed] = measure.of(outcome)
+    exact = values.get(Case(0.0), {})
+    cells = {}
+    for case, by_seed in values.items():
+        there = {seed: value for seed, value in by_seed.items() if seed in exact}
+        worse = [measure.sign * (value - exact[seed]) for seed, value in there.items()]
+        if worse:
+            error = statistics.stdev(worse) / math.sqrt(len(worse)) if len(worse) > 1 else None
+            cells[case] = Cell(there, statistics.fmean(worse), error)
+    return cells
+
+
+def _harmless(bounds: Sequence[float], row: Sequence[Cell | None], margin: float) -> float:
+    """The largest bound up to which nothing is lost of the quality."""
     highest = 0.0
-    for bound, values in sorted(cells.items()):
-        if values and statistics.fmean(values) < statistics.fmean(exact) - _MARGIN:
+    for bound, cell in zip(bounds, row, strict=True):
+        if cell is None or cell.worse_by > margin:
             break
         highest = bound
     return highest
+
+
+def _seen_from(bounds: Sequence[float], row: Sequence[Cell | None]) -> float | None:
+    """The smallest bound from which on a difference is seen."""
+    lowest = None
+    for bound, cell in reversed(list(zip(bounds, row, strict=True))):
+        if cell is None:
+            continue
+        if not cell.is_seen:
+            break
+        lowest = bound
+    return lowest
+
+
+def _seeds(cells: Sequence[Cell]) -> str:
+    numbers = sorted({len(cell.values) for cell in cells})
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _panel(
+    title: str, lines: Sequence[tuple[str, str, str]], cells: Mapping[Case, Cell], measure: Measure
+) -> Lines:
+    """Lines over the bound: (label, pattern, compensation) of each."""
+    exact = statistics.fmean(cells[Case(0.0)].values.values())
+    drawn = []
+    for (label, pattern, compensation), color in zip(lines, CURVE_COLORS, strict=False):
+        points = sorted(
+            (100 * case.bound, exact + measure.sign * cell.worse_by)  # all with the same seeds, so to say
+            for case, cell in cells.items()
+            if (case.pattern, case.compensation) == (pattern, compensation)
+        )
+        if points:
+            drawn.append(Line(label, [(0.0, exact), *points], color))
+    return Lines(title, "lost, %", measure.title, drawn)
+
+
+def _from_record(rows: Sequence[Mapping[str, Any]]) -> dict[LossTrial, LossOutcome]:
+    found = {}
+    for row in rows:
+        outcome = {name: row[name] for name in LossOutcome.__dataclass_fields__}
+        found[LossTrial(**{name: row[name] for name in LossTrial.__dataclass_fields__})] = LossOutcome(
+            **outcome
+        )
+    return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Models this small lose by more, and sums would depend on the number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -10,9 +10,10 @@ Source:
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ import numpy as np
 
 from paceline.errors import ConfigurationError
 from paceline.lab.packet_network.leaf_spine import LeafSpine
-from paceline.lab.packet_network.sides import SIDES, Times, Traffic, measure
+from paceline.lab.packet_network.sides import Times, Traffic, measure
 from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import BASELINE, OURS
 from paceline.lab.report.panels import Bar, Bars
 from paceline.lab.report.terminal import progress_bar
 from paceline.lab.studies.description import Findings, Measured, Study
 from paceline.lab.studies.network_check import HANDING_OVER_US, JITTER_US, WAY_US
+from paceline.lab.studies.store import TrialStore
 
 JOB_HOSTS, SPINES = 16, 4
 _HOSTS_A_RACK = 16
@@ -53,8 +55,9 @@ class ScaleOptions:
         hosts: Of the networks.
         flow_bytes: What a worker pushes.
         large_bytes: The same, and what is summed, for questions that are asked of the smallest network only.
-        repeats: Pushes of every job.
-        seed: Of where jobs stand, of ways and losses.
+        repeats: Pushes of every job in each placement.
+        placements: How often all is placed anew: jobs' hosts, flows' ways, what is lost.
+        seed: Of the first placement.
         at_most_s: After that no further case is begun; the notes say how many were left out.
     """
 
@@ -62,6 +65,7 @@ class ScaleOptions:
     flow_bytes: tuple[int, ...] = (100_000,)
     large_bytes: int = 400_000
     repeats: int = 2
+    placements: int = 5
     seed: int = 1
     at_most_s: float = 3600.0
 
@@ -73,7 +77,7 @@ class ScaleOptions:
                 )
 
 
-QUICK = ScaleOptions(hosts=(16,), flow_bytes=(20_000,), large_bytes=20_000, repeats=1)
+QUICK = ScaleOptions(hosts=(16,), flow_bytes=(20_000,), large_bytes=20_000, repeats=1, placements=1)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,24 @@ class Case:
     hosts: int
     num_bytes: int
     side: str
+
+
+@dataclass(frozen=True)
+class ScaleTrial:
+    """All that a case's times depend on; the fields are those of `Case` and `ScaleOptions`."""
+
+    question: str
+    hosts: int
+    num_bytes: int
+    side: str
+    repeats: int
+    placements: int
+    seed: int
+
+    @classmethod
+    def of(cls, case: Case, options: ScaleOptions) -> ScaleTrial:
+        """Return what a case becomes with these options."""
+        return cls(**asdict(case), repeats=options.repeats, placements=options.placements, seed=options.seed)
 
 
 def network(hosts: int, side: str) -> LeafSpine:
@@ -123,15 +145,28 @@ def cases(options: ScaleOptions) -> list[Case]:
 
 
 def run_case(case: Case, options: ScaleOptions) -> Times:
-    """Simulate one case."""
+    """Simulate one case in all its placements."""
+    seeds = range(options.seed, options.seed + options.placements)
+    found = [_simulate(case, options, seed) for seed in seeds]
+    chain = itertools.chain.from_iterable
+    return Times(
+        job_ms=tuple(chain(times.job_ms for times in found)),
+        flow_ms=tuple(chain(times.flow_ms for times in found)),
+        first_layer_ms=tuple(chain(times.first_layer_ms for times in found)),
+        packets={name: sum(times.packets[name] for times in found) for name in found[0].packets},
+        lost_ratio=statistics.fmean(times.lost_ratio for times in found),
+    )
+
+
+def _simulate(case: Case, options: ScaleOptions, seed: int) -> Times:
     if case.question in SMALL_QUEUES:
-        return _small_incast(case, options)
+        return _small_incast(case, options, seed)
     spec = network(case.hosts, case.side)
     if case.question == "one of four ways at a tenth of the rate":
         spec = replace(spec, slow_uplink_ratio=0.1)
     elif case.question == "one link loses 1 %":
         spec = replace(spec, gray_loss_ratio=0.01)
-    placed = np.random.default_rng(options.seed).permutation(case.hosts).tolist()
+    placed = np.random.default_rng(seed).permutation(case.hosts).tolist()
     jobs = [placed[first : first + JOB_HOSTS] for first in range(0, case.hosts, JOB_HOSTS)]
     is_push = case.question in ("incast", "layers")
     traffic = Traffic(
@@ -141,10 +176,10 @@ def run_case(case: Case, options: ScaleOptions) -> Times:
         num_vectors=7 if case.question == "layers" else 1,
         repeats=options.repeats,
     )
-    return measure(case.side, spec, traffic, options.seed)
+    return measure(case.side, spec, traffic, seed)
 
 
-def _small_incast(case: Case, options: ScaleOptions) -> Times:
+def _small_incast(case: Case, options: ScaleOptions, seed: int) -> Times:
     """Eight workers and a server as on emulated hosts, with late turns and slow links (`network_check`)."""
     spec = LeafSpine(case.hosts, rate_bits_per_s=1e8, way_us=WAY_US, queue_bytes=SMALL_QUEUES[case.question])
     traffic = Traffic(
@@ -156,25 +191,44 @@ def _small_incast(case: Case, options: ScaleOptions) -> Times:
         jitter_us=JITTER_US,
         handing_over_us=HANDING_OVER_US,
     )
-    return measure(case.side, spec, traffic, options.seed)
+    return measure(case.side, spec, traffic, seed)
 
 
 class ScaleStudy(Study[ScaleOptions]):
-    """Flow completion times by side."""
+    """Flow completion times by side.
+
+    Args:
+        file: Of simulated cases; whatever stops the study, they are kept there.
+        only_show: Whether to simulate nothing.
+    """
+
+    def __init__(self, file: Path, only_show: bool = False) -> None:
+        self._file, self._only_show = file, only_show
 
     def report_name(self, options: ScaleOptions) -> str:
         return "network-scale"
 
     def measure(self, options: ScaleOptions) -> Measured:
-        todo, found, until_s = cases(options), {}, time.monotonic() + options.at_most_s
+        """Simulate the cases that the file does not have.
+
+        Raises:
+            ConfigurationError: The file is something else.
+        """
+        store = TrialStore(self._file, ScaleTrial, Times)
+        todo = {case: ScaleTrial.of(case, options) for case in cases(options)}
+        until_s = time.monotonic() + options.at_most_s
         with progress_bar("simulating leaf-spine networks") as progress:
-            for number, case in enumerate(todo):
-                if time.monotonic() < until_s:
-                    found[case] = run_case(case, options)
-                progress((number + 1) / len(todo))
-        samples = [asdict(case) | asdict(times) for case, times in found.items()]
-        left_out = len(set(todo)) - len(found)
-        return Measured(found, {"cases": samples}, [f"{left_out} cases were left out"] if left_out else [])
+            for number, (case, trial) in enumerate(todo.items()):
+                progress(number / len(todo))
+                is_missing = store.get(trial) is None and not self._only_show
+                if is_missing and time.monotonic() < until_s:
+                    store.add(trial, run_case(case, options))
+        there = {case: store.get(trial) for case, trial in todo.items()}
+        found = {case: times for case, times in there.items() if times is not None}
+        samples = [asdict(case) | _rounded(times) for case, times in found.items()]
+        left_out = len(todo) - len(found)
+        note = f"not complete: {left_out} of {len(todo)} cases are missing; the same command goes on"
+        return Measured(found, {"cases": samples}, [note] if left_out else [])
 
     def find(self, outcomes: Mapping[Case, Times], options: ScaleOptions) -> Findings:
         rows, summaries = [], {}
@@ -184,6 +238,7 @@ class ScaleStudy(Study[ScaleOptions]):
                 "p99_ms": float(np.percentile(times.flow_ms, 99)),
                 "job_ms": statistics.fmean(times.job_ms),
                 "job_p99_ms": float(np.percentile(times.job_ms, 99)),
+                "flows": len(times.flow_ms),
                 "first_layer_ms": statistics.fmean(times.first_layer_ms),
                 "lost_ratio": times.lost_ratio,
                 "overflowed": times.packets["overflowed"],
@@ -215,35 +270,52 @@ class ScaleStudy(Study[ScaleOptions]):
                     f"{_MARK_BYTES // 1024} KiB for DCTCP and ours; a link takes 5 us"
                 ),
                 "tuned is BBR with a smallest timeout of 5 ms; simulated, nothing of it was measured",
+                (
+                    f"{options.placements} placements of all jobs and ways, {options.repeats} times each, after one "
+                    "time that is not counted"
+                ),
                 "classes: half of the packets may be dropped above the mark threshold, bands by layer",
             ),
             {"cases": summaries},
         )
 
     def draw(self, record: Mapping[str, Any], path: Path) -> bool:
-        found = record["summaries"]["cases"]
-        panels = []
-        for name in dict.fromkeys(key.split(":")[0] for key in found if key.startswith("incast")):
-            bars = [
-                Bar(key.split(": ")[1], figures["p99_ms"], OURS if "ours" in key else BASELINE)
-                for key, figures in found.items()
-                if key.startswith(f"{name}:")
-            ]
-            panels.append(Bars(name.replace("incast, ", ""), "99th percentile of a flow, ms", bars))
-        return draw_figure(path, _title(found), panels, record["notes"][0], columns=2)
+        return draw_tails(record, path)
+
+
+def _rounded(times: Times) -> dict[str, Any]:
+    """The samples to 10 us: there are tens of thousands."""
+    samples = ("job_ms", "flow_ms", "first_layer_ms")
+    return asdict(times) | {name: [round(ms, 2) for ms in getattr(times, name)] for name in samples}
+
+
+def draw_tails(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw each side's tail, a panel for each incast."""
+    found = record["summaries"]["cases"]
+    panels = []
+    for name in dict.fromkeys(key.split(":")[0] for key in found if key.startswith("incast")):
+        bars = [
+            Bar(key.split(": ")[1], figures["p99_ms"], OURS if "ours" in key else BASELINE)
+            for key, figures in found.items()
+            if key.startswith(f"{name}:")
+        ]
+        panels.append(Bars(name.replace("incast, ", ""), "99th percentile of a flow, ms", bars))
+    return draw_figure(path, _title(found), panels, record["notes"][0], columns=2)
 
 
 def _title(found: Mapping[str, Mapping[str, float]]) -> str:
     """What the largest network says of the tails, beside the published figure."""
-    incast = [key for key in found if key.startswith("incast")]
-    last = max(incast, key=lambda key: int(key.split(" ")[1])).split(":")[0]
-    ours = min(found[f"{last}: {side}"]["p99_ms"] for side in _of(incast, last) if side.startswith("ours"))
-    theirs = found[f"{last}: DCTCP"]["p99_ms"]
-    change = 100 * (ours / theirs - 1)
-    return (
-        f"{last.replace('incast, ', '')}: our best tail is {change:+.0f} % of DCTCP's, DLCP published -92 %"
-    )
-
-
-def _of(keys: Sequence[str], name: str) -> list[str]:
-    return [key.split(": ")[1] for key in keys if key.startswith(f"{name}:") and key.split(": ")[1] in SIDES]
+    tails: dict[str, dict[str, float]] = {}
+    for key, figures in found.items():
+        name, side = key.split(": ")
+        if name.startswith("incast"):
+            tails.setdefault(name.replace("incast, ", ""), {})[side] = figures["p99_ms"]
+    compared = {
+        name: min(ms for side, ms in by_side.items() if side.startswith("ours")) / by_side["DCTCP"]
+        for name, by_side in tails.items()
+        if "DCTCP" in by_side and any(side.startswith("ours") for side in by_side)
+    }
+    if not compared:
+        return "Tails of flows on leaf-spine networks"
+    last = max(compared, key=lambda name: int(name.split(" ")[0]))
+    return f"{last}: our best tail is {compared[last]:.2g} times DCTCP's, where DLCP published 0.08"

@@ -7,8 +7,15 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from paceline.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+AnyTrial = TypeVar("AnyTrial", bound="DataclassInstance")
+AnyOutcome = TypeVar("AnyOutcome", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -53,28 +60,24 @@ class Outcome:
     wall_s: float
 
 
-class Store:
+class TrialStore(Generic[AnyTrial, AnyOutcome]):
     """A file of finished trials.
 
     Args:
         path: Made when the first trial is added. A last line that a stop cut off is dropped.
+        trial: A frozen record of everything that a training run depends on.
+        outcome: A record of what it came to.
 
     Raises:
         ConfigurationError: The file is something else.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trial: type[AnyTrial], outcome: type[AnyOutcome]) -> None:
         self.path = path
-        self._outcomes: dict[Trial, Outcome] = {}
+        self._trial, self._outcome = trial, outcome
+        self._outcomes: dict[AnyTrial, AnyOutcome] = {}
         if path.exists():
             self._read()
-
-    @classmethod
-    def holding(cls, outcomes: Iterable[tuple[Trial, Outcome]]) -> Store:
-        """Return a store of these trials, whose file is nowhere: to look at, not to add to."""
-        store = cls(Path(os.devnull))
-        store._outcomes = dict(outcomes)
-        return store
 
     def _read(self) -> None:
         lines = self.path.read_text().splitlines(keepends=True)
@@ -85,21 +88,21 @@ class Store:
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-                self._outcomes[Trial(**record["trial"])] = Outcome(**record["outcome"])
+                self._outcomes[self._trial(**record["trial"])] = self._outcome(**record["outcome"])
             except (ValueError, TypeError, KeyError) as error:
                 raise ConfigurationError(
                     f"line {number} of {self.path} is not a trial of this version of the study ({error!r}). Pass "
                     "another file with --store."
                 ) from error
 
-    def get(self, trial: Trial) -> Outcome | None:
+    def get(self, trial: AnyTrial) -> AnyOutcome | None:
         return self._outcomes.get(trial)
 
-    def items(self) -> list[tuple[Trial, Outcome]]:
+    def items(self) -> list[tuple[AnyTrial, AnyOutcome]]:
         """All of them, in the order in which they were finished."""
         return list(self._outcomes.items())
 
-    def add(self, trial: Trial, outcome: Outcome) -> None:
+    def add(self, trial: AnyTrial, outcome: AnyOutcome) -> None:
         """Keep an outcome; it is on the disk when this returns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as stream:
@@ -110,3 +113,17 @@ class Store:
 
     def __len__(self) -> int:
         return len(self._outcomes)
+
+
+class Store(TrialStore[Trial, Outcome]):
+    """A file of the large-batch study's trials; `path` as above."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, Trial, Outcome)
+
+    @classmethod
+    def holding(cls, outcomes: Iterable[tuple[Trial, Outcome]]) -> Store:
+        """Return a store of these trials, whose file is nowhere: to look at, not to add to."""
+        store = cls(Path(os.devnull))
+        store._outcomes = dict(outcomes)
+        return store

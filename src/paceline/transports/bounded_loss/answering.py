@@ -16,7 +16,7 @@ from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.machine_code import compiled
 
-_FEEDBACK_DELAY_US = 4000
+_FEEDBACK_DELAY_US = 2000
 _ASK_EVERY_US = 200_000
 
 
@@ -44,10 +44,9 @@ def reply(t: Any, peer: int, words: Any, sizes: Any, ways: Any, count: int, now_
     """Write what answers a peer: FEEDBACK, DONE, NACK, STATUS. Returns the new count."""
     n, p = t.numbers, t.peers[peer]
     rank, begun = n[e.RANK], p[e.P_RECEIVING]
-    delay_us = _FEEDBACK_DELAY_US * min(n[e.PORTS], 2)
     for port in range(n[e.PORTS]):
         w = t.ways[peer * n[e.PORTS] + port]
-        if w[e.W_RX_UNTOLD] > 0 and now_us - w[e.W_RX_FIRST_UNTOLD_AT] >= delay_us:
+        if w[e.W_RX_UNTOLD] > 0 and now_us - w[e.W_RX_FIRST_UNTOLD_AT] >= _FEEDBACK_DELAY_US:
             w[e.W_TELL_NOW] = 1
         if w[e.W_TELL_NOW] and w[e.W_RX_LARGEST] >= 0:
             count = _write_feedback(t, peer, port, words, sizes, ways, count, now_us)

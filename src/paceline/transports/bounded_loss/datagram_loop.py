@@ -37,7 +37,7 @@ _SMALLEST_LIMIT, _LARGEST_LIMIT = 16 * 1024, 1024 * 1024
 _PERIOD_TURNS = 128
 _LIMIT, _LOWEST, _TURNS, _WAS_FULL = range(4)
 _RATE, _FILLED, _FILLED_AT = range(3)
-_LONGEST_LOCAL_US = 50_000
+_LONGEST_LOCAL_US = 2500
 
 
 class Io(NamedTuple):
@@ -162,7 +162,9 @@ def _send(t: Any, io: Any, now: int) -> int:
 def _note_drain(drain: Any, queued: int, now: int) -> int:
     """Learn how fast the kernel's queue of a port gets shorter; return how long `queued` bytes take, in microseconds.
 
-    Between two turns nothing is added; a queue that has run empty meanwhile says nothing about its rate.
+    Between two turns nothing is added; a queue that has run empty meanwhile says nothing about its rate. It is never
+    more than half the target of the congestion window: between namespaces the kernel counts what a socket has sent
+    until the receiver's side has it, so the network's queue would be left out as well.
     """
     passed_us = now - drain[_FILLED_AT]
     if 0 < queued < drain[_FILLED] and passed_us > 0:

@@ -22,7 +22,10 @@ from paceline.transports.bounded_loss.shards import chunk_bytes, num_chunks
 
 _GRACE_US = 2000
 _REMEMBER_US = 10_000_000
-_PROMPT = 16  # datagrams that are acknowledged at once, before the delay of FEEDBACK
+_PROMPT, _LEAST_PROMPT = (
+    16,
+    4,
+)  # datagrams, of all ports, and of one, that are acknowledged before the delay of FEEDBACK
 
 
 @compiled
@@ -152,7 +155,7 @@ def _note_number(t: Any, peer: int, way: int, number: int, sent_at: int, mark: i
     if w[e.W_RX_UNTOLD] == 0:
         w[e.W_RX_FIRST_UNTOLD_AT] = now_us
     w[e.W_RX_UNTOLD] += 1
-    if w[e.W_RX_UNTOLD] >= _PROMPT:
+    if w[e.W_RX_UNTOLD] >= max(_LEAST_PROMPT, _PROMPT // t.numbers[e.PORTS]):
         w[e.W_TELL_NOW] = 1
 
 

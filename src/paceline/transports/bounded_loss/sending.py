@@ -176,7 +176,8 @@ def _end_pause_us(t: Any, peer: int, outgoing: Any) -> int:
     longest_us = 0
     for way in range(peer * t.numbers[e.PORTS], (peer + 1) * t.numbers[e.PORTS]):
         longest_us = max(longest_us, _timeout_us(t, way))
-    return longest_us << min(outgoing[e.O_TRIES], _MOST_BACKOFF)
+    doubled = min(int(outgoing[e.O_TRIES]), _MOST_BACKOFF)
+    return longest_us << doubled
 
 
 @compiled
