@@ -35,7 +35,7 @@ GPUS = (2, 8, 32)
 REPEATS = 9
 WORKERS, SERVER_RATES = 8, (1.25e9, 3.125e9)
 _MIB = 2**20
-_WEIGHT_COPIES = 3  # weights, gradients, momentum
+WEIGHT_COPIES = 3  # weights, gradients, momentum
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _minibatches(
         X: [time_alternatives(layer, X, algorithms, config.repeats) for layer in LAYERS]
         for X in config.minibatches
     }
-    fixed = _WEIGHT_COPIES * sum(layer.weight_bytes for layer in LAYERS)
+    fixed = WEIGHT_COPIES * sum(layer.weight_bytes for layer in LAYERS)
     sample = sum(layer.sample_bytes for layer in LAYERS)
     found: list[tuple[tuple[str, ...], dict[str, Any]]] = []
     for mib in config.memories_mib:

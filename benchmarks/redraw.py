@@ -52,6 +52,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "overhead": "overhead",
     "overlap": "overlap",
     "guidelines": None,
+    "minibatch-memory": None,
     "predicted-papers": "predicted_papers",
     "predicted-steps": "predicted_steps",
     "skipped_layers": "skipped_layers",

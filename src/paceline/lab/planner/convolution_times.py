@@ -1,8 +1,10 @@
 """Measures the ways in which torch can compute a convolution on a CPU: what the minibatch program chooses among.
 
 Each is checked against the first before it is timed. Times are the calling thread's processor time, so call
-`torch.set_num_threads(1)` before: other work on the machine then counts little. Workspaces are what the formulation
-allocates besides input, weights and output; oneDNN's own is not visible from here and counted as none.
+`torch.set_num_threads(1)` before: other work on the machine then counts little. Only forward is timed. Workspaces are
+what the formulation needs besides input, weights and output, oneDNN's none. `benchmarks.minibatch_memory` counts what
+torch allocates instead: exact for im2col, but oneDNN gets copies in its own layout, and from 16 samples on
+"without oneDNN" is NNPACK, whose workspace is its own.
 """
 
 from __future__ import annotations
