@@ -9,7 +9,9 @@ Rules
 2. Locks are the kernel's, of a process (POSIX record locks): a process that ends, however it does, holds none.
 3. Who compiles A and needs B for it waits for B while it holds A. That ends, as no function calls one that calls it.
 4. Within a process numba's own lock comes first, so only one thread waits or compiles.
-5. A process that is stopped while it compiles is not waited for beyond `_AT_MOST_S`, once.
+5. Who stores holds one more lock, of the function: numba picks the next free file by an index that it reads before and
+   writes after, so two processes would store for different types in one file.
+6. A process that is stopped while it compiles is not waited for beyond `_AT_MOST_S`, once.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import IO, Any
 
 _AT_MOST_S = 120.0  # the largest function takes some 12 s of a core; a host may have more ranks than cores
 _LOOKS_EVERY_S = 0.02
+_INDEX_BYTE = 1 << 32  # beyond every signature's
 
 Stamp = tuple[tuple[str, int, int], ...]
 
@@ -54,8 +57,8 @@ class _OneProcess:
             Path(cache._cache_file._index_path),
         )
         self._lock: IO[bytes] | None = None
-        self._load, self._compile = cache.load_overload, function.compile
-        cache.load_overload, function.compile = self.load, self.compile
+        self._load, self._store, self._compile = cache.load_overload, cache.save_overload, function.compile
+        cache.load_overload, cache.save_overload, function.compile = self.load, self.store, self.compile
 
     def compile(self, signature: Any) -> Any:
         """Load or compile; afterwards the lock is free, whatever happened."""
@@ -72,17 +75,24 @@ class _OneProcess:
             found = self._load(signature, target)
         return found
 
+    def store(self, signature: Any, data: Any) -> None:
+        """Keep what was compiled on disk; not at all where another process holds the index for too long."""
+        if self._lock is None or self._wait_for(self._lock, _INDEX_BYTE):
+            self._store(signature, data)
+
     def _acquire(self, signature: Any) -> bool:
         """Wait for whoever compiles this function for these types; False if nobody can be waited for."""
         if self._lock is not None:  # a function that calls itself
             return False
         try:
             self._make_folder()
-            lock = self._path.with_suffix(".lock").open("ab")
+            self._lock = self._path.with_suffix(".lock").open("ab")
         except OSError:  # nothing can be stored here
             return False
-        self._lock = lock
-        byte = zlib.crc32(str(signature).encode())  # of an empty file: a lock for each signature
+        return self._wait_for(self._lock, zlib.crc32(str(signature).encode()))  # a byte of an empty file each
+
+    @staticmethod
+    def _wait_for(lock: IO[bytes], byte: int) -> bool:
         until_s = time.monotonic() + _AT_MOST_S
         while _OneProcess._waits:
             try:
@@ -91,8 +101,8 @@ class _OneProcess:
                 if time.monotonic() > until_s:
                     _OneProcess._waits = False
                 time.sleep(_LOOKS_EVERY_S)
-            except OSError:  # no locks on this file system
-                break
+            except OSError:  # no locks on this file system, so nobody to wait for
+                return True
             else:
                 return True
         return False

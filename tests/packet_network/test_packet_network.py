@@ -33,7 +33,7 @@ def send(net, source, target, collectives, spine=0, levels=(0,), flags=0):
     words, _ = d.words_of(rows)
     for word, collective in zip(words, collectives, strict=True):
         own = flags | levels[collective % len(levels)] << d.CLASS_SHIFT
-        d.write_header(word, d.DATA, own, source, collective, 0, 0, 0, 0, 1, 0)
+        d.write_header(word, d.DATA, 0, own, source, collective, 0, 0, 0, 0, 1, 0)
     sizes, hosts = np.full(len(rows), SIZE), np.full(len(rows), target)
     engine.send_datagrams(net, rows, words, sizes, hosts, source, len(rows), spine)
 

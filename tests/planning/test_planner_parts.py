@@ -174,11 +174,13 @@ def test_steps_of_several_micro_steps() -> None:
 
 
 def test_a_step_lies_in_its_own_band() -> None:
-    for jitter in ((1.0, 1.1), (1.0, 1.5, 1.6), (0.5, 2.0, 2.0)):  # written by hand: their median is not 1
-        load = workload(relative_steps=jitter)
-        for point in predict_scaling(Question(load, grow(1e9), Plan(), (1, 2, 16))).points:
+    by_hand = (1.0, 1.1), (0.5, 2.0, 2.0)  # their median is not 1
+    few = (1.1, 1.0, 1.0, 1.1, 2.0, 0.5, 1.0, 1.1, 1.0)  # of which most draws are slower
+    for jitter in (*by_hand, few):
+        question = Question(workload(relative_steps=jitter), grow(3e9), Plan(), (2, 16))
+        for point in predict_scaling(question).points:
             assert point.low_s <= point.step_s <= point.high_s
-            assert point.low_s < 1.2 * point.step_s
+            assert point.high_s < 1.5 * point.step_s
 
 
 def test_a_search_is_never_worse_than_what_it_starts_from() -> None:

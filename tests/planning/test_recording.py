@@ -75,6 +75,7 @@ def test_every_micro_step_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     four = Workload.load(path)
     assert (alone.num_micro_steps, alone.samples_per_step, alone.compute_s) == (1, 16, num_marks)
     assert (four.num_micro_steps, four.samples_per_step) == (4, 64)
+    assert len(four.relative_steps) == 4 * 4  # of the steps that are alike
     assert (four.forward_s, four.backward_s) == (alone.forward_s, alone.backward_s)
     steps_s = measured_steps(path).steps_s
     assert steps_s == (four.compute_s,) * 4  # every second of a step is somewhere

@@ -70,12 +70,28 @@ try: print(fails(3) if sys.argv[1] == "failed" else inner(3, 1.0))
 except numba.TypingError: print("failed")
 print("again", inner(3, 1), numba_cache._OneProcess._waits)
 """
+STORES = """
+from functions import *
+from numba.core.caching import IndexDataCacheFile as File
+def late(function, seconds):
+    return lambda *words: (time.sleep(seconds), function(*words))
+File._save_index = late(File._save_index, 0.5)
+File._save_data = late(File._save_data, 0.5 if sys.argv[1] == "1.0" else 0)
+print("here", flush=True)
+input()
+print(inner(3, eval(sys.argv[1])), flush=True)
+"""
+LOADS = """
+from functions import *
+print(inner(3, 1.0), inner(3, 1), sum(inner.stats.cache_misses.values()), flush=True)
+"""
 
 
 @pytest.fixture
 def start(tmp_path):
     """Starts a program in a folder with the functions and an empty cache; all end here."""
-    for name, text in {"functions": FUNCTIONS, "calls": CALLS_ALL, "stays": STAYS, "waits": WAITS}.items():
+    programs = {"calls": CALLS_ALL, "stays": STAYS, "waits": WAITS, "stores": STORES, "loads": LOADS}
+    for name, text in {"functions": FUNCTIONS, **programs}.items():
         (tmp_path / f"{name}.py").write_text(text)
     with contextlib.ExitStack() as running:
 
@@ -116,6 +132,19 @@ def test_who_does_not_finish_is_not_waited_for(how, start):
         stays.send_signal(signal.SIGKILL)
     assert waits.stdout.readline() == ("failed\n" if how == "failed" else "4.0\n")
     assert waits.stdout.readline() == f"again 4 {how != 'stopped'}\n"
+
+
+def test_two_processes_store_for_different_types(start):
+    """Each in a file of its own, though numba picks the next free one by what it has read before."""
+    processes = [start("stores", value) for value in ("1.0", "1")]
+    assert [process.stdout.readline() for process in processes] == ["here\n"] * 2
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [process.stdout.readline() for process in processes] == ["4.0\n", "4\n"]
+    for process in processes:
+        process.wait()
+    assert start("loads").stdout.readline() == "4.0 4 0\n"
 
 
 def test_without_a_lock_it_compiles(start, tmp_path):

@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.process_group.kept_memory import LOOKS_AFTER, KeptMemory
+from paceline.process_group.executor import LOOKS_AFTER, KeptMemory
 
 
 def test_a_large_message_does_not_stay():

@@ -173,6 +173,10 @@ def test_shares_that_a_user_has_changed_beyond_the_limits_move_back():
     assert [balance.observe(batch, [Work(20, 2.0), Work(10, 1.0)]) for _ in range(6)] == [None] * 6
     changed = GlobalBatch((15, 15))
     assert balance.observe(changed, [Work(15, 1.5), Work(15, 1.5)]) == batch
+    fixed = Balance(move="micro-steps", most=4)
+    fixed.begin(GlobalBatch((4, 4), 2))
+    with pytest.raises(ConfigurationError, match="make it smaller"):
+        fixed.observe(GlobalBatch((8, 8)), [Work(8, 1.0), Work(8, 1.0)])
 
 
 @pytest.mark.parametrize(

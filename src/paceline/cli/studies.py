@@ -129,13 +129,12 @@ def loss_bound(
     from paceline.lab.studies.description import run_study
     from paceline.lab.studies.loss_bound import LossStudy
     from paceline.lab.studies.loss_bound_runs import PATTERNS, QUICK, LossOptions
-    from paceline.reductions.bounded_loss_mean import COMPENSATIONS
 
     given = LossOptions(
         model=model,
         bounds=tuple(percent / 100 for percent in _numbers("--bounds", bounds)),
         patterns=_names(patterns) or PATTERNS,
-        compensations=_names(compensations) or COMPENSATIONS,
+        compensations=_names(compensations) or LossOptions.compensations,
         num_seeds=seeds,
         num_train=samples,
         epochs=epochs,

@@ -163,6 +163,8 @@ class Balance:
             self._holds(batch, rank) for rank in range(batch.num_ranks)
         ):  # somebody has changed the shares
             self._num_measured = 0
+            if self.move == "micro-steps":
+                self._check_limits(batch)
             new = self._batch(batch, self._fitting(batch))
             self._tell(f"{batch} is more than most={self._words(self._limits)} allows. Now {new}.")
             return new

@@ -14,6 +14,7 @@ Rules
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -32,6 +33,8 @@ from paceline.transports import Message, Transport
 
 PIECE_BYTES = 1 << 20
 _ALIGNMENT = 64
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+LOOKS_AFTER = 64  # calls: some steps of a model with a handful of buckets
 
 _Reaction = Callable[[], None]
 
@@ -289,3 +292,27 @@ def _to_host(tensor: Tensor) -> Tensor:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     host.copy_(tensor.detach())  # waits for the current stream
     return host
+
+
+class KeptMemory:
+    """One piece of memory, used by one call after another.
+
+    Grows when a call needs more, and shrinks to what the last `LOOKS_AFTER` calls have used, if that is less than half.
+
+    Args:
+        allocate: Returns so many uninitialized bytes, shape (N,), uint8.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self._allocate = allocate
+        self._memory = _NOTHING
+        self._lately: deque[int] = deque(maxlen=LOOKS_AFTER)  # bytes of each call
+
+    def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialized, shape (num_elements,); until the next call."""
+        num_bytes = num_elements * dtype.itemsize
+        self._lately.append(num_bytes)
+        if not num_bytes <= self._memory.numel() <= 2 * max(self._lately):
+            self._memory = _NOTHING  # the old one's place may be part of the new one's
+            self._memory = self._allocate(max(self._lately))
+        return self._memory[:num_bytes].view(dtype)

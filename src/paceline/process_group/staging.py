@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.process_group.descriptor import NUM_INTEGERS, Descriptor, check_agreement
-from paceline.process_group.kept_memory import KeptMemory
+from paceline.process_group.executor import KeptMemory
 from paceline.transports.shared_memory import Host, HostBarrier
 from paceline.transports.shared_memory.arena import Place
 

@@ -23,4 +23,4 @@ def peak_bytes(compute: Callable[[], Any]) -> int:
     assert recorded.profiler.kineto_results is not None
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == _ALLOCATION]
     events.sort(key=lambda event: event.start_ns())
-    return max(accumulate((event.nbytes() for event in events), initial=0))
+    return max(accumulate((int(event.nbytes()) for event in events), initial=0))

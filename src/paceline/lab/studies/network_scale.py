@@ -225,7 +225,7 @@ class ScaleStudy(Study[ScaleOptions]):
                     store.add(trial, run_case(case, options))
         there = {case: store.get(trial) for case, trial in todo.items()}
         found = {case: times for case, times in there.items() if times is not None}
-        samples = [asdict(case) | asdict(times) for case, times in found.items()]
+        samples = [asdict(case) | _rounded(times) for case, times in found.items()]
         left_out = len(todo) - len(found)
         note = f"not complete: {left_out} of {len(todo)} cases are missing; the same command goes on"
         return Measured(found, {"cases": samples}, [note] if left_out else [])
@@ -281,6 +281,12 @@ class ScaleStudy(Study[ScaleOptions]):
 
     def draw(self, record: Mapping[str, Any], path: Path) -> bool:
         return draw_tails(record, path)
+
+
+def _rounded(times: Times) -> dict[str, Any]:
+    """The samples to 10 us: there are tens of thousands."""
+    samples = ("job_ms", "flow_ms", "first_layer_ms")
+    return asdict(times) | {name: [round(ms, 2) for ms in getattr(times, name)] for name in samples}
 
 
 def draw_tails(record: Mapping[str, Any], path: Path) -> bool:

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.process_group.executor import PIECE_BYTES, Executor
-from paceline.process_group.kept_memory import KeptMemory
+from paceline.process_group.executor import PIECE_BYTES, Executor, KeptMemory
 from paceline.reductions.adasum.operator import (
     LEFT,
     NUM_DOTS,
