@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from models import WORKLOADS, Mlp, digest, generator
 from paceline.errors import ConfigurationError
@@ -12,6 +13,7 @@ from paceline.optim import AdasumOptimizer, adasum_during_backward
 from ranks import pool
 
 OPTIMIZERS = {
+    "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
 }
@@ -145,11 +147,17 @@ def refused(rank, num_ranks):
     optimizer.step()
     loss(1).backward()
     before = digest(list(model.parameters()))
-    with pytest.raises(ConfigurationError, match="a second backward brings it another gradient"):
+    with pytest.raises(ConfigurationError, match="a second backward brings one of shape"):
         loss(2).backward()
+    awaited = []
+    optimizer._await = lambda launched: (
+        awaited.extend(launched),
+        AdasumOptimizer._await(optimizer, launched),
+    )
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     with pytest.raises(ConfigurationError, match="gradients were changed between backward and step"):
         optimizer.step()
+    assert len(awaited) == len(optimizer._flats)  # their memory is free for the next step
     assert digest(list(model.parameters())) == before
     model.zero_grad()
     loss(3).backward()
@@ -160,3 +168,110 @@ def refused(rank, num_ranks):
 def test_refused():
     """A second backward, clipping, a closure, a scaler: parameters stay, and the next step is right again."""
     assert len(set(pool(2).run(refused))) == 1
+
+
+class Stack(nn.Sequential):
+    """Layers in four buckets, the last two in one; the last `num_checkpoints` layers are in reentrant checkpoints."""
+
+    def __init__(self):
+        super().__init__(*[nn.Linear(8, 8) for _ in range(4)], nn.Linear(8, 1))
+
+    def loss(self, rank, step, num_checkpoints=0):
+        x = torch.randn(4, 8, generator=generator(rank, step)).requires_grad_()
+        for place, layer in enumerate(self):
+            is_plain = place < len(self) - num_checkpoints
+            x = torch.tanh(layer(x) if is_plain else checkpoint(layer, x, use_reentrant=True))
+        return x.square().sum()
+
+
+def _backward_that_raises(loss, parameter):
+    handle = parameter.register_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+
+
+def skip_batches(rank, num_ranks):
+    (model, twin), (during, after) = twins(Stack, OPTIMIZERS["plain"])
+    num_buckets = len(during._flats)
+    parameters = list(model.parameters())
+    for step in range(8):
+        launched = None
+        if step == 2:  # one rank after some buckets, the other later
+            _backward_that_raises(model.loss(rank, step), parameters[4 - 4 * rank])
+            launched = [1, 3][rank]
+        elif step == 4 and rank:  # one rank before backward, the other not at all
+            model.loss(rank, step).backward()
+            launched = num_buckets
+        elif step == 6:  # both before the first bucket
+            _backward_that_raises(model.loss(rank, step), parameters[-2])
+            launched = 0
+        if launched is not None:
+            assert len(during._during._pending) == launched
+        if step == 6:
+            during.zero_grad()  # local
+        elif step in (2, 4):
+            if launched:
+                with pytest.raises(ConfigurationError, match=r"zero_grad.*abort_step\(\), on all ranks"):
+                    during.zero_grad()
+                with pytest.raises(ConfigurationError, match="to skip a batch whose backward raised"):
+                    model[0](torch.ones(1, 8)).sum().backward()  # of the last bucket
+            during.abort_step()
+            assert all(parameter.grad is None for parameter in parameters)
+        else:
+            for of, optimizer in ((model, during), (twin, after)):
+                optimizer.zero_grad()
+                with after.no_sync():
+                    of.loss(rank, step).backward()
+            assert len(during._during._pending) == (num_buckets if step else 0)
+            for optimizer in (during, after):
+                optimizer.step()
+        assert digest(parameters) == digest(list(twin.parameters()))
+    return digest(parameters)
+
+
+def test_a_batch_is_skipped():
+    """However far each rank's backward got: afterwards as if there had been no such batch, and it overlaps again."""
+    assert len(set(pool(2).run(skip_batches))) == 1
+
+
+def train_checkpoints(rank, num_ranks, num_checkpoints):
+    (model, twin), (during, after) = twins(Stack, OPTIMIZERS["momentum"])
+    for step in range(4):
+        for of, optimizer in ((model, during), (twin, after)):
+            optimizer.zero_grad()
+            with after.no_sync():
+                of.loss(rank, step, num_checkpoints).backward()
+        assert len(during._during._pending) == (len(during._flats) if step else 0)
+        for optimizer in (during, after):
+            optimizer.step()
+        assert digest(list(model.parameters())) == digest(list(twin.parameters()))
+    return digest(list(model.parameters()))
+
+
+@pytest.mark.parametrize("num_checkpoints", [1, 5])
+def test_reentrant_checkpoints(num_checkpoints):
+    """Their backward is nested, and its end is not the end: the rest is launched when the outer one has ended."""
+    assert len(set(pool(2).run(train_checkpoints, num_checkpoints))) == 1
+
+
+def replace_optimizer(rank, num_ranks):
+    (model, _), (optimizer, _) = twins(Stack, OPTIMIZERS["adam"])
+    inner = optimizer.optimizer
+    for step in range(6):
+        if step == 3:
+            model.loss(rank, step).backward()  # it goes with updates under way
+            del optimizer
+            assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+            model.zero_grad()
+            optimizer = AdasumOptimizer(inner, overlap=True)
+        optimizer.zero_grad()
+        model.loss(rank, step).backward()
+        optimizer.step()
+    assert optimizer._during.is_armed
+    return digest(list(model.parameters()))
+
+
+def test_an_optimizer_is_replaced():
+    """One that is dropped takes part in no backward, though the optimizer within and the parameters live on."""
+    assert len(set(pool(2).run(replace_optimizer))) == 1

@@ -10,68 +10,17 @@ Rules
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
+from paceline.comm.backward import Backward
 from paceline.ddp.open_forwards import OpenForwards
 from paceline.ddp.verdict import Status
 from paceline.errors import ProtocolError
-
-
-@dataclass(eq=False)
-class Backward:
-    """One backward under way (rule 1).
-
-    Attributes:
-        synchronizes: Whether it reduces gradients.
-        on_end: Called with this object when autograd has nothing left to do.
-        by_autograd: False: nothing is differentiated; gradients that are there are reduced.
-        ends_with_inner: Of nested backwards, it is one of the inner ones, not the outermost.
-        waits_for_outer: A nested backward has ended, and the engine cannot yet be told to call at the outer one's end.
-        started_s: When it reached the module.
-    """
-
-    synchronizes: bool
-    on_end: Callable[[Backward], None]
-    by_autograd: bool = True
-    ends_with_inner: bool = False
-    waits_for_outer: bool = False
-    started_s: float = field(default_factory=time.perf_counter)
-
-    def end(self) -> None:
-        self.on_end(self)
-
-    def waits_for_outer_end(self) -> bool:
-        """Whether a nested backward (a reentrant checkpoint's, say) has ended; `on_end` then waits for the outer."""
-        outer = torch._C._current_autograd_node() if self.by_autograd else None
-        return outer is not None and not self.ends_with_inner and self._wait_for_outer(outer)
-
-    def _wait_for_outer(self, outer: Any) -> bool:
-        """Be called again once the engine has left this node, which started the nested backward.
-
-        It takes callbacks for the backward whose node it is running.
-        """
-        inner_task = torch._C._current_graph_task_id()
-        hooks: list[RemovableHandle] = []
-
-        def on_next_node(_: object) -> None:
-            for hook in hooks:
-                hook.remove()
-            if torch._C._current_graph_task_id() >= inner_task:
-                return  # another backward, after an exception in that one
-            self.waits_for_outer = False
-            torch.autograd.Variable._execution_engine.queue_callback(self.end)
-
-        hooks += [node.register_prehook(on_next_node) for node, _ in outer.next_functions if node is not None]
-        self.waits_for_outer = bool(hooks)
-        return self.waits_for_outer
 
 
 class Interruptible(Protocol):

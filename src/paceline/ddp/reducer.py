@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from paceline.comm.backward import Backward
 from paceline.comm.peers import Peers
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.bucket import Bucket, Scales
@@ -42,7 +43,7 @@ from paceline.ddp.forward_overlap.piece_flight import PieceFlight
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.open_forwards import Owner
 from paceline.ddp.plan import BucketCaps
-from paceline.ddp.recovery import Backward, Recovery
+from paceline.ddp.recovery import Recovery
 from paceline.ddp.skipping import Skipping, collect_late
 from paceline.ddp.verdict import Status, Verdict
 from paceline.errors import PeerAbortedError, ProtocolError, SkipError

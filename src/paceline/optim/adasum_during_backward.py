@@ -8,19 +8,24 @@ Rules
    way. So backward, which may still read them, computes what it would have.
 3. It is one backward a step: all but the last are under `no_sync`. What changes gradients, or settings of the
    optimizer, after backward is too late, and refused where it can be seen.
+4. After a backward that raised, what it has launched belongs to the step: `finish` completes it, `abort` drops it.
+   How far the ranks got may differ, so either is done by all of them. Where nothing was launched, the next begins anew.
 
 Source: the form is that of Maleki et al. 2021, section 4; that it can be done tensor by tensor, section 4.3.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from paceline.comm.backward import Backward
 from paceline.comm.pending import Pending
 from paceline.errors import ConfigurationError
 from paceline.optim.flat_parameters import FlatParameters, flatten
@@ -29,6 +34,7 @@ LEAST_BYTES = 2**20  # of a bucket: less costs more rounds than it hides
 MOST_BUCKETS = 8  # of one dtype: seven eighths can be under way before the last gradient is there
 
 Launch = Callable[[int], Pending]
+Wait = Callable[[Sequence[Pending]], None]
 
 
 def cut(parameters: Sequence[Tensor]) -> list[FlatParameters]:
@@ -63,45 +69,59 @@ class DuringBackward:
         self._optimizer, self._flats, self._launch = optimizer, flats, launch
         self.is_armed = False
         self._bucket_of = {id(p): index for index, flat in enumerate(flats) for p in flat.parameters}
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._note)
+        note = _unowned(weakref.ref(self))
+        hooks = [
+            p.register_post_accumulate_grad_hook(note)
             for flat in flats
             for p in flat.parameters
             if p.requires_grad
         ]
+        self.remove = weakref.finalize(self, _remove, hooks)
+        """Take part in no backward any more."""
         self._begin()
 
     def _begin(self) -> None:
         self._missing = [{id(p) for p in flat.parameters if p.requires_grad} for flat in self._flats]
         self._pending: list[Pending] = []
         self._versions: list[tuple[Tensor, int]] = []
-        self._is_in_backward = False
+        self._backward: weakref.ref[Backward] | None = None
 
     @property
     def has_launched(self) -> bool:
         """Whether updates are under way."""
         return bool(self._pending)
 
-    def _note(self, parameter: Tensor) -> None:
+    def note(self, parameter: Tensor) -> None:
         """A parameter has its gradient."""
         if not self.is_armed:
             return
+        is_under_way = self._backward is not None and self._backward() is not None
         index = self._bucket_of[id(parameter)]
-        if index < len(self._pending):
+        if index < len(self._pending) or (self._pending and not is_under_way):
             raise ConfigurationError(
-                f"AdasumOptimizer(overlap=True) has stepped a parameter of shape {tuple(parameter.shape)} already, and "
-                "a second backward brings it another gradient, before step(). Run all backwards of a step but the last "
-                "under the optimizer's no_sync(), and call step() after each that is not."
+                f"AdasumOptimizer(overlap=True) has stepped {len(self._pending)} of {len(self._flats)} buckets of "
+                f"parameters already, and a second backward brings one of shape {tuple(parameter.shape)} another "
+                "gradient, before step(). Run all backwards of a step but the last under the optimizer's no_sync(), "
+                "and call step() after each that is not; or abort_step(), on all ranks, to skip a batch whose backward "
+                "raised."
             )
-        if not self._is_in_backward:
-            self._is_in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.launch_rest)
+        if not is_under_way:
+            self._begin()
+            backward = Backward(synchronizes=True, on_end=self._end)
+            self._backward = weakref.ref(backward)
+            torch.autograd.Variable._execution_engine.queue_callback(backward.end)
         self._missing[index].discard(id(parameter))
         while len(self._pending) < len(self._flats) and not self._missing[len(self._pending)]:
             self._step_next()
 
-    def launch_rest(self) -> None:
-        """Launch all buckets that have not been (rule 1)."""
+    def _end(self, backward: Backward) -> None:
+        """Called by autograd when it has nothing left to do: launch all buckets that have not been (rule 1)."""
+        if self._backward is None or self._backward() is not backward or backward.waits_for_outer_end():
+            return
+        self._backward = None
+        self._launch_rest()
+
+    def _launch_rest(self) -> None:
         while len(self._pending) < len(self._flats):
             self._step_next()
 
@@ -113,33 +133,69 @@ class DuringBackward:
         gradients = [p.grad for p in flat.parameters if p.grad is not None]
         flat.take()
         with torch.autograd._unsafe_preserve_version_counter(tuple(flat.parameters)):
-            step_only(self._optimizer, flat.parameters)
-            flat.take_update()
-            flat.put_back()
+            try:
+                step_only(self._optimizer, flat.parameters)
+                flat.take_update()
+            finally:
+                flat.put_back()
         self._versions += [(gradient, gradient._version) for gradient in gradients]
         self._pending.append(self._launch(index))
 
-    def finish(self) -> list[Pending]:
-        """Return what is under way, of every bucket; the next backward begins anew.
+    def finish(self, wait: Wait) -> None:
+        """Complete the update of every bucket; the next backward begins anew.
+
+        Args:
+            wait: Waits for what was launched.
+
+        Contract:
+            Collective.  Blocks: yes, also where it raises: nothing is under way afterwards.
 
         Raises:
             ConfigurationError: A gradient was changed after it had been used.
         """
-        self.launch_rest()  # a backward that raised has not
-        pending, versions = self._pending, self._versions
-        self._begin()
+        self._launch_rest()  # a backward that raised has not
+        versions = self._versions
+        self._wait(wait)
         if any(gradient._version != version for gradient, version in versions):
             raise ConfigurationError(
                 "gradients were changed between backward and step(): clipped, unscaled or zeroed in place. "
                 "AdasumOptimizer(overlap=True) has made its steps during backward, without that. Leave out overlap. "
                 "The parameters are those of before this step, the optimizer's state is one step ahead."
             )
-        return pending
 
-    def remove(self) -> None:
-        """Take part in no backward any more."""
-        for hook in self._hooks:
-            hook.remove()
+    def abort(self, wait: Wait) -> None:
+        """Drop the updates of this step; buckets that were not launched here may have been on other ranks (rule 4).
+
+        Args:
+            wait: Waits for what was launched.
+
+        Contract:
+            Collective: every rank, however far its backward got.  Blocks: yes.
+        """
+        for index in range(len(self._pending), len(self._flats)):
+            self._pending.append(self._launch(index))  # whatever is in it: no rank applies the result
+        self._wait(wait)
+
+    def _wait(self, wait: Wait) -> None:
+        try:
+            wait(self._pending)
+        finally:
+            self._begin()
+
+
+def _unowned(during: weakref.ref[DuringBackward]) -> Callable[[Tensor], None]:
+    """A hook that does not keep alive whom it tells: parameters outlive an optimizer that is replaced."""
+
+    def note(parameter: Tensor) -> None:
+        if (owner := during()) is not None:
+            owner.note(parameter)
+
+    return note
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def step_only(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:

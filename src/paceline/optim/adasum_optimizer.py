@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,8 +54,8 @@ class AdasumOptimizer(AcrossRanks):
         reduction: `reduction.orthogonality` tells how much the ranks' updates agree.
 
     Contract:
-        Collective: the constructor, `step` and `add_param_group`. The constructor overwrites the parameters by rank
-        0's. Afterwards, and after each `step`: parameters are bitwise equal on all ranks.
+        Collective: the constructor, `step`, `abort_step` and `add_param_group`. The constructor overwrites the
+        parameters by rank 0's. Afterwards, and after each `step`: parameters are bitwise equal on all ranks.
 
     Raises:
         ConfigurationError: The optimizer needs a closure, or it is not one; or it cannot step during backward.
@@ -98,7 +99,7 @@ class AdasumOptimizer(AcrossRanks):
             self._during.remove()
         super()._adopt()
         if self._overlaps and self._group.size() > 1:
-            self._during = DuringBackward(self.optimizer, self._flats, self._launch)
+            self._during = DuringBackward(self.optimizer, self._flats, self._launch())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -131,7 +132,7 @@ class AdasumOptimizer(AcrossRanks):
         self._check_overlap(closure)
         self._check_parameters_are_adopted()
         if self._during is not None and self._during.has_launched:
-            self._await(self._during.finish())
+            self._during.finish(self._await)
             self._apply()
             return None
         self._check_gradients_are_local()
@@ -141,7 +142,7 @@ class AdasumOptimizer(AcrossRanks):
         try:
             for flat in self._flats:
                 flat.take_update()
-            self._await([self._launch(index) for index in range(len(self._flats))])
+            self._await(list(map(self._launch(), range(len(self._flats)))))
         except BaseException:
             for flat in self._flats:
                 flat.put_back()
@@ -149,11 +150,33 @@ class AdasumOptimizer(AcrossRanks):
         self._apply()
         return loss
 
-    def _launch(self, index: int) -> Pending:
-        """Start combining the updates that bucket `index` has taken."""
-        if index == 0:
-            self.reduction.begin_step()
-        return self.reduction.launch(self._flats[index].message(index, len(self._flats), self._group))
+    def abort_step(self) -> None:
+        """Skip a batch, instead of `step`: drop the gradients, and with `overlap` what backward made of them.
+
+        For a batch whose forward or backward raised (out of memory, say), on one rank or on several. The ranks agree to
+        skip it; then all call this, also those whose backward went well or has not begun.
+
+        Contract:
+            Collective with `overlap`: every rank.  Blocks: yes.  Mutates: the gradients. The parameters are those of
+            before; the optimizer's state is one step ahead for those whose update was under way here.
+
+        Raises:
+            PeerLostError: A rank died or hangs.
+        """
+        if self._during is not None and self._during.is_armed:
+            self._during.abort(self._await)
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._during is not None and self._during.has_launched:
+            raise ConfigurationError(
+                "AdasumOptimizer(overlap=True).zero_grad(): backward has updates under way that other ranks take part "
+                "in. Call step() first; or abort_step(), on all ranks, to skip this batch."
+            )
+        super().zero_grad(set_to_none)
+
+    def _launch(self) -> Callable[[int], Pending]:
+        return partial(_launch_update, self.reduction, self._flats, self._group)
 
     def _await(self, launched: Sequence[Pending]) -> None:
         for pending in launched:
@@ -183,3 +206,12 @@ class AdasumOptimizer(AcrossRanks):
 
     def __repr__(self) -> str:
         return f"AdasumOptimizer({self.optimizer!r}, {self.reduction!r})"
+
+
+def _launch_update(
+    reduction: Adasum, flats: Sequence[FlatParameters], process_group: ProcessGroup, index: int
+) -> Pending:
+    """Start combining the updates that bucket `index` has taken."""
+    if index == 0:
+        reduction.begin_step()
+    return reduction.launch(flats[index].message(index, len(flats), process_group))
