@@ -45,7 +45,7 @@ class Io(NamedTuple):
 
     incoming: system.Batch
     outgoing: system.Batch
-    descriptors: NDArray[np.int64]  # the socket, and what wakes the loop
+    descriptors: NDArray[np.int64]  # the socket that is waited for, and what wakes the loop
     events: NDArray[np.int64]
     scratch: NDArray[np.int64]
     ports: NDArray[np.int64]  # the sockets by which it sends; the first is that by which it receives
@@ -88,7 +88,7 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
     """Move datagrams until something happens, or for `slice_us`; returns why it came back."""
     until = system.now_us(io.scratch) + slice_us
     while True:
-        got = system.receive_batch(io.descriptors[0], io.incoming)
+        got = system.receive_batch(io.ports[0], io.incoming)
         now = system.now_us(
             io.scratch
         )  # not before: then what came while this thread waited for a core came too early
@@ -115,6 +115,8 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
         if got < io.incoming.sizes.shape[0]:
             is_blocked = io.status[_PENDING] > io.status[_SENT_UPTO]
             io.events[0] = system.POLL_OUT if is_blocked else (0 if is_active else system.POLL_IN)
+            full = io.outgoing.ports[io.status[_SENT_UPTO]] if is_blocked else 0
+            io.descriptors[0] = io.ports[full]
             rest_us = _REST_US if is_active else _IDLE_US
             system.wait_for(io.descriptors, io.events, io.scratch, rest_us)
             if io.scratch[3] >> 48:
