@@ -72,7 +72,8 @@ class Change:
         if self.host is not None and not 0 <= self.host < spec.hosts:
             raise ConfigurationError(f"there is no host{self.host}: {_hosts_of(spec)}.")
         if self.link is not None and not 0 <= self.link < spec.links:
-            raise ConfigurationError(f"a host has no link {self.link}; it has {spec.links}.")
+            who = "a host" if self.host is None else f"host{self.host}"
+            raise ConfigurationError(f"{who} has no link {self.link}; it has {spec.links}.")
         if self.kind == "cores":
             return self._with_cores(spec)
         if self.kind == "rate":
