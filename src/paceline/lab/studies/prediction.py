@@ -145,10 +145,10 @@ class PredictionStudy(TimeStudy[StudyOptions]):
 
     def draw(self, record: Mapping[str, Any], path: Path) -> None:
         """Predicted over measured, one mark a run."""
-        draw_scatter(record["summaries"]["runs"], path)
+        draw_scatter(record["summaries"]["runs"], path, columns=1)  # clusters' names are long
 
 
-def draw_scatter(runs: Sequence[Mapping[str, Any]], path: Path) -> bool:
+def draw_scatter(runs: Sequence[Mapping[str, Any]], path: Path, columns: int | None = None) -> bool:
     """Draw predicted over measured steps, with and without what emulation costs; returns whether it was drawn."""
     panels = [
         _scatter("predicted with what emulation costs", runs, "predicted_s"),
@@ -158,9 +158,8 @@ def draw_scatter(runs: Sequence[Mapping[str, Any]], path: Path) -> bool:
         f"Half of {len(runs)} steps are predicted to {_middle_error(runs, 'predicted_s'):.1f} %, and to "
         f"{_middle_error(runs, 'without_emulation_s'):.1f} % without what emulation costs"
     )
-    return draw_figure(
-        path, title, panels, "Emulated clusters, layers sleep. A dot is a run; a colour is a study."
-    )
+    note = "Emulated clusters, layers sleep. A dot is a run; a colour is a study."
+    return draw_figure(path, title, panels, note, columns)
 
 
 def _middle_error(runs: Sequence[Mapping[str, Any]], key: str) -> float:
