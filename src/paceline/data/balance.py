@@ -159,9 +159,8 @@ class Balance:
         if not all(part.num_samples for part in work):
             return None
         self._num_steps += 1
-        if not all(
-            self._holds(batch, rank) for rank in range(batch.num_ranks)
-        ):  # somebody has changed the shares
+        fits = all(self._holds(batch, rank) for rank in range(batch.num_ranks))
+        if not fits:  # somebody has changed the shares
             self._num_measured = 0
             if self.move == "micro-steps":
                 self._check_limits(batch)
