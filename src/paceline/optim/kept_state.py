@@ -19,16 +19,17 @@ class KeptState:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._before: dict[
-            Tensor, dict[str, Any]
-        ] = {}  # the objects that were there; what tensors held is copied
+        # The objects that were there; what tensors held is in `_copies`.
+        self._before: dict[Tensor, dict[str, Any]] = {}
         self._copies: dict[tuple[Tensor, str], Tensor] = {}
 
     def take(self, parameters: Iterable[Tensor]) -> None:
-        """Copy the state of these parameters, beside those taken before."""
+        """Copy the state of these parameters, besides those taken before, of which the first copy counts."""
         state = self._optimizer.state
         sources, targets = [], []
         for parameter in parameters:
+            if parameter in self._before:
+                continue  # its step raised, and is tried again
             held = self._before[parameter] = dict(state.get(parameter, {}))
             for name, value in held.items():
                 if isinstance(value, Tensor):
@@ -39,11 +40,7 @@ class KeptState:
 
     def _copy_for(self, key: tuple[Tensor, str], value: Tensor) -> Tensor:
         found = self._copies.get(key)
-        if found is None or (found.shape, found.dtype, found.device) != (
-            value.shape,
-            value.dtype,
-            value.device,
-        ):
+        if found is None or _layout(found) != _layout(value):
             found = self._copies[key] = torch.empty_like(value)
         return found
 
@@ -65,3 +62,7 @@ class KeptState:
     def drop(self) -> None:
         """Forget what was taken: the step counts."""
         self._before.clear()
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
