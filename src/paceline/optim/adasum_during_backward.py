@@ -82,9 +82,8 @@ class DuringBackward:
         self.hook_unfrozen()
         self._missing = [{id(p) for p in flat.parameters if p.requires_grad} for flat in self._flats]
         self._pending: list[Pending] = []
-        self._used: list[
-            tuple[Tensor, Tensor, int]
-        ] = []  # a parameter, its gradient, and the version stepped by
+        # Parameters that were stepped, the gradients they were stepped by, and those gradients' versions then.
+        self._used: list[tuple[Tensor, Tensor, int]] = []
         self._backward: weakref.ref[Backward] | None = None
 
     def hook_unfrozen(self) -> None:
