@@ -8,8 +8,10 @@ Gloo, ours over Gloo, and ours with 1, 2, ... servers. Servers are `python -m pa
     --case symmetric    all links alike: the servers' links come on top of what the all-reduce has
     --case asymmetric   servers on fat links
 
-The knee is the fewest servers with which a step is as long as with the most, to within 2 %. The simulator's steps
-(`planning.simulate`) are for links of the same rates less 5 % for headers, with nothing fitted to these runs.
+"alone" computes and reduces nothing: what the simulator (`planning.simulate`) is told of computing, as it would be by a
+recording. Its links have the same rates less 5 % for headers; nothing is fitted to these runs but
+`collective_time.TWO_WAY_RATIO`, to the lemma's odd numbers of servers. The knee is the fewest servers with which a step
+is as long as with the most, to within 2 %.
 
 What it cannot show: all hosts share two cores; "busy" says how much of them was used.
 """
@@ -25,6 +27,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -43,6 +46,7 @@ KNEE = 0.02  # of a step: so much longer counts as no longer
 WARM_UP_STEPS = 3
 TOLERANCE = 1e-6
 MEBIBYTE = 2**20
+ALONE = "alone"
 _PATIENCE_S = 400.0
 _WORKER = "PACELINE_BENCHMARK_WORKER"  # its configuration, in the environment of a worker
 
@@ -73,7 +77,7 @@ class Config:
 
     @property
     def sides(self) -> list[str]:
-        return ["torch", "ours", *(f"{number} servers" for number in self.servers)]
+        return [ALONE, "torch", "ours", *(f"{number} servers" for number in self.servers)]
 
 
 CASES = {
@@ -112,8 +116,8 @@ def work(config: Config, addresses: Sequence[str]) -> None:
         gradients = [p.grad for p in trainee.module.parameters() if p.grad is not None]
         mine = (
             steps_s[side],
-            trainee.module.expected_error(gradients, config.num_workers),
-            digest(gradients),
+            0.0 if side == ALONE else trainee.module.expected_error(gradients, config.num_workers),
+            "" if side == ALONE else digest(gradients),
             counted[side],
         )
         every: list[Any] = [None] * config.num_workers
@@ -160,14 +164,17 @@ class _Trainee:
 
         profile, scale = _profile(config)
         self.module = TimedModel(profile, dist.get_rank(), scale)
+        self.optimizer = SleepingOptimizer(self.module.parameters(), profile.optimizer_s)
+        self.model: Any = self.module
+        if side == ALONE:
+            return
         wrapper = "torch" if side == "torch" else "ours"
         how: dict[str, Any] = {
             "bucket_cap_mb_list": [cap / MEBIBYTE for cap in _caps(wrapper, profile, scale)]
         }
         if side not in ("torch", "ours"):
             how["reduction"] = ParameterServers(addresses[: int(side.split(maxsplit=1)[0])])
-        self.model: Any = wrap(wrapper, self.module, init_sync=False, **how)  # parameters are never read
-        self.optimizer = SleepingOptimizer(self.module.parameters(), profile.optimizer_s)
+        self.model = wrap(wrapper, self.module, init_sync=False, **how)  # parameters are never read
 
     def step(self) -> float:
         """Train a step behind a barrier. Collective."""
@@ -295,19 +302,28 @@ def _ticks() -> tuple[int, int]:
 # ---- what was predicted
 
 
-def predict(config: Config) -> tuple[dict[str, float], Any]:
-    """The simulator's steps by side, and lemma 3.2 beside the simulator's number of servers."""
+def predict(config: Config, alone_s: float | None = None) -> tuple[dict[str, float], Any]:
+    """The simulator's steps by side, and lemma 3.2 beside the simulator's number of servers.
+
+    Args:
+        config: The case.
+        alone_s: A step that reduces nothing, as measured; None: as it was meant to be.
+    """
     from paceline.lab.bench.timed_model import planned
     from paceline.planning import Cluster, HostLink, Plan, Servers, simulate
     from paceline.planning.lemmas import compare_servers
 
     profile, scale = _profile(config)
+    if alone_s is not None:
+        compute_s = profile.forward_s + profile.backward_s
+        profile = profile.taking(compute_s * alone_s / (compute_s + profile.optimizer_s))
     workload = planned(profile, scale)
     worker_rate = config.worker_mbit * 125_000 * PAYLOAD_RATIO
     server_rate = config.server_mbit * 125_000 * PAYLOAD_RATIO
     cluster = Cluster.of_equal_hosts(config.num_workers, HostLink(worker_rate, 2e-4))
     ours = Plan(_caps("ours", profile, scale), "ring")
     steps_s = {
+        ALONE: simulate(workload, Cluster.of_equal_hosts(1, HostLink(worker_rate)), ours).step_s,
         "torch": simulate(workload, cluster, Plan(_caps("torch", profile, scale), "ring")).step_s,
         "ours": simulate(workload, cluster, ours).step_s,
     }
@@ -346,8 +362,8 @@ def main(
             raise WrongAnswerError(
                 f"the gradients of {side} are {result['error']:.2g} off: its times mean nothing."
             )
-    predicted, lemma = predict(config)
     steps = {side: Summary.of(result["steps_s"]) for side, result in found.items()}
+    predicted, lemma = predict(config, steps[ALONE].median)
     errors = {side: predicted[side] / steps[side].median - 1 for side in steps}
     knees = {
         "lemma": lemma.lemma,
@@ -388,7 +404,7 @@ def main(
             "steps": {side: asdict(step) for side, step in steps.items()},
             "predicted_s": predicted,
             "errors": errors,
-            "median_error": sorted(map(abs, errors.values()))[len(errors) // 2],
+            "median_error": median(abs(error) for side, error in errors.items() if side != ALONE),
             "knees": knees,
             "to_ours": {side: step.median / steps["ours"].median for side, step in steps.items()},
             "to_torch": {side: step.median / steps["torch"].median for side, step in steps.items()},
