@@ -188,8 +188,9 @@ class Asked:
         )
         here = self.link_here
         if here is not None:
+            shared = ", which share a machine, with what that costs" if here.on_one_machine else ""
             return (
-                f"{words}; measured over TCP between the {here.num_hosts} hosts here: "
+                f"{words}; measured over TCP between the {here.num_hosts} hosts here{shared}: "
                 f"{quantities.show_rate(8 * here.bytes_per_s)}, {quantities.show_seconds(here.latency_s)} a round"
             )
         if "assumed" in (self.origin("rate"), self.origin("latency")):

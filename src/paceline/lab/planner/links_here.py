@@ -25,6 +25,7 @@ class LinkHere:
         bytes_per_s: Of a host, in each direction.
         latency_s: From the start of a round to the arrival of a short message.
         message_s: Of a further message in the same round.
+        on_one_machine: Whether the hosts are emulated, or containers: then it contains what sharing a machine costs.
     """
 
     num_hosts: int
@@ -32,6 +33,7 @@ class LinkHere:
     bytes_per_s: float
     latency_s: float
     message_s: float
+    on_one_machine: bool = False
 
 
 def is_one_of_several() -> bool:
@@ -59,8 +61,9 @@ def measure_link() -> tuple[int, LinkHere | None]:
     dist.init_process_group("gloo", timeout=timeout)
     try:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        names: list[Any] = [None] * num_ranks
-        dist.all_gather_object(names, _host_name())
+        places: list[Any] = [None] * num_ranks
+        dist.all_gather_object(places, _machine_and_host())
+        names = [host for _, host in places]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         if len(numbers) == 1:
             return rank, None
@@ -72,13 +75,15 @@ def measure_link() -> tuple[int, LinkHere | None]:
     finally:
         dist.destroy_process_group()
     most = max(map(len, topology.ranks_of_host))
-    found = LinkHere(topology.num_hosts, most, between.bytes_per_s, between.latency_s, between.message_s)
-    return rank, found
+    on_one_machine = len({machine for machine, _ in places}) == 1
+    link = (between.bytes_per_s, between.latency_s, between.message_s)
+    return rank, LinkHere(topology.num_hosts, most, *link, on_one_machine)
 
 
-def _host_name() -> str:
-    """Equal for ranks of one host; hosts that are emulated on one machine have a network namespace each."""
+def _machine_and_host() -> tuple[str, str]:
+    """Each equal for ranks of one; hosts that are emulated on one machine have a network namespace each."""
     try:
-        return whereabouts("net")
+        return whereabouts(), whereabouts("net")
     except OSError:
-        return os.uname().nodename
+        name = os.uname().nodename
+        return name, name
