@@ -16,6 +16,8 @@ is as long as with the most, to within 2 %.
 What it cannot show: all hosts share two cores; "busy" says how much of them was used.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import secrets
@@ -28,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -40,6 +42,9 @@ from paceline.lab.report.look import CURVE_COLORS, OURS, look_of
 from paceline.lab.report.panels import Line, Lines
 from paceline.lab.report.publication import Report, figure_path, publish
 from paceline.lab.report.summary import Summary, slowest_rank
+
+if TYPE_CHECKING:
+    from paceline.lab.bench.provenance import Provenance
 
 PAYLOAD_RATIO = 0.95  # of a link's rate; the rest is headers
 KNEE = 0.02  # of a step: so much longer counts as no longer
@@ -342,16 +347,28 @@ def knee_of(steps_s: Mapping[int, float]) -> int:
 def main(
     case: Annotated[str, typer.Option(help=f"One of {', '.join(CASES)}.")] = "lemma",
     rounds: Annotated[int, typer.Option(min=2, help="Every side takes a step in each.")] = 12,
+    rescore: Annotated[
+        bool, typer.Option("--rescore", help="Simulate what is stored again, and measure nothing.")
+    ] = False,
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
 ) -> None:
     """Compare steps with parameter servers and with all-reduces."""
     from paceline.lab.bench.protocol import WrongAnswerError
-    from paceline.lab.bench.provenance import collect, load_average
+    from paceline.lab.bench.provenance import Provenance, collect, load_average
 
     if case not in CASES:
         raise ConfigurationError(f"--case {case}: there are {', '.join(CASES)}.")
+    name = f"parameter_servers-{case}" + "-quick" * quick
+    if rescore:
+        stored = json.loads((results_folder / f"{name}.json").read_text())
+        config = Config(**stored["config"] | {"servers": tuple(stored["config"]["servers"])})
+        provenance = Provenance(**stored["provenance"])
+        report = _scored(name, config, stored["samples"], stored["summaries"]["busy"], provenance)
+        publish(report, results_folder, as_json)
+        draw(report.record(), figure_path(report, results_folder))
+        return
     config = replace(CASES[case], num_rounds=rounds)
     if quick:
         config = replace(config, num_workers=2, servers=(1, 2), megabytes=0.2, compute_s=0.05, num_rounds=2)
@@ -362,8 +379,17 @@ def main(
             raise WrongAnswerError(
                 f"the gradients of {side} are {result['error']:.2g} off: its times mean nothing."
             )
+    report = _scored(name, config, found, busy, collect(config.num_workers, load_before))
+    publish(report, results_folder, as_json)
+    draw(report.record(), figure_path(report, results_folder))
+
+
+def _scored(
+    name: str, config: Config, found: Mapping[str, Any], busy: float, provenance: Provenance
+) -> Report:
+    """What was measured beside what the simulator says."""
     steps = {side: Summary.of(result["steps_s"]) for side, result in found.items()}
-    predicted, lemma = predict(config, steps[ALONE].median)
+    predicted, lemma = predict(config, steps[ALONE].median if ALONE in steps else None)
     errors = {side: predicted[side] / steps[side].median - 1 for side in steps}
     knees = {
         "lemma": lemma.lemma,
@@ -392,8 +418,8 @@ def main(
         ),
         f"busy {busy:.0%} of this machine's cores",
     )
-    report = Report(
-        name=f"parameter_servers-{case}" + "-quick" * quick,
+    return Report(
+        name=name,
         question="When do parameter servers win against an all-reduce, and how many are needed?",
         columns=("side", "step ms", "/ our all-reduce", "/ torch", "simulated ms", "simulator's error"),
         rows=rows,
@@ -410,11 +436,9 @@ def main(
             "to_torch": {side: step.median / steps["torch"].median for side, step in steps.items()},
             "busy": busy,
         },
-        samples=found,
-        provenance=collect(config.num_workers, load_before),
+        samples=dict(found),
+        provenance=provenance,
     )
-    publish(report, results_folder, as_json)
-    draw(report.record(), figure_path(report, results_folder))
 
 
 def draw(record: Mapping[str, Any], path: Path) -> bool:
