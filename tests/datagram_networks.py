@@ -22,9 +22,17 @@ Datagram = NDArray[np.uint8]
 
 
 def endpoints(
-    ranks: int, silence_us: int = 10**12, payload: int = PAYLOAD, generation: int = 0, ports: int = 1
+    ranks: int,
+    silence_us: int = 10**12,
+    payload: int = PAYLOAD,
+    generation: int = 0,
+    ports: int = 1,
+    servers: int = 0,
 ) -> list[Endpoint]:
-    """One endpoint a rank, which sends by so many ports; those of different generations have different keys."""
+    """One endpoint a rank, which sends by so many ports; those of different generations have different keys.
+
+    With servers the first ranks are those.
+    """
     return [
         Endpoint(
             rank,
@@ -36,6 +44,7 @@ def endpoints(
             },
             payload,
             silence_us,
+            num_servers=servers,
             num_ports=ports,
         )
         for rank in range(ranks)

@@ -9,7 +9,8 @@ import torch
 
 from models import Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
-from paceline.reductions import ParameterServers
+from paceline.reductions import BoundedLoss, ParameterServers
+from paceline.transports.bounded_loss.datagram_loop import compile_all
 from ranks import Ranks
 from running_servers import as_processes
 
@@ -17,10 +18,12 @@ TIMEOUT_S = 6.0
 SLACK_S = 8.0  # the servers' grace, the roll call, and a busy machine
 
 
-def strike(rank, _num_ranks, addresses, victim, pid, number):
+def strike(rank, _num_ranks, addresses, victim, pid, number, by_datagrams=False):
     """Two good steps; in the third, when some buckets are on their way, rank 0 strikes a server or `victim` itself."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(Mlp(), reduction=ParameterServers(addresses), bucket_cap_mb=0.0005)
+    servers = ParameterServers(addresses)
+    reduction = BoundedLoss(0.2, servers=servers) if by_datagrams else servers
+    model = DistributedDataParallel(Mlp(), reduction=reduction, bucket_cap_mb=0.0005)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before, begun_s, target = None, 0.0, pid or os.getpid()
     try:
@@ -53,6 +56,25 @@ def test_who_falls_silent_is_named():
         for number in (signal.SIGKILL, signal.SIGSTOP):
             with as_processes(2) as (addresses, processes):
                 outcomes = ranks.outcomes(strike, addresses, 1, None, number, deadline_s=60.0)
+                _all_name(outcomes, "rank 1 ", "PeerLostError", 1)
+                assert all(process.poll() is None for process in processes), "servers outlive a rank"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_who_falls_silent_is_named_where_gradients_go_by_datagrams():
+    """Killed: said by TCP. Stopped: a server is missed by its datagrams first, a rank by the servers."""
+    compile_all()
+    with Ranks(3, group_timeout_s=TIMEOUT_S, store="tcp") as ranks:
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            with as_processes(2) as (addresses, processes):
+                outcomes = ranks.outcomes(
+                    strike, addresses, None, processes[1].pid, number, True, deadline_s=60.0
+                )
+                _all_name(outcomes, f"parameter server 1 at {addresses[1]} ", "ServerLostError", None)
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            with as_processes(2) as (addresses, processes):
+                outcomes = ranks.outcomes(strike, addresses, 1, None, number, True, deadline_s=60.0)
                 _all_name(outcomes, "rank 1 ", "PeerLostError", 1)
                 assert all(process.poll() is None for process in processes), "servers outlive a rank"
 

@@ -73,3 +73,36 @@ def test_within_a_bound_nothing_more_is_lost_than_the_paths_lose():
     for end in ends:
         masks = [buffers[2] for buffers in end._buffers]
         assert not any(mask.any() for mask in masks)
+
+
+class OneWay(Switch):
+    """A path that nothing takes from these ranks."""
+
+    def __init__(self, ranks, rate_bits_per_s, deaf_to, **options):
+        super().__init__(ranks, rate_bits_per_s, **options)
+        self._deaf_to = deaf_to
+
+    def send(self, rank, peer, datagram, now_us):
+        if rank not in self._deaf_to:
+            super().send(rank, peer, datagram, now_us)
+
+
+def test_the_first_port_may_be_the_one_that_leads_nowhere():
+    """Answers and ENDs take the other one."""
+    took_us, ends = _sums(Switch(RANKS, 100e6, lose=1.0), [Switch(RANKS, 100e6)])
+    assert _wire_us(100e6) > 0.75 * took_us, (_wire_us(100e6), took_us)
+    for end in ends:
+        silent = end.tables.ways[:, e.W_BACKOFF].reshape(RANKS, 2) > 0
+        assert silent.tolist() == [[peer != end.rank, False] for peer in range(RANKS)]
+
+
+def test_one_way_streets_do_not_keep_ranks_from_knowing_what_arrived():
+    """The second port leads from rank 0 to the others, and nothing comes back on it: it is used all the same."""
+    paths = [Switch(RANKS, 50e6), OneWay(RANKS, 50e6, {1, 2, 3})]
+    _, ends = _sums(paths[0], paths[1:])
+    assert (ends[0].tables.ways[2:, e.W_BACKOFF] == 0).all()
+    for end in ends[1:]:
+        assert end.tables.ways[1, e.W_BACKOFF] > 0, "by this port it does not reach rank 0"
+    repeated = sum(int(end.tables.numbers[e.REPEATED]) for end in ends)
+    chunks = 2 * (RANKS - 1) * ELEMENTS * 4 // PAYLOAD
+    assert repeated < 0.05 * chunks, (repeated, chunks)

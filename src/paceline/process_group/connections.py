@@ -17,6 +17,7 @@ from paceline.transports.shared_memory import SharedMemoryTransport, join_host
 
 if TYPE_CHECKING:
     from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
+    from paceline.transports.bounded_loss.udp_socket import Introduction, Met
 
 Gloo = Any  # a ProcessGroupGloo; torch's stubs know none of its methods
 
@@ -90,7 +91,29 @@ def open_lossy_transport(
         from paceline.transports.bounded_loss.lossy_link import LossyLink  # noqa: PLC0415  numba takes a while
     except ImportError as error:
         raise _without_numba("a transport with bounded loss", error) from error
-    return LossyLink(store, rank, num_ranks, timeout, *_listening_on(num_ranks), num_ports=num_ports)
+    return LossyLink.connect(store, rank, num_ranks, timeout, *_listening_on(num_ranks), num_ports=num_ports)
+
+
+def introduce(address: str, num_ports: int = 1) -> Introduction:
+    """Open sockets for sums over UDP with others than a group's ranks. Local; compiles, which takes seconds only once.
+
+    Raises:
+        ConfigurationError: numba is not installed, or no socket can listen on `address`.
+    """
+    try:
+        from paceline.transports.bounded_loss.datagram_loop import compile_all  # noqa: PLC0415  as above
+        from paceline.transports.bounded_loss.udp_socket import Introduction  # noqa: PLC0415
+    except ImportError as error:
+        raise _without_numba("a transport with bounded loss", error) from error
+    compile_all()  # before anyone waits for this rank
+    return Introduction(address, num_ports)
+
+
+def open_met_transport(place: int, met: Met, timeout: timedelta, num_servers: int) -> LossyTransport:
+    """The lossy transport of who is at `place` of a group that has met, of which the first ones are servers. Local."""
+    from paceline.transports.bounded_loss.lossy_link import LossyLink  # noqa: PLC0415  as above
+
+    return LossyLink(place, met, timeout, num_servers)
 
 
 def open_datagram_transport(

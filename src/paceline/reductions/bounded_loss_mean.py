@@ -12,30 +12,27 @@ Rules
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import device_for_metadata, launch_broadcast
-from paceline.comm.lane import Lane, LaneWork
+from paceline.comm.lane import LaneWork
 from paceline.comm.pending import Done, Pending, PendingWork
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.process_group.connections import open_lossy_transport, store_of_job, timeout_of
+from paceline.reductions.bounded_loss_connection import LossyConnection, over_udp
 from paceline.reductions.error_feedback import RESIDUAL, Memory, Slot
 from paceline.reductions.loss_report import LossReport
+from paceline.reductions.parameter_servers import ParameterServers
+from paceline.reductions.parameter_servers.server_sums import over_servers
 from paceline.reductions.reduction import Message, Reduction, real_numel
 from paceline.transports import Bound, LossyTransport, Sum
 
@@ -66,6 +63,8 @@ class BoundedLoss(Reduction):
             forward needs first, are of a higher class (DSCP CS5 down to CS1 for the last ones), and leave first; those
             that may be lost are not ECN-capable, so that a port drops them where it marks the others.
         connect: Makes this rank's transport for a process group; by default one over UDP. Collective.
+        servers: Who sums: `ParameterServers()`, those of the launcher, or `ParameterServers([...])`. Ranks then push to
+            them, which may lose gradients, and pull the sums from them, without loss. None: each rank sums a part.
         paths: By how many ports each rank sends. Where a network chooses among several paths by ports (ECMP), datagrams
             to one rank then take all of them, each as fast as it is; 8 for two paths. With one path it gains nothing.
 
@@ -82,8 +81,8 @@ class BoundedLoss(Reduction):
     Source:
         The bound: Wang et al. 2020, "Domain-specific communication optimization for distributed DNN training" (DLCP),
         section 3. The division by what arrived: as in Weintraub et al. 2025, but unbiased also in this rank's share:
-        own + n/k * (sum of the k of n others that arrived). Feedback: Seide et al. 2014, for what a network lost
-        instead of what was rounded off.
+        own + n/k * (sum of the k of n others that arrived); where servers sum, nothing is their own. Feedback: Seide et
+        al. 2014, for what a network lost instead of what was rounded off.
     """
 
     needs_all_buckets = True
@@ -95,6 +94,7 @@ class BoundedLoss(Reduction):
         compensation: str = SURVIVORS,
         connect: Callable[[ProcessGroup], LossyTransport] | None = None,
         *,
+        servers: ParameterServers | None = None,
         priorities: bool = False,
         paths: int = 1,
     ) -> None:
@@ -108,15 +108,21 @@ class BoundedLoss(Reduction):
                 f"paths={paths!r} cannot be: a rank sends by 1 to {_MOST_PATHS} ports, and a transport from `connect=` "
                 "has its own. For two paths 8 are enough."
             )
+        if servers is not None and (connect is not None or not isinstance(servers, ParameterServers)):
+            raise ConfigurationError(
+                f"servers={servers!r} cannot be: give ParameterServers(), or ParameterServers(addresses), and no "
+                "`connect=` beside it."
+            )
         self._bound = Bound(bound, protected_ratio, is_scaled=compensation == SURVIVORS)
         self._paths = paths
         self._compensation = compensation
         self._connect = connect
+        self._servers = servers
         self._priorities = priorities
         self._class_of: dict[int, int] = {}  # by a parameter's id
         self.losses = LossReport()
         self.loss_scale: Callable[[], float] = _one
-        self._connection: _Connection | None = None
+        self._connection: LossyConnection | None = None
         self._prepared_for: ProcessGroup | None = None
         self._sums: list[_Reduced] = []
         self._residuals = Memory()
@@ -132,7 +138,9 @@ class BoundedLoss(Reduction):
     def __repr__(self) -> str:
         return (
             f"BoundedLoss(bound={self._bound.ratio}, protected_ratio={self._bound.protected_ratio}, "
-            f"compensation={self._compensation!r}{', priorities=True' if self._priorities else ''}"
+            f"compensation={self._compensation!r}"
+            f"{f', servers={self._servers!r}' if self._servers else ''}"
+            f"{', priorities=True' if self._priorities else ''}"
             f"{f', paths={self._paths}' if self._paths > 1 else ''})"
         )
 
@@ -143,6 +151,7 @@ class BoundedLoss(Reduction):
             "protected_ratio": self._bound.protected_ratio,
             "compensation": self._compensation,
             "connect": self._connect,
+            "servers": self._servers,
             "priorities": self._priorities,
             "paths": self._paths,
         }
@@ -171,9 +180,14 @@ class BoundedLoss(Reduction):
         if message.process_group.size() == 1:
             return Done()
         if self._connection is None:
-            self._connection = _Connection(
-                message.process_group, message.flat.device, self._connect, self._paths
-            )
+            group, device = message.process_group, message.flat.device
+            if self._connect is not None:
+                connect = self._connect
+            elif self._servers is not None:
+                connect = over_servers(group, device, self._servers.addresses, self._paths)
+            else:
+                connect = over_udp(group, device, self._paths)
+            self._connection = LossyConnection(group, connect)
         names = tuple(self._names[id(parameter)] for parameter in message.parameters)
         sizes = {name: self._sizes[name] for name in names}
         residual = None
@@ -184,7 +198,7 @@ class BoundedLoss(Reduction):
         launched = _Reduced(message.body, sizes, residual, message.process_group.rank())
         # Of a bucket that holds several, the one that is needed first decides.
         level = max((self._class_of.get(id(parameter), 0) for parameter in message.parameters), default=0)
-        self._connection.launch(launched, replace(self._bound, priority=level))
+        launched.start(self._connection, replace(self._bound, priority=level))
         self._sums.append(launched)
         return launched
 
@@ -194,7 +208,8 @@ class BoundedLoss(Reduction):
     def end_step(self, timing: StepTiming) -> None:
         sums, self._sums = self._sums, []
         found = [(each.sum.losses, each.sizes) for each in sums if each.sum and each.sum.losses]
-        self.losses = LossReport.of(found, self._prepared_for.size() if self._prepared_for else 1)
+        ranks = self._prepared_for.size() if self._prepared_for else 1
+        self.losses = LossReport.of(found, ranks if self._servers else ranks - 1)
         if all(each.is_finite for each in sums):
             self._residuals.commit()
 
@@ -252,7 +267,7 @@ class _Reduced:
         self._lock = threading.Lock()
         self._is_finished = False
 
-    def start(self, lane: Lane, connect: Callable[[], LossyTransport], bound: Bound) -> None:
+    def start(self, connection: LossyConnection, bound: Bound) -> None:
         def perform() -> None:
             if self._body.device.type != "cpu" or self._body.dtype not in _NATIVE:
                 dtype = self._body.dtype if self._body.dtype in _NATIVE else torch.float32
@@ -260,10 +275,10 @@ class _Reduced:
             if self._residual is not None:
                 self._staged.add_(self._residual.kept.to(self._staged.device, self._staged.dtype))
                 self._residual.proposed.copy_(self._staged)
-            self.sum = connect().launch(self._staged.detach().numpy(), bound)
+            self.sum = connection.link().launch(self._staged.detach().numpy(), bound)
 
         work = LaneWork(perform, [self._body], "bounded_loss")
-        lane.launch(work, at_once=False)
+        connection.lane.launch(work, at_once=False)
         self._work = PendingWork(work)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -319,54 +334,3 @@ def _classes(named_parameters: Mapping[str, Parameter]) -> dict[int, int]:
 
 def _one() -> float:
     return 1.0
-
-
-class _Connection:
-    """The link over one process group, and the lane on which it is opened and handed its buckets.
-
-    Contract:
-        Collective: making one, and `launch`; neither blocks.
-    """
-
-    def __init__(
-        self,
-        process_group: ProcessGroup,
-        device: torch.device,
-        connect: Callable[[ProcessGroup], LossyTransport] | None,
-        paths: int,
-    ) -> None:
-        self._open = connect or _over_udp(process_group, device, paths)
-        self._group = process_group
-        self._link: LossyTransport | None = None
-        self._lane = Lane(f"paceline bounded-loss lane of rank {process_group.rank()}")
-        self._let_go = weakref.finalize(self, self._lane.close, 0.0)
-
-    def launch(self, reduced: _Reduced, bound: Bound) -> None:
-        reduced.start(self._lane, self._connect, bound)
-
-    def counters(self) -> dict[str, int]:
-        return {} if self._link is None else self._link.counters
-
-    def _connect(self) -> LossyTransport:
-        if self._link is None:
-            self._link = self._open(self._group)
-        return self._link
-
-
-def _over_udp(
-    process_group: ProcessGroup, device: torch.device, paths: int
-) -> Callable[[ProcessGroup], LossyTransport]:
-    """Launch what the ranks must know of each other to connect; the returned function connects them."""
-    timeout: timedelta = timeout_of(process_group)
-    store = store_of_job("BoundedLoss")
-    token = torch.tensor(
-        [secrets.randbits(62)], device=device_for_metadata(process_group, device)
-    )  # rank 0's, so it is the same whatever failed before on one of the ranks
-    sent = launch_broadcast(token, process_group, source=0)
-
-    def connect(group: ProcessGroup) -> LossyTransport:
-        sent.wait()
-        prefixed = dist.PrefixStore(f"paceline/bounded_loss/{int(token.item())}", store)
-        return open_lossy_transport(prefixed, group.rank(), group.size(), timeout, paths)
-
-    return connect

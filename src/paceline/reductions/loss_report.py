@@ -17,7 +17,7 @@ class LossReport:
     Attributes:
         lost: Contributions that did not arrive, over all ranks and buckets.
         sent: Contributions that were sent for the first time, likewise.
-        by_rank: Of the lost ones, those for the shard of each rank.
+        by_rank: Of the lost ones, those for the shard of each rank; where servers sum, of each server.
         by_bucket: Of the lost ones, those of each bucket, in launch order.
         by_parameter: Of each parameter's elements, over all ranks' contributions to others, the part that was lost.
     """
@@ -34,17 +34,17 @@ class LossReport:
         return self.lost / self.sent if self.sent else 0.0
 
     @classmethod
-    def of(cls, buckets: Sequence[tuple[Losses, Mapping[str, int]]], num_ranks: int) -> LossReport:
+    def of(cls, buckets: Sequence[tuple[Losses, Mapping[str, int]]], num_senders: int) -> LossReport:
         """Sum up a step.
 
         Args:
             buckets: In launch order, what was lost of each and its parameters' numbers of elements, as they lie in it.
-            num_ranks: Each sends every element of another's shard once.
+            num_senders: How many ranks send each element to whoever sums it.
         """
         by_rank = [sum(missing) for missing in zip(*(losses.missing for losses, _ in buckets), strict=True)]
         parts: dict[str, float] = {}
         for losses, sizes in buckets:
-            parts |= _parts(losses, sizes, num_ranks)
+            parts |= _parts(losses, sizes, num_senders)
         return cls(
             lost=sum(by_rank),
             sent=sum(sum(losses.expected) for losses, _ in buckets),
@@ -54,13 +54,13 @@ class LossReport:
         )
 
 
-def _parts(losses: Losses, sizes: Mapping[str, int], num_ranks: int) -> dict[str, float]:
+def _parts(losses: Losses, sizes: Mapping[str, int], num_senders: int) -> dict[str, float]:
     """The lost part of each parameter of a bucket."""
     found: dict[str, float] = {}
     start = 0
     for name, size in sizes.items():
         first, end = losses.ranges[:, 1], losses.ranges[:, 2]
         overlap = np.minimum(end, start + size) - np.maximum(first, start)
-        found[name] = float(overlap[overlap > 0].sum()) / max(1, size * (num_ranks - 1))
+        found[name] = float(overlap[overlap > 0].sum()) / max(1, size * num_senders)
         start += size
     return found

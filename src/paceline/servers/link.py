@@ -27,7 +27,7 @@ from paceline.servers.handshake import enter
 from paceline.servers.wire import Frame, Kind, pack, unpack
 
 _TICK_S = 0.25
-_GRACE_S = 2.0  # a server that misses a rank says so by itself, a little later than a rank's timeout
+GRACE_S = 2.0  # a server that misses a rank says so by itself, a little later than a rank's timeout
 _FAREWELL_S = 0.5
 PATIENCE_S = 60.0  # for connecting and setting up, at least: a server that is to step imports torch
 
@@ -135,6 +135,7 @@ class Link:
         self._todo: deque[tuple[_Server, Frame]] = deque()
         self._lock = threading.RLock()  # whoever holds it may collect what closes this link
         self._error: Exception | None = None
+        self._given_up: ServerLostError | None = None
         self._is_closing = False
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -203,7 +204,7 @@ class Link:
             if self._error is None:
                 to = self._servers[server]
                 if answers is not None:
-                    until_s = time.monotonic() + max(self._who.timeout_s + _GRACE_S, patience_s)
+                    until_s = time.monotonic() + max(self._who.timeout_s + GRACE_S, patience_s)
                     to.asked[frame.kind, frame.number] = _Asked(answers, place, until_s)
                 self._todo.append((to, frame))
                 error = None
@@ -224,6 +225,16 @@ class Link:
         self._wake_up()
         if threading.current_thread() is not self._thread:  # which may have collected the last reference
             self._thread.join(timeout_s)
+
+    def give_up(self, error: ServerLostError) -> None:
+        """End the link: a server is lost that this connection may still reach. Does not wait."""
+        with self._lock:
+            self._given_up = self._given_up or error
+        self._wake_up()
+
+    def address_of(self, server: int) -> str:
+        """Of this host, as it reaches a server."""
+        return str(self._servers[server].connection.socket.getsockname()[0])
 
     def _wake_up(self) -> None:
         try:
@@ -304,6 +315,8 @@ class Link:
         asked.answers.note()
 
     def _look_at_the_time(self) -> None:
+        if self._given_up is not None:
+            raise self._given_up
         now_s = time.monotonic()
         for server in self._servers:
             with self._lock:

@@ -20,7 +20,7 @@ from paceline import version
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.servers.connection import Connection
 from paceline.servers.handshake import FROM_RANK, PATIENCE_S, RefusedError, ServerSide
-from paceline.servers.session import Session, Steps
+from paceline.servers.session import Session, Steps, Sums
 from paceline.servers.wire import Frame, Kind, pack, unpack
 
 _TICK_S = 0.25
@@ -85,6 +85,8 @@ class Server:
         self._selector.close()
         for connected in list(self._clients):
             connected.close()
+        for opened in self._open.values():
+            opened.session.close()
         self._listener.close()
 
     @property
@@ -176,7 +178,12 @@ class Server:
                 f"rank {rank} has Paceline {theirs}, and the parameter server {version.__version__}. Install the same "
                 "everywhere."
             )
-        opened = self._open.get(session) or _Open(Session(num_ranks, timeout_s, _make_steps))
+        address = str(client.connected.getsockname()[0])
+
+        def make_sums() -> Sums:
+            return _make_sums(num_ranks, timeout_s, address)
+
+        opened = self._open.get(session) or _Open(Session(num_ranks, timeout_s, _make_steps, make_sums))
         if opened.session.num_ranks != num_ranks or rank in opened.clients or not 0 <= rank < num_ranks:
             raise ConfigurationError(
                 f"rank {rank} of {num_ranks} cannot join a session of {opened.session.num_ranks} ranks, of which "
@@ -224,6 +231,7 @@ class Server:
                 del opened.clients[client.rank]
                 self._send(opened.session, opened.session.lose(client.rank, words))
                 if not opened.clients:
+                    opened.session.close()
                     del self._open[name]
 
     def _look_at_the_time(self, now_s: float) -> None:
@@ -243,3 +251,15 @@ def _make_steps(words: dict[str, Any]) -> Steps:
     stepping = importlib.import_module("paceline.servers.stepping")
     steps: Steps = stepping.SteppedKeys(words)
     return steps
+
+
+def _make_sums(num_ranks: int, timeout_s: float, address: str) -> Sums:
+    """Numba takes seconds to import, and only those who sum by datagrams need it."""
+    try:
+        datagram_sums = importlib.import_module("paceline.servers.datagram_sums")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"this parameter server cannot sum by datagrams: {error}. Install it there: pip install 'paceline[lossy]'"
+        ) from error
+    sums: Sums = datagram_sums.DatagramSums(num_ranks, timeout_s, address)
+    return sums

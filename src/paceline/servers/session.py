@@ -9,17 +9,18 @@ Rules
 4. Once `most_held_bytes` of unanswered pieces are held, only ranks that owe the oldest of them are heard: so it is
    answered sooner or later, and what is held is limited by that and one turn of each connection. A rank that is not
    heard and dies is missed when it is heard again.
+5. Of sums by datagrams (`DatagramSums`) ranks announce what they are, in the same order; the rest is not for here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.errors import ConfigurationError, ProtocolError
+from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError
 from paceline.servers.ordered_sum import Bytes, OrderedSum
 from paceline.servers.wire import KEY, WIDTHS, Frame, Kind, pack, pack_state, unpack, unpack_state
 
@@ -43,6 +44,28 @@ class Steps(Protocol):
     def load(self, words: dict[str, Any], state: memoryview) -> None: ...
 
 
+class Sums(Protocol):
+    """What sums by datagrams; `datagram_sums.DatagramSums`."""
+
+    def join(self, rank: int, words: Mapping[str, Any]) -> Mapping[str, Any] | None: ...
+
+    def launch(self, number: int, words: Mapping[str, Any]) -> None: ...
+
+    def take_finished(self) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Announced:
+    """A sum by datagrams that some ranks have announced."""
+
+    ranks: set[int]
+    first_rank: int
+    since_s: float
+    is_done: bool = False
+
+
 @dataclass
 class _Push:
     """A piece that some ranks have pushed."""
@@ -61,6 +84,7 @@ class Session:
         num_ranks: How many.
         timeout_s: From the first push of a piece to the last.
         make_steps: Makes what steps an optimizer, of the words of SET_UP.
+        make_sums: Makes what sums by datagrams, at the first JOIN.
         most_held_bytes: Of pieces that not all ranks have pushed.
 
     Attributes:
@@ -73,6 +97,7 @@ class Session:
         num_ranks: int,
         timeout_s: float,
         make_steps: Callable[[dict[str, Any]], Steps],
+        make_sums: Callable[[], Sums] | None = None,
         most_held_bytes: int = MOST_HELD_BYTES,
     ) -> None:
         self.num_ranks = num_ranks
@@ -80,6 +105,9 @@ class Session:
         self.failure: Frame | None = None
         self._timeout_s = timeout_s
         self._make_steps = make_steps
+        self._make_sums = make_sums
+        self._sums: Sums | None = None
+        self._announced: dict[int, _Announced] = {}
         self._most_held_bytes = most_held_bytes
         self._held_bytes = 0
         self._steps: Steps | None = None
@@ -107,6 +135,8 @@ class Session:
             if self._agree("optimizer", rank, bytes(body)) == 1:
                 self._steps = self._make_steps(unpack(body))
             return [(rank, Frame(Kind.SET_UP, frame.number))]
+        if frame.kind in (Kind.JOIN, Kind.SUM):
+            return self._join(rank, frame) if frame.kind is Kind.JOIN else self._announce(rank, frame, now_s)
         if frame.kind is Kind.BEGIN:
             if self._agree("settings of the optimizer", rank, bytes(body)) == self.num_ranks:
                 del self._said["settings of the optimizer"]
@@ -159,6 +189,58 @@ class Session:
         reply = Frame(Kind.PUSH, frame.number, dtype=frame.dtype, body=(answer,))
         return [(each, reply) for each in range(self.num_ranks)]
 
+    def _join(self, rank: int, frame: Frame) -> Outgoing:
+        if self._sums is None:
+            if self._make_sums is None:
+                raise ProtocolError("this session sums nothing by datagrams")
+            self._sums = self._make_sums()
+        card = self._sums.join(rank, unpack(frame.body[0]))
+        if card is None:
+            return []
+        return [(each, Frame(Kind.JOIN, body=(pack(card),))) for each in range(self.num_ranks)]
+
+    def _announce(self, rank: int, frame: Frame, now_s: float) -> Outgoing:
+        if self._sums is None:
+            raise ProtocolError(f"rank {rank} announced a sum by datagrams, and has not joined")
+        if self._left and frame.number not in self._announced:
+            gone, words = next(iter(self._left.items()))
+            return self._fail("lost", gone, self._story(gone, words))
+        said = bytes(frame.body[0])
+        if self._agree(f"sum by datagrams, number {frame.number},", rank, said) == 1:
+            self._announced[frame.number] = _Announced(set(), rank, now_s)
+            self._sums.launch(frame.number, unpack(said))
+        self._announced[frame.number].ranks.add(rank)
+        return []
+
+    def _look_at_sums(self, now_s: float) -> Outgoing:
+        """Answer those that are done; look for who is missing."""
+        assert self._sums is not None, "ranks have joined"
+        outgoing: Outgoing = []
+        try:
+            for number in self._sums.take_finished():
+                self._announced[number].is_done = True
+        except PeerLostError as error:
+            return self._fail("lost", -1 if error.peer is None else error.peer, str(error))
+        except PacelineError as error:
+            return self._fail("protocol", -1, str(error))
+        for number, announced in list(self._announced.items()):
+            if announced.is_done and len(announced.ranks) == self.num_ranks:  # datagrams may be there first
+                del self._announced[number], self._said[f"sum by datagrams, number {number},"]
+                outgoing += [(rank, Frame(Kind.SUM, number)) for rank in range(self.num_ranks)]
+            elif now_s - announced.since_s > self._timeout_s:
+                late = f"has not announced sum {number} {self._timeout_s:g} s after rank {announced.first_rank} did"
+                missing = [rank for rank in range(self.num_ranks) if rank not in announced.ranks]
+                if missing:
+                    return self._fail(
+                        "lost", missing[0], "; ".join(self._story(rank, late) for rank in missing)
+                    )
+        return outgoing
+
+    def close(self) -> None:
+        """The last rank has gone."""
+        if self._sums is not None:
+            self._sums.close()
+
     @property
     def is_full(self) -> bool:
         """Whether as much is held as may be."""
@@ -193,7 +275,9 @@ class Session:
         if self.failure is not None or rank in self._left:
             return []
         self._left[rank] = words
-        if any(rank not in push.total.arrived for push in self._pushes.values()):
+        awaited = [push.total.arrived for push in self._pushes.values()]
+        awaited += [announced.ranks for announced in self._announced.values()]
+        if any(rank not in arrived for arrived in awaited):
             return self._fail("lost", rank, self._story(rank, words))
         return []
 
@@ -208,12 +292,13 @@ class Session:
         """Whether a rank is late; to be called now and then."""
         if self.failure is not None:
             return []
+        outgoing = [] if self._sums is None else self._look_at_sums(now_s)
         for number, push in self._pushes.items():
             if now_s - push.since_s > self._timeout_s:
                 missing = [rank for rank in range(self.num_ranks) if rank not in push.total.arrived]
                 late = f"has not pushed piece {number} {self._timeout_s:g} s after rank {push.first_rank} did"
                 return self._fail("lost", missing[0], "; ".join(self._story(rank, late) for rank in missing))
-        return []
+        return outgoing
 
     def _story(self, rank: int, words: str) -> str:
         if rank not in self.names:
@@ -223,6 +308,7 @@ class Session:
     def _fail(self, kind: str, rank: int, words: str) -> Outgoing:
         self.failure = Frame(Kind.FAILED, body=(pack({"kind": kind, "rank": rank, "words": words}),))
         self._pushes.clear()
+        self._announced.clear()
         self._held_bytes = 0
         return [(each, self.failure) for each in range(self.num_ranks) if each not in self._left]
 

@@ -20,7 +20,7 @@ KEY = struct.Struct("<I")
 
 
 class Kind(IntEnum):
-    """What a frame is. The first four go to a server and back, by their number; others have no answer."""
+    """What a frame is. The first four, JOIN and SUM go to a server and back, by their number; others have no answer."""
 
     HELLO = 1  # words: who a rank is, in which session; the answer: words
     PUSH = 2  # keys, then gradients; the answer: sums, or stepped parameters
@@ -31,6 +31,8 @@ class Kind(IntEnum):
     LOAD = 7  # words, then state
     FAILED = 8  # words: from a server, the session is over; from a rank, it has lost another server
     BYE = 9  # from a rank that ends well
+    JOIN = 10  # words: where a rank's datagrams come from; the answer, once all have joined: where the server's do
+    SUM = 11  # words: a sum by datagrams; the answer, once it is done: nothing
 
 
 class DType(IntEnum):

@@ -12,12 +12,13 @@ def add_survivors(
 ) -> None:
     """Write to `result` the sum over ranks of what arrived, or with `is_scaled` the estimate of the sum of all.
 
-    With k of the other ranks' n contributions here the estimate is own + n/k * (their sum). Where nothing is missing,
-    both are the plain sum in the order of the ranks, and the same bits on every run.
+    With k of the other ranks' n contributions here the estimate is own + n/k * (their sum), and own + n * own where
+    none is here; zero if there is no own. Where nothing is missing, both are the plain sum in the order of the ranks,
+    and the same bits on every run.
 
     Args:
         result: Shape (N,), floating.
-        own: This rank's, shape (N,).
+        own: This rank's, shape (N,); None: it gives nothing, and all rows are others'.
         staged: The others', shape (P, N); the row of `rank`, and chunks that did not arrive, hold anything.
         arrived: Shape (P, chunks): which chunks of whose row hold data.
         rank: This one.
@@ -25,24 +26,25 @@ def add_survivors(
         is_scaled: Whether to make up for what is missing.
     """
     ranks = len(arrived)
-    others = [peer for peer in range(ranks) if peer != rank]
-    first = own if rank == 0 else staged[0]
-    np.copyto(result, first)
-    for peer in range(1, ranks):
-        result += own if peer == rank else staged[peer]
+    given = [own if own is not None and peer == rank else staged[peer] for peer in range(ranks)]
+    others = [peer for peer in range(ranks) if own is None or peer != rank]
+    np.copyto(result, given[0])
+    for values in given[1:]:
+        result += values
     here = arrived[others].astype(np.int64).sum(axis=0)
-    for chunk in np.flatnonzero(here < ranks - 1):
+    for chunk in np.flatnonzero(here < len(others)):
         part = slice(chunk * per_chunk, (chunk + 1) * per_chunk)
-        if here[chunk] == 0 and is_scaled:
+        if here[chunk] == 0 and is_scaled and own is not None:
             result[part] = own[part] * ranks
             continue
         result[part] = 0
         for peer in others:
             if arrived[peer, chunk]:
                 result[part] += staged[peer, part]
-        if is_scaled:
-            result[part] *= (ranks - 1) / here[chunk]
-        result[part] += own[part]
+        if is_scaled and here[chunk]:
+            result[part] *= len(others) / here[chunk]
+        if own is not None:
+            result[part] += own[part]
 
 
 def lost_ranges(missing: Any, owner_first: int, owner_stop: int, per_chunk: int) -> Any:

@@ -38,7 +38,7 @@ class JobPlan:
         hosts: Of the ranks, in their order.
         num_bytes: Of each vector.
         bound: What may be lost.
-        num_owners: As of `Endpoint`.
+        num_servers: As of `Endpoint`.
         num_vectors: How many are launched at once, one after the other: the layers of a model, the last one first.
         is_sprayed: Whether every packet takes any way; else a flow takes one, by the seed.
         has_classes: Whether layers have classes, the one launched last the first; what may be lost is then not
@@ -48,7 +48,7 @@ class JobPlan:
     hosts: Sequence[int]
     num_bytes: int
     bound: Bound
-    num_owners: int = 0
+    num_servers: int = 0
     num_vectors: int = 1
     is_sprayed: bool = False
     has_classes: bool = False
@@ -123,7 +123,7 @@ class DatagramHosts:
             keys = {
                 peer: bytes([min(rank, peer), max(rank, peer)]) * 8 for peer in range(ranks) if peer != rank
             }
-            ends.append(Endpoint(rank, ranks, keys, payload, _SILENCE_US, plan.num_owners))
+            ends.append(Endpoint(rank, ranks, keys, payload, _SILENCE_US, plan.num_servers))
         return _Job(plan, ends, flow)
 
     def run(self, at_least_us: int = 0) -> list[_Job]:
@@ -182,7 +182,7 @@ class DatagramHosts:
 
     def _note_arrivals(self, job: _Job, rank: int) -> None:
         """When each peer's part of the vectors was here: a flow of a push."""
-        if rank >= (job.plan.num_owners or len(job.ends)):
+        if rank >= (job.plan.num_servers or len(job.ends)):
             return
         t = job.ends[rank].tables
         for slot in range(e.SLOTS):
@@ -190,5 +190,5 @@ class DatagramHosts:
             if collective < 0:
                 continue
             for peer in np.flatnonzero(t.incoming[slot, 0, :, e.I_DONE]):
-                if peer != rank:
+                if peer != rank and peer >= job.plan.num_servers:
                     job.flow_us.setdefault((collective, int(peer), rank), self.now_us)

@@ -134,7 +134,7 @@ class ServerConnections:
         rank, size = self._group.rank(), self._group.size()
         timeout_s = self._timeout.total_seconds()
         store = dist.PrefixStore(f"paceline/servers/{session}", self._store)
-        addresses = self._addresses or _of_all_launchers(store, rank, size, self._timeout)
+        addresses = self._addresses or of_all_launchers(store, rank, size, self._timeout)
         cutting = Cutting(self._parameters, len(addresses))
         who = Rank(rank, size, session, timeout_s, os.environ.get(TOKEN, ""))
         self._link, self._cutting = Link(addresses, who), cutting
@@ -142,7 +142,7 @@ class ServerConnections:
         self._on_open(self)
 
 
-def _of_all_launchers(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Sequence[str]:
+def of_all_launchers(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Sequence[str]:
     """Every server that a launcher has told its ranks of, in the order of the ranks."""
     rendezvous = Rendezvous(store, rank, size, timeout, "finding the parameter servers")
     rendezvous.publish("servers", os.environ.get(SERVERS, ""))

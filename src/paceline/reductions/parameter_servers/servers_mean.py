@@ -61,6 +61,11 @@ class ParameterServers(Reduction):
         self.stepped: Stepped | None = None
         """What the servers step; None: nothing."""
 
+    @property
+    def addresses(self) -> Sequence[str] | None:
+        """Of the servers; None: of all ranks' launchers."""
+        return self._addresses
+
     def __repr__(self) -> str:
         return f"ParameterServers(addresses={None if self._addresses is None else list(self._addresses)})"
 

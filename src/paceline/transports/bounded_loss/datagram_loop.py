@@ -139,6 +139,9 @@ def _send(t: Any, io: Any, now: int) -> int:
                 )  # or ports would wait for each other's turns
                 io.most[port] = _room(io.local[port], queued, row_bytes, smallest)
             count = transmit(t, batch.words, batch.longs, batch.sizes, batch.ways, now, io.most)
+            for port in range(ports):
+                if io.most[port] == 0:
+                    io.local[port, _WAS_FULL] = 1
             status[_SENT_UPTO] = 0
             status[_PENDING] = system.prepare_messages(batch, count, status[_SEGMENTS], ports)
             if count == 0:
@@ -183,8 +186,9 @@ def _note_drain(drain: Any, queued: int, now: int) -> int:
 def _room(local: Any, queued: int, row_bytes: int, smallest: int = _SMALLEST_LIMIT) -> int:
     """How many chunks may be added to the kernel's queue of `queued` bytes; finds the limit for it.
 
-    A queue that was full and is empty now was too short for the time between turns: its limit doubles. One that was
-    never short had more than was needed: the limit shrinks by what was always left over.
+    A queue that was full, or took all that there was room for, and is empty now was too short for the time between
+    turns: its limit doubles. One that was never short had more than was needed: the limit shrinks by what was always
+    left over.
 
     Source:
         Herbert 2011, "Byte queue limits" (Linux, lib/dynamic_queue_limits.c), the idea.

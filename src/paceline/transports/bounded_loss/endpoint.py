@@ -25,8 +25,8 @@ class Endpoint(DatagramEnd):
     """One rank's state of sums of vectors.
 
     Args:
-        num_owners: How many ranks sum: all (0), or only the first so many, as parameter servers do that workers push to
-            and pull from; the same on all ranks.
+        num_servers: How many ranks, the first ones, are servers, the same on all: they sum what the others push and
+            pull, give nothing themselves, and meet only those. 0: all ranks sum, and give.
 
     The other arguments are `DatagramEnd`'s.
     """
@@ -38,13 +38,19 @@ class Endpoint(DatagramEnd):
         keys: Mapping[int, bytes],
         payload_bytes: int,
         silence_us: int,
-        num_owners: int = 0,
+        num_servers: int = 0,
         num_ports: int = 1,
     ) -> None:
         super().__init__(rank, num_ranks, keys, payload_bytes, silence_us, num_ports)
-        self._num_owners = num_owners or num_ranks
+        self._num_servers = num_servers
+        others = [peer for peer in range(num_ranks) if peer != rank]
+        self._met = [peer for peer in others if not num_servers or (peer < num_servers) != self._is_server]
         self._held: dict[int, NDArray[Any]] = {}  # the vectors that `slots` has addresses of
         self._buffers: list[list[NDArray[np.uint8]]] = [[np.empty(0, np.uint8)] * 3 for _ in range(e.SLOTS)]
+
+    @property
+    def _is_server(self) -> bool:
+        return self.rank < self._num_servers
 
     @property
     def can_begin(self) -> bool:
@@ -67,7 +73,7 @@ class Endpoint(DatagramEnd):
         collective = int(t.numbers[e.BEGUN_HERE])
         slot = collective % e.SLOTS
         item = vector.itemsize
-        per_rank = -(-len(vector) // self._num_owners)
+        per_rank = -(-len(vector) // (self._num_servers or self.num_ranks))
         shard = -(-per_rank * item // 8) * 8
         self._held[collective] = vector
         row = t.slots[slot]
@@ -90,10 +96,9 @@ class Endpoint(DatagramEnd):
         t.numbers[e.BEGUN_HERE] += 1
         self._order()
         t.peers[:, e.P_SENDING] = t.peers[:, e.P_RECEIVING] = t.numbers[e.BEGUN_HERE]
-        for peer in range(self.num_ranks):
-            if peer != self.rank:
-                t.peers[peer, e.P_ANSWER] = 1  # it may be waiting for this
-                self._take_stashed(peer, collective, now_us)
+        for peer in self._met:
+            t.peers[peer, e.P_ANSWER] = 1  # it may be waiting for this
+            self._take_stashed(peer, collective, now_us)
         self.go_on(now_us)
         return collective
 
@@ -134,7 +139,7 @@ class Endpoint(DatagramEnd):
         t, payload = self.tables, int(self.tables.numbers[e.PAYLOAD])
         row, incoming = t.slots[slot], t.incoming[slot, phase, peer]
         owner = self.rank if phase == 0 else peer
-        chunks = transfer_chunks(row, phase, owner, self.num_ranks, payload)
+        chunks = transfer_chunks(row, phase, owner, self.num_ranks, payload) if peer in self._met else 0
         incoming[:] = 0
         incoming[e.I_NUMBER] = row[e.S_COLLECTIVE]
         incoming[e.I_CHUNKS] = incoming[e.I_TAG] = chunks
@@ -146,7 +151,10 @@ class Endpoint(DatagramEnd):
         t.have[slot, phase, peer, :chunks] = 0
 
     def _losses(self, slot: int) -> Losses:
-        """What was lost of a collective that has finished, on all ranks, from the masks behind the reduced shards."""
+        """What was lost of a collective that has finished, on all ranks, from the masks behind the reduced shards.
+
+        A server knows of its own shard only.
+        """
         row, payload = self.tables.slots[slot], int(self.tables.numbers[e.PAYLOAD])
         item, ranks = int(row[e.S_ITEM]), self.num_ranks
         chunks = [int(num_chunks(shard_bytes(row, owner), payload)) for owner in range(ranks)]
@@ -155,7 +163,7 @@ class Endpoint(DatagramEnd):
         for owner in range(ranks):
             first, size = owner * int(row[e.S_MASK_ROOM]), int(mask_bytes(row, owner, ranks, payload))
             mask = masks[first : first + size]
-            if mask.any():
+            if mask.any() and not (self._is_server and owner != self.rank):
                 bits = np.unpackbits(mask.reshape(ranks, -1), axis=1, count=chunks[owner])
                 begin = owner * int(row[e.S_SHARD]) // item
                 end = begin + int(shard_bytes(row, owner)) // item
@@ -165,7 +173,7 @@ class Endpoint(DatagramEnd):
         return Losses(
             collective=int(row[e.S_COLLECTIVE]),
             missing=tuple(len(of_owner) for of_owner in ranges[1:]),
-            expected=tuple((ranks - 1) * count for count in chunks),
+            expected=tuple((ranks - (self._num_servers or 1)) * count for count in chunks),
             ranges=np.concatenate(ranges),
         )
 
@@ -179,7 +187,7 @@ class Endpoint(DatagramEnd):
             outgoing = t.outgoing[slot, phase, peer]
             outgoing[:] = 0
             outgoing[e.O_NUMBER] = collective
-            chunks = transfer_chunks(row, phase, owner, self.num_ranks, payload)
+            chunks = transfer_chunks(row, phase, owner, self.num_ranks, payload) if peer in self._met else 0
             outgoing[e.O_CHUNKS] = outgoing[e.O_TAG] = chunks
             outgoing[e.O_BYTES] = shard_bytes(row, owner)
             outgoing[e.O_FLAGS] = int(row[e.S_PRIORITY]) << d.CLASS_SHIFT
@@ -190,7 +198,7 @@ class Endpoint(DatagramEnd):
             else:
                 outgoing[e.O_ADDRESS] = self._buffers[slot][1].ctypes.data
                 outgoing[e.O_TAIL_BYTES] = mask_bytes(row, owner, self.num_ranks, payload)
-            if chunks == 0 or peer == self.rank:
+            if chunks == 0:
                 continue
             outgoing[e.O_ACTIVE] = 1
             outgoing[e.O_START] = (collective * 40503 + self.rank * 7919 + peer * 104729) % chunks
@@ -223,18 +231,21 @@ class Endpoint(DatagramEnd):
         size = shard_bytes(row, self.rank)
         if size == 0:
             return
-        own = vector[self.rank * shard // item :][: size // item]
+        into = vector[self.rank * shard // item :][: size // item]
         staging, reduced, masks = self._buffers[slot]
         staged = staging[: self.num_ranks * shard].reshape(self.num_ranks, shard)[:, :size].view(vector.dtype)
         result = reduced[:size].view(vector.dtype)
         payload = int(t.numbers[e.PAYLOAD])
         chunks = num_chunks(size, payload)
         arrived = t.have[slot, 0, :, :chunks]
-        add_survivors(result, own, staged, arrived, self.rank, payload // item, bool(row[e.S_IS_SCALED]))
-        own[:] = result
+        own, givers = (None, slice(self._num_servers, None)) if self._is_server else (into, slice(None))
+        is_scaled = bool(row[e.S_IS_SCALED])
+        add_survivors(result, own, staged[givers], arrived[givers], self.rank, payload // item, is_scaled)
+        into[:] = result
         length = mask_bytes(row, self.rank, self.num_ranks, payload)
         if length:
             missing = arrived == 0
+            missing[: self._num_servers] = False
             missing[self.rank] = False
             mask = np.packbits(missing, axis=1).reshape(-1)
             reduced[chunks * payload :][:length] = masks[self.rank * int(row[e.S_MASK_ROOM]) :][:length] = (

@@ -47,7 +47,7 @@ class LinkThread(ABC):
         self.place: tuple[str, int] = met.sockets[0].getsockname()
         self._rank = endpoint.rank
         self._timeout_s = timeout_s
-        self._places = met.places
+        self._met = met
         self._sockets = met.sockets
         self._socket = met.sockets[0]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
@@ -113,6 +113,10 @@ class LinkThread(ABC):
             self.thread.join(timeout_s)
         return not self.thread.is_alive()
 
+    @property
+    def _name(self) -> str:
+        return self._met.name_of(self._rank)
+
     def _usable(self) -> bool:
         """Whether something may be handed in; with the lock."""
         if self._failure is None and self._is_closing:
@@ -157,36 +161,36 @@ class LinkThread(ABC):
         stuck = self.end.stuck_peer
         if stuck is not None:
             raise PeerLostError(
-                f"rank {self._rank} hears rank {stuck} ({self._places[stuck][0]}), but none of its datagrams of "
-                f"{self.end.row_bytes + 28} bytes got there for {silence_s(self._timeout_s):g} s: a router between "
-                "them drops what is longer than its MTU, silently. Set the smallest MTU of the path on every host, "
-                "for example: ip link set dev eth0 mtu 1400.",
+                f"{self._name} hears {self._met.name_of(stuck)} ({self._met.places[stuck][0]}), but none of its "
+                f"datagrams of {self.end.row_bytes + 28} bytes got there for {silence_s(self._timeout_s):g} s: a "
+                "router between them drops what is longer than its MTU, silently. Set the smallest MTU of the path on "
+                "every host, for example: ip link set dev eth0 mtu 1400.",
                 stuck,
             )
         if self.end.lost_peer is not None:
             raise self._unheard(self.end.lost_peer, silence_s(self._timeout_s))
 
     def _unheard(self, peer: int, waited_s: float) -> PeerLostError:
-        address, port = self._places[peer]
+        address, port = self._met.places[peer]
         never = (
             ""
             if self.end.has_heard_chunks(peer)
             else " No datagram of its gradients ever came: if it is running, a firewall may keep UDP from passing."
         )
         return PeerLostError(
-            f"rank {self._rank} heard nothing that it needs from rank {peer} ({address} port {port}) for "
+            f"{self._name} heard nothing that it needs from {self._met.name_of(peer)} ({address} port {port}) for "
             f"{waited_s:g} s.{never}",
             peer,
         )
 
     def _too_long(self) -> Exception:
         return ConfigurationError(
-            f"datagrams of {self.end.row_bytes + 28} bytes do not fit into the path from rank {self._rank}: the "
+            f"datagrams of {self.end.row_bytes + 28} bytes do not fit into the path from {self._name}: the "
             "interface's MTU is larger than the network's. Lower it (ip link set dev eth0 mtu 1500) on every host."
         )
 
     def _closed(self) -> Exception:
-        return ProtocolError(f"rank {self._rank}'s link was closed; make a new one.")
+        return ProtocolError(f"the link of {self._name} was closed; make a new one.")
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

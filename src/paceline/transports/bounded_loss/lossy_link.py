@@ -34,43 +34,56 @@ class LossyLink(LossyTransport):
     Limits first: Linux, IPv4. What is lost of one vector is lost for good: see `Bound`.
 
     Args:
-        store: Used for this alone.
         rank: Of this process.
-        num_ranks: How many take part.
-        timeout: How long a rank waits for another to connect, and for a sum.
-        address: Of this host, on which it listens; "" for that of `interface`.
-        interface: A network interface, where there is no address.
-        num_owners: As of `Endpoint`: 0, or how many ranks sum for all.
-        num_ports: By how many ports it sends; the same on every rank. Networks that choose among paths by ports (ECMP)
-            then carry one rank's datagrams over several, and each as fast as it is.
-
-    Contract:
-        Collective: making one, over these ranks.  Blocks: until every rank has come.
-
-    Raises:
-        ConfigurationError: There is no such interface, or it has no IPv4 address.
-        PeerLostError: A rank did not come.
+        met: What it knows of the others; its sockets are this object's.
+        timeout: How long a rank waits for a sum.
+        num_servers: As of `Endpoint`: 0, or how many ranks sum for the others.
     """
 
-    def __init__(
-        self,
+    def __init__(self, rank: int, met: Met, timeout: timedelta, num_servers: int = 0) -> None:
+        super().__init__(rank, len(met.places))
+        loop.compile_all()
+        self._driver = _Driver(rank, met, timeout.total_seconds(), num_servers)
+        self._let_go = weakref.finalize(self, self._driver.close, 0.0)
+        end_before_exit(self, LossyLink.close)
+        self._driver.thread.start()
+
+    @classmethod
+    def connect(
+        cls,
         store: dist.Store,
         rank: int,
         num_ranks: int,
         timeout: timedelta,
         address: str = "",
         interface: str = "",
-        num_owners: int = 0,
+        num_servers: int = 0,
         num_ports: int = 1,
-    ) -> None:
-        super().__init__(rank, num_ranks)
-        loop.compile_all()
+    ) -> LossyLink:
+        """Meet the other ranks in a store.
+
+        Args:
+            store: Used for this alone.
+            rank: Of this process.
+            num_ranks: How many take part.
+            timeout: How long a rank waits for another to connect, and for a sum.
+            address: Of this host, on which it listens; "" for that of `interface`.
+            interface: A network interface, where there is no address.
+            num_servers: As of `Endpoint`: 0, or how many ranks sum for the others.
+            num_ports: By how many ports it sends; the same on every rank. Networks that choose among paths by ports
+                (ECMP) then carry one rank's datagrams over several, and each as fast as it is.
+
+        Contract:
+            Collective over these ranks.  Blocks: until every rank has come.
+
+        Raises:
+            ConfigurationError: There is no such interface, or it has no IPv4 address.
+            PeerLostError: A rank did not come.
+        """
+        loop.compile_all()  # before anyone waits for this rank
         doing = "connecting to sum gradients over UDP"
         met = meet(store, rank, num_ranks, timeout, address, interface, doing, num_ports)
-        self._driver = _Driver(rank, met, timeout.total_seconds(), num_owners)
-        self._let_go = weakref.finalize(self, self._driver.close, 0.0)
-        end_before_exit(self, LossyLink.close)
-        self._driver.thread.start()
+        return cls(rank, met, timeout, num_servers)
 
     def launch(self, vector: NDArray[Any], bound: Bound) -> Sum:
         """Start replacing `vector` by the sum over the ranks.
@@ -123,10 +136,10 @@ class _Launched:
 class _Driver(LinkThread):
     """The sums that the thread works on; the link itself may be collected."""
 
-    def __init__(self, rank: int, met: Met, timeout_s: float, num_owners: int) -> None:
+    def __init__(self, rank: int, met: Met, timeout_s: float, num_servers: int) -> None:
         silence_us = int(silence_s(timeout_s) * 1e6)
         ranks, ports = len(met.places), len(met.sockets)
-        self.endpoint = Endpoint(rank, ranks, met.keys, met.payload_bytes, silence_us, num_owners, ports)
+        self.endpoint = Endpoint(rank, ranks, met.keys, met.payload_bytes, silence_us, num_servers, ports)
         super().__init__(self.endpoint, met, timeout_s, f"paceline lossy link of rank {rank}")
         self._queue: deque[tuple[_Launched, int, int]] = deque()  # parts: first element, and end
         self._launched: dict[int, tuple[_Launched, int]] = {}
@@ -162,8 +175,8 @@ class _Driver(LinkThread):
         misfit = self.endpoint.misfit_peer
         if misfit is not None:
             raise ProtocolError(
-                f"rank {self._rank} and rank {misfit} sum vectors of different lengths. Every rank launches the same "
-                "sums in the same order; another model, or another bucket size, on one of them causes this."
+                f"{self._name} and {self._met.name_of(misfit)} sum vectors of different lengths. Every rank launches "
+                "the same sums in the same order; another model, or another bucket size, on one of them causes this."
             )
         oldest = min(self._launched, default=None)
         if oldest is not None and self._has_waited(self._launched[oldest][0].sum):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import secrets
 import socket
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -37,14 +39,20 @@ class Met:
     Attributes:
         sockets: Its own, bound; by all of them it sends, on the first it takes datagrams.
         places: Everybody's address and port, in the order of the ranks.
-        keys: For every peer the secret that only the two know.
+        keys: For every peer the secret that only the two know; one that nobody knows for others.
         payload_bytes: What a datagram carries: as much as fits into the smallest MTU of all.
+        names: What each is called in messages; none: by its rank.
     """
 
     sockets: Sequence[socket.socket]
     places: Sequence[tuple[str, int]]
     keys: dict[int, bytes]
     payload_bytes: int
+    names: Sequence[str] = ()
+
+    def name_of(self, peer: int) -> str:
+        """Who that is, for messages."""
+        return self.names[peer] if self.names else f"rank {peer}"
 
 
 def meet(
@@ -71,30 +79,58 @@ def meet(
         raise ConfigurationError(
             f"paths={num_ports!r} cannot be: datagrams leave by 1 to {MOST_PORTS} ports. For two paths 8 are enough."
         )
-    address = address or _address_of(interface)
-    opened = _bind(address)
-    agreement = KeyAgreement()
     rendezvous = Rendezvous(store, rank, num_ranks, timeout, doing)
-    card = {
-        "place": opened.getsockname(),
-        "public": agreement.public,
-        "mtu": _mtu_of(address),
-        "ports": num_ports,
-    }
-    rendezvous.publish("place", json.dumps(card))
+    introduction = Introduction(address or _address_of(interface), num_ports)
+    rendezvous.publish("place", json.dumps(introduction.card))
     cards = [json.loads(words) for words in rendezvous.collect("place")]
     for other, said in enumerate(cards):
         if said["ports"] != num_ports:
-            opened.close()
+            introduction.close()
             raise ConfigurationError(
                 f"rank {rank} was told paths={num_ports} and rank {other} paths={said['ports']}. Pass the same on all."
             )
-    return Met(
-        [opened, *(_bind_sender(address) for _ in range(num_ports - 1))],
-        [tuple(other["place"]) for other in cards],
-        {peer: agreement.secret_with(other["public"]) for peer, other in enumerate(cards) if peer != rank},
-        payload_room(min(int(other["mtu"]) for other in cards)),
-    )
+    cards[rank] = None
+    return introduction.met(cards)
+
+
+class Introduction:
+    """What somebody says of itself to those that it will exchange datagrams with, who say the like; its sockets.
+
+    Attributes:
+        card: What is said; for JSON.
+
+    Raises:
+        ConfigurationError: No socket can listen on `address`.
+    """
+
+    def __init__(self, address: str, num_ports: int = 1) -> None:
+        self._sockets = [_bind(address)]
+        self._sockets += [_bind_sender(address) for _ in range(num_ports - 1)]
+        self._agreement = KeyAgreement()
+        self.card: dict[str, Any] = {
+            "place": self._sockets[0].getsockname(),
+            "public": self._agreement.public,
+            "mtu": _mtu_of(address),
+            "ports": num_ports,
+        }
+
+    def met(self, cards: Sequence[Mapping[str, Any] | None], names: Sequence[str] = ()) -> Met:
+        """The group, in order; None where this one is, and whoever it will exchange nothing with. Takes the sockets."""
+        here = self._sockets[0].getsockname()
+        return Met(
+            self._sockets,
+            [here if card is None else (str(card["place"][0]), int(card["place"][1])) for card in cards],
+            {
+                peer: secrets.token_bytes(32) if card is None else self._agreement.secret_with(card["public"])
+                for peer, card in enumerate(cards)
+            },
+            payload_room(min(int(card["mtu"]) for card in (self.card, *cards) if card is not None)),
+            tuple(names),
+        )
+
+    def close(self) -> None:
+        for each in self._sockets:
+            each.close()
 
 
 def check_address(address: str, interface: str) -> None:

@@ -1,0 +1,123 @@
+"""The loop of several ports, interpreted, over a kernel that the test plays: which port it sends by, and waits for."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+
+from datagram_networks import endpoints
+from paceline.transports import Bound
+from paceline.transports.bounded_loss import datagram_loop as loop
+from paceline.transports.bounded_loss import endpoint_state as e
+from paceline.transports.bounded_loss import system_calls
+
+PORTS = (40, 41, 42, 43)  # descriptors
+WAKE = 50
+
+
+class Kernel(types.SimpleNamespace):
+    """Takes what leaves by each port unless its buffer is full; time goes on, mostly while somebody waits."""
+
+    def __init__(self, full=()):
+        names = [name for name in vars(system_calls) if name.isupper()]
+        super().__init__(**{name: getattr(system_calls, name) for name in names})
+        self.prepare_messages = system_calls.prepare_messages
+        self.full, self.time_us, self.sent, self.waits = set(full), 1000, [], []
+
+    def now_us(self, _scratch):
+        self.time_us += 1
+        return self.time_us
+
+    def receive_batch(self, descriptor, _batch):
+        assert descriptor == PORTS[0], "one port takes what comes"
+        return -self.AGAIN
+
+    def queued_bytes(self, _descriptor, _scratch):
+        return 0
+
+    def send_messages(self, descriptors, batch, first, made):
+        port = int(batch.ports[first])
+        if descriptors[port] in self.full:
+            return -self.AGAIN
+        same = 1
+        while first + same < made and batch.ports[first + same] == port:
+            same += 1
+        self.sent += [int(descriptors[port])] * same
+        return same
+
+    def wait_for(self, descriptors, events, scratch, timeout_us):
+        self.waits.append((int(descriptors[0]), int(events[0]), timeout_us))
+        assert descriptors[1] == WAKE
+        self.time_us += timeout_us
+        scratch[3] = 0
+
+
+@pytest.fixture
+def drive(monkeypatch):
+    def with_kernel(kernel, end, io, slice_us):
+        monkeypatch.setattr(loop, "system", kernel)
+        monkeypatch.setattr(
+            loop, "_send", loop._send.py_func if hasattr(loop._send, "py_func") else loop._send
+        )
+        return loop.drive.py_func(end.tables, io, slice_us)
+
+    return with_kernel
+
+
+def begun():
+    end = endpoints(2, ports=len(PORTS))[0]
+    end.begin(np.ones(20_000, np.float32), Bound(0.0), 1000)
+    end.tables.peers[1, e.P_BEGUN] = 1  # as if it had said so: else it is sent what it can keep for later
+    return end, loop.new_io(PORTS, WAKE, 64, end.row_bytes, np.zeros((2, 2), np.int64), 1)
+
+
+def test_a_queue_that_is_empty_whenever_one_looks_gets_more_room(drive):
+    """With long datagrams the first limit has room for one: nothing would ever find that queue full."""
+    end = endpoints(2, payload=8928)[0]
+    end.begin(np.ones(2_000_000, np.float32), Bound(0.0), 1000)
+    end.tables.peers[1, e.P_BEGUN] = 1
+    kernel, io = Kernel(), loop.new_io(PORTS[:1], WAKE, 64, end.row_bytes, np.zeros((2, 2), np.int64), 1)
+    assert io.local[0, 0] // end.row_bytes == 1
+    drive(kernel, end, io, 3000)
+    assert io.local[0, 0] // end.row_bytes >= 7
+    assert len(kernel.sent) > 10, "of a first window of 16"
+
+
+def test_every_port_is_sent_by_and_nothing_is_waited_for_where_all_have_room(drive):
+    kernel, (end, io) = Kernel(), begun()
+    assert drive(kernel, end, io, 3000) == loop.TIME_IS_UP
+    assert set(kernel.sent) == set(PORTS)
+    assert kernel.waits
+    assert {(descriptor, events) for descriptor, events, _ in kernel.waits} == {(PORTS[0], 0)}
+
+
+@pytest.mark.parametrize("full", [1, 3])
+def test_the_loop_rests_until_the_port_that_is_full_has_room(drive, full):
+    """And not for another, which has room at once: the loop would turn without a rest."""
+    kernel, (end, io) = Kernel([PORTS[full]]), begun()
+    assert drive(kernel, end, io, 3000) == loop.TIME_IS_UP
+    assert (PORTS[full], kernel.POLL_OUT) in {wait[:2] for wait in kernel.waits}
+    assert all(
+        descriptor == PORTS[full] for descriptor, events, _ in kernel.waits if events == kernel.POLL_OUT
+    )
+    assert PORTS[full] not in kernel.sent
+    kernel.full.clear()
+    drive(kernel, end, io, 3000)
+    assert set(kernel.sent) == set(PORTS)
+    assert kernel.waits[-1][:2] == (PORTS[0], 0), "nothing is left to send: it waits for time alone"
+
+
+def test_what_a_full_port_could_not_take_is_not_sent_by_another(drive):
+    """A datagram is sealed for its port: who receives it counts what that port carries."""
+    kernel, (end, io) = Kernel([PORTS[2]]), begun()
+    drive(kernel, end, io, 3000)
+    first = int(io.status[1])
+    pending = int(io.status[0])
+    assert pending > first
+    assert int(io.outgoing.ports[first]) == 2
+    kernel.full.clear()
+    kernel.sent.clear()
+    drive(kernel, end, io, 0)
+    assert kernel.sent[0] == PORTS[2]
