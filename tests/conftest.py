@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+
+import warm
 
 # An example may take as long as the machine takes for it.
 hypothesis.settings.register_profile("paceline", deadline=None)
@@ -60,6 +68,21 @@ LAB = (
     "test_parameter_servers_lost.py::test_who_falls_silent_is_named",
     "test_bounded_loss_training.py::test_replicas_agree_and_every_loss_is_within_its_bound_and_reported",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker is a fork of the warm server, but the interpreters that tests start by its name are fresh ones."""
+    if hasattr(config, "workerinput"):
+        sys.executable = str(Path(sys.executable).with_name("real").readlink())
+    else:
+        config.option.testrunuid = os.environ["PYTEST_XDIST_TESTRUNUID"] = uuid.uuid4().hex
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
+    """Workers are forks of the server (`warm.py`), which has what they would import: it is imported once."""
+    for spec in specs:
+        spec.python = str(warm.folder() / "python")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
