@@ -73,7 +73,8 @@ LAB = (
 def pytest_configure(config: pytest.Config) -> None:
     """A worker is a fork of the warm server, but the interpreters that tests start by its name are fresh ones."""
     if hasattr(config, "workerinput"):
-        sys.executable = str(Path(sys.executable).with_name("real").readlink())
+        if (real := Path(sys.executable).with_name("real")).is_symlink():
+            sys.executable = str(real.readlink())
     else:
         config.option.testrunuid = os.environ["PYTEST_XDIST_TESTRUNUID"] = uuid.uuid4().hex
 
@@ -81,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
     """Workers are forks of the server (`warm.py`), which has what they would import: it is imported once."""
-    for spec in specs:
+    for spec in (spec for spec in specs if spec.popen):
         spec.python = str(warm.folder() / "python")
 
 

@@ -9,7 +9,9 @@ Rules
    (`warm_python.py`); their work is done by a fork of the server. What they start with `sys.executable` is warm, too.
 2. A fork enters the namespaces and control groups of the process that asked for it, so it works on emulated hosts.
 3. What a fork cannot be, a real Python becomes instead: with options of the interpreter, or without the right to enter.
-4. A fork ends with the process that asked for it, and the server with the tests, whose workers share it.
+4. A fork ends with the process that asked for it, and the server with the tests.
+5. The workers that pytest-xdist starts are forks, too (`conftest.py`), and so is what ranks of a pool are forked from
+   (`ranks.py`): whatever tests import is imported once.
 """
 
 from __future__ import annotations

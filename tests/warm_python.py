@@ -1,7 +1,7 @@
 """A Python that starts at once: it asks a server that has torch loaded (`warm.py`) to fork and run its command line.
 
 Started as `python`, `paceline` or `torchrun` from the server's folder. To whoever started it, it is the process that
-was asked for: same output, exit code or signal, open files that its starter passed on, and signals reach it. With options
+was asked for: same output, exit code or signal; open files are passed on, and signals reach it. With options
 or variables that change the interpreter, or refused by the server, it becomes a real Python. It has to start in
 milliseconds, so it imports little: with `json`, `signal` and `socket` it would take twice as long.
 """
