@@ -12,7 +12,9 @@ rounding, as buckets are cut otherwise; each side's ranks are compared bit by bi
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -20,18 +22,39 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.forward_overlap_loss import Config, network
-from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, WrongAnswerError, turns
+from benchmarks.in_turn import cluster_or_loopback, refuse_unequal, train_in_turn
+from benchmarks.options import (
+    RESULTS_FOLDER,
+    AsJson,
+    ComputeS,
+    Hosts,
+    Quick,
+    Rate,
+    ResultsFolder,
+    Rounds,
+    run_cli,
+)
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import choose_place, gather
+from paceline.lab.bench.ranks import Ranks, gather
 from paceline.lab.bench.sides import digest
-from paceline.lab.report.publication import Report, Verdict, publish
+from paceline.lab.report.figures import draw_figure, show_ratio
+from paceline.lab.report.look import BASELINE, OURS, PAPER
+from paceline.lab.report.panels import Bar, Bars
+from paceline.lab.report.publication import Report, Verdict, figure_path, publish
 from paceline.lab.report.summary import Summary, slowest_rank
 from paceline.optim import AdasumOptimizer
 
 ALONE, AFTER, DURING = SIDES = ("alone", "after", "during")
+SHOWN = {
+    ALONE: ("nothing combined", PAPER),
+    AFTER: ("after backward", BASELINE),
+    DURING: ("during backward", OURS),
+}
 WARM_UP_STEPS = 3
+
+Found = dict[str, tuple[list[float], bool]]
 
 
 class Trainee:
@@ -59,16 +82,13 @@ class Trainee:
                 self.lasted_s.append(time.perf_counter() - began_s)
 
 
-def measure(arguments: tuple[Config, int], tell: TellProgress) -> dict[str, tuple[list[float], bool]]:
+def measure(arguments: tuple[Config, int], tell: TellProgress) -> Found:
     """Steps of the slowest rank, and whether the ranks' parameters are equal, by side. Collective."""
     config, num_rounds = arguments
     trainees = [Trainee(side, config) for side in SIDES]
     for trainee in trainees:
         trainee.turn(WARM_UP_STEPS, timed=False)
-    schedule = list(turns(len(SIDES), num_rounds))
-    for number, turn in enumerate(schedule):
-        trainees[turn.side_index].turn(config.num_steps)
-        tell((number + 1) / len(schedule))
+    train_in_turn(trainees, num_rounds, config.num_steps, tell)
     return {
         each.side: (
             slowest_rank(gather(each.lasted_s)),
@@ -78,37 +98,18 @@ def measure(arguments: tuple[Config, int], tell: TellProgress) -> dict[str, tupl
     }
 
 
-def main(
-    hosts: Annotated[int, typer.Option(help="Of an emulated cluster; 0: two ranks on loopback.")] = 2,
-    rate: Annotated[str, typer.Option(help="Of each host's link.")] = "500Mbit",
-    width: Annotated[int, typer.Option(help="Of the hidden layers.")] = 1024,
-    layers: Annotated[int, typer.Option(help="Hidden ones.")] = 4,
-    compute_s: Annotated[float, typer.Option(help="Forward and backward together.")] = 0.6,
-    rounds: Rounds = 3,
-    quick: Quick = False,
-    as_json: AsJson = False,
-    results_folder: ResultsFolder = RESULTS_FOLDER,
-) -> None:
-    """Time steps that combine updates after backward, and during it."""
-    if quick:
-        hosts, width, layers, compute_s, rounds = 0, 16, 1, 0.003, 2
-    config = Config(width, layers, compute_s, num_samples=8, num_steps=4)
-    load = load_average()
-    with choose_place(hosts, None, rate=rate) if hosts else choose_place(None, 2) as place:
-        environment = ENVIRONMENTS[Allocator.KEEP]
-        found = place.run(measure, (config, rounds), "updates by Adasum", environment)[0]
-    if unequal := [side for side, (_, is_equal) in found.items() if side != ALONE and not is_equal]:
-        raise WrongAnswerError(f"the ranks' parameters differ {unequal} backward: its times mean nothing.")
+def report(config: Config, found: Found, place: Ranks, load: float, quick: bool) -> Report:
+    """A row a side."""
     steps = {side: Summary.of(lasted_s) for side, (lasted_s, _) in found.items()}
     exposed = {side: steps[side].median - steps[ALONE].median for side in (AFTER, DURING)}
     num_bytes = sum(layer.num_bytes for layer in config.layers())
-    made = Report(
+    return Report(
         name=f"adasum-updates-{place.label}" + ("-quick" if quick else ""),
         question="How much of combining updates by Adasum does backward hide?",
         columns=("updates are combined", "step ms", "more than alone, ms"),
         rows=tuple((side, steps[side].text(1e3, 0), f"{1e3 * exposed.get(side, 0.0):.0f}") for side in SIDES),
         verdicts=(Verdict("step, during / after", steps[DURING].median / steps[AFTER].median, 1.0, "x"),),
-        notes=(f"{num_bytes / 1e6:.1f} MB of updates, {1e3 * compute_s:.0f} ms of sleep a step",),
+        notes=(f"{num_bytes / 1e6:.1f} MB of updates, {1e3 * config.compute_s:.0f} ms of sleep a step",),
         config=config,
         summaries={
             "steps_s": {side: asdict(step) for side, step in steps.items()},
@@ -119,7 +120,40 @@ def main(
         provenance=collect(place.num_ranks, load),
         place=place.describe(),
     )
+
+
+def main(
+    hosts: Hosts = 2,
+    rate: Rate = "500Mbit",
+    width: Annotated[int, typer.Option(help="Of the hidden layers.")] = 1024,
+    layers: Annotated[int, typer.Option(help="Hidden ones.")] = 4,
+    compute_s: ComputeS = 0.6,
+    rounds: Rounds = 3,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    results_folder: ResultsFolder = RESULTS_FOLDER,
+) -> None:
+    """Time steps that combine updates after backward, and during it."""
+    if quick:
+        hosts, width, layers, compute_s, rounds = 0, 16, 1, 0.003, 2
+    config = Config(width, layers, compute_s, num_samples=8, num_steps=4)
+    load = load_average()
+    with cluster_or_loopback(hosts, rate) as place:
+        environment = ENVIRONMENTS[Allocator.KEEP]
+        found = place.run(measure, (config, rounds), "updates by Adasum", environment)[0]
+    refuse_unequal(side for side, (_, is_equal) in found.items() if side != ALONE and not is_equal)
+    made = report(config, found, place, load, quick)
     publish(made, results_folder, as_json)
+    draw(made.record(), figure_path(made, results_folder))
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw each side's steps, from a stored report."""
+    steps = {side: Summary(**found) for side, found in record["summaries"]["steps_s"].items()}
+    bars = [Bar(SHOWN[side][0], step.times(1e3), SHOWN[side][1]) for side, step in steps.items()]
+    words = show_ratio(steps[DURING].median / steps[AFTER].median, "after it")
+    title = f"Updates combined during backward: a step {words}"
+    return draw_figure(path, title, [Bars("", "a step, ms", bars)], record["notes"][0])
 
 
 if __name__ == "__main__":

@@ -22,12 +22,24 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
+from benchmarks.in_turn import cluster_or_loopback, train_in_turn
+from benchmarks.options import (
+    RESULTS_FOLDER,
+    AsJson,
+    ComputeS,
+    Hosts,
+    Quick,
+    Rate,
+    ResultsFolder,
+    Steps,
+    Turns,
+    run_cli,
+)
 from paceline.lab.bench.layer_profile import Profile, default_profile
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import choose_place, gather
+from paceline.lab.bench.ranks import gather
 from paceline.lab.bench.sides import wrap
 from paceline.lab.bench.timed_model import TimedModel, gradient_bytes
 from paceline.lab.report.figures import draw_figure, show_ratio
@@ -100,10 +112,7 @@ def measure(config: Config, tell: TellProgress) -> list[SideOutcome]:
     trainees = [Trainee(config, name, cap) for name, cap in caps.items()]
     for trainee in trainees:
         trainee.warm_up()
-    schedule = list(turns(len(trainees), config.num_rounds))
-    for num_done, turn in enumerate(schedule):
-        trainees[turn.side_index].turn(config.num_steps)
-        tell((num_done + 1) / len(schedule))
+    train_in_turn(trainees, config.num_rounds, config.num_steps, tell)
     return [_outcome(trainee) for trainee in trainees]
 
 
@@ -150,14 +159,12 @@ def report(config: Config, outcomes: list[SideOutcome], place: Any, load: float,
 def main(
     workload: str = "resnet50",
     grid: Annotated[str, typer.Option(help="Caps in MiB, comma-separated.")] = "1,4,16,1000",
-    hosts: Annotated[int, typer.Option(help="Of an emulated cluster; 0: two ranks on loopback.")] = 4,
-    rate: Annotated[
-        str, typer.Option(help="Of each host's link; none: as fast as the machine is.")
-    ] = "1Gbit",
-    compute_s: Annotated[float, typer.Option(help="Forward and backward together.")] = 0.3,
+    hosts: Hosts = 4,
+    rate: Rate = "1Gbit",
+    compute_s: ComputeS = 0.3,
     scale: Annotated[float, typer.Option(help="Divides the gradients' bytes.")] = 4.0,
-    rounds: Annotated[int, typer.Option(min=2, help="Every side has two turns in each.")] = 2,
-    steps: Annotated[int, typer.Option(min=2, help="Consecutive steps of a turn.")] = 6,
+    rounds: Turns = 2,
+    steps: Steps = 6,
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
@@ -168,11 +175,7 @@ def main(
     config = Config(
         default_profile(workload).taking(compute_s), tuple(map(float, grid.split(","))), rounds, steps, scale
     )
-    place = (
-        choose_place(None, 2)
-        if not hosts
-        else choose_place(hosts, None, rate=None if rate == "none" else rate)
-    )
+    place = cluster_or_loopback(hosts, rate)
     load = load_average()
     with place as where:
         outcomes = where.run(measure, config, f"bucket caps, {workload}", ENVIRONMENTS[Allocator.KEEP])[0]

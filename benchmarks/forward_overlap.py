@@ -31,13 +31,25 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.forward_overlap_sides import ALONE, FORWARD, Config, SideOutcome, measure, parse_names
-from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
+from benchmarks.in_turn import cluster_or_loopback
+from benchmarks.options import (
+    RESULTS_FOLDER,
+    AsJson,
+    ComputeS,
+    Hosts,
+    Quick,
+    Rate,
+    ResultsFolder,
+    Steps,
+    Turns,
+    run_cli,
+)
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.layer_profile import default_profile
 from paceline.lab.bench.limit import ring_bytes_per_rank
 from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.ranks import Ranks, choose_place
+from paceline.lab.bench.ranks import Ranks
 from paceline.lab.report.figures import draw_figure, show_ratio
 from paceline.lab.report.look import look_of
 from paceline.lab.report.panels import Bars, bars_of
@@ -214,16 +226,16 @@ def main(
         str, typer.Option(help="Comma-separated: torch, deepspeed, ours, ours-forward, none.")
     ] = "torch,ours,ours-forward",
     compute: Annotated[str, typer.Option(help="timed or real.")] = "timed",
-    hosts: Annotated[int | None, typer.Option(help="Of an emulated cluster; 0: two ranks on loopback.")] = 4,
-    rate: Annotated[str, typer.Option(help="Of each host's link.")] = "1Gbit",
+    hosts: Hosts = 4,
+    rate: Rate = "1Gbit",
     cpu: Annotated[str, typer.Option(help="Of each host's processor, such as 40%.", show_default="all")] = "",
-    compute_s: Annotated[float, typer.Option(help="Forward and backward together.")] = 0.9,
+    compute_s: ComputeS = 0.9,
     scale: Annotated[float, typer.Option(help="Divides the gradients' bytes.")] = 1.0,
     ratio: Annotated[
         float | None, typer.Option(help="Communication over backward, instead of --scale.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Every side has two turns in each.")] = 3,
-    steps: Annotated[int, typer.Option(min=2, help="Consecutive steps of a turn.")] = 8,
+    rounds: Turns = 3,
+    steps: Steps = 8,
     always: Annotated[bool, typer.Option("--always", help="Overlap without asking whether it pays.")] = False,
     slow_rank: Annotated[float, typer.Option(help="How much longer the last rank computes.")] = 1.0,
     jitter: Annotated[float, typer.Option(help="By which share each layer's time varies.")] = 0.0,
@@ -239,7 +251,7 @@ def main(
     profile = default_profile(workload).taking(compute_s) if compute == "timed" else None
     names = parse_names(sides)
     config = Config(workload, profile, names, rounds, steps, scale, always, slow_rank, jitter, quick)
-    place = choose_place(None, 2) if not hosts else choose_place(hosts, None, rate=rate, cpu=cpu or None)
+    place = cluster_or_loopback(hosts, rate, cpu)
     if ratio is not None:
         config = at_ratio(config, place, ratio)
     words = [compute * (compute == "real"), f"ratio{ratio:g}" if ratio else "", "uneven" * config.is_uneven]

@@ -17,6 +17,7 @@ import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,14 +29,15 @@ from torch.nn import functional
 
 from benchmarks.forward_overlap import PAYLOAD_RATIO
 from benchmarks.forward_overlap_sides import FORWARD
-from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
+from benchmarks.in_turn import cluster_or_loopback, refuse_unequal, train_each
+from benchmarks.options import RESULTS_FOLDER, AsJson, ComputeS, Hosts, Quick, Rate, ResultsFolder, run_cli
 from benchmarks.time_to_loss_outcome import smoothed
 from benchmarks.unequal import _sleep
 from paceline.lab.bench.limit import ring_bytes_per_rank
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, WrongAnswerError
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import Ranks, choose_place, gather
+from paceline.lab.bench.ranks import Ranks, gather
 from paceline.lab.bench.sides import digest, wrap
 from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import LIMIT, look_of
@@ -109,11 +111,7 @@ def network(config: Config) -> nn.Sequential:
 
 def train_all(config: Config, tell: TellProgress) -> dict[str, dict[str, Any]]:
     """What `train` returns, by side. Collective."""
-    runs = {}
-    for place, side in enumerate(SIDES):
-        runs[side] = train(config, side)
-        tell((place + 1) / len(SIDES))
-    return runs
+    return train_each(SIDES, partial(train, config), tell)
 
 
 def train(config: Config, side: str) -> dict[str, Any]:
@@ -239,11 +237,11 @@ def _late_step_s(end_s: list[float]) -> float:
 
 
 def main(
-    hosts: Annotated[int, typer.Option(help="Of an emulated cluster; 0: two ranks on loopback.")] = 4,
-    rate: Annotated[str, typer.Option(help="Of each host's link.")] = "500Mbit",
+    hosts: Hosts = 4,
+    rate: Rate = "500Mbit",
     width: Annotated[int, typer.Option(help="Of the hidden layers.")] = 1024,
     layers: Annotated[int, typer.Option(help="Hidden ones.")] = 4,
-    compute_s: Annotated[float, typer.Option(help="Forward and backward together.")] = 0.4,
+    compute_s: ComputeS = 0.4,
     samples: Annotated[int, typer.Option(help="Of a rank's batch.")] = 32,
     steps: Annotated[int, typer.Option(min=8, help="Of each training.")] = 64,
     quick: Quick = False,
@@ -254,13 +252,12 @@ def main(
     if quick:
         hosts, width, layers, compute_s, steps = 0, 16, 1, 0.003, 8
     config = Config(width, layers, compute_s, samples, steps)
-    place = choose_place(hosts, None, rate=rate) if hosts else choose_place(None, 2)
+    place = cluster_or_loopback(hosts, rate)
     load_before = load_average()
     with place:
         environment = ENVIRONMENTS[Allocator.KEEP]
         runs = place.run(train_all, config, "time to a loss with forward overlap", environment)[0]
-    if unequal := [side for side in SIDES if not runs[side]["ranks_equal"]]:
-        raise WrongAnswerError(f"the ranks' parameters differ with {unequal}: its times mean nothing.")
+    refuse_unequal(side for side in SIDES if not runs[side]["ranks_equal"])
     result = report(config, runs, place, load_before, quick)
     publish(result, results_folder, as_json)
     draw(result.record(), figure_path(result, results_folder))

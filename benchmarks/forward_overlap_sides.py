@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.in_turn import train_in_turn
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.layer_profile import Profile
 from paceline.lab.bench.other_libraries import Parallel
-from paceline.lab.bench.protocol import WrongAnswerError, turns
+from paceline.lab.bench.protocol import WrongAnswerError
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import gather
 from paceline.lab.bench.sides import NUM_BATCHES, SEED, digest, parallelise, parse_sides, wrap
@@ -282,10 +283,7 @@ def measure(config: Config, tell: TellProgress) -> list[SideOutcome]:
     trainees = [Trainee(name, config) for name in config.side_names]
     for trainee in trainees:
         trainee.warm_up()
-    schedule = list(turns(len(trainees), config.num_rounds))
-    for num_done, turn in enumerate(schedule):
-        trainees[turn.side_index].turn(config.num_steps)
-        tell((num_done + 1) / len(schedule))
+    train_in_turn(trainees, config.num_rounds, config.num_steps, tell)
     return [_outcome(name, trainee) for name, trainee in zip(config.side_names, trainees, strict=True)]
 
 

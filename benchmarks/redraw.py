@@ -29,6 +29,7 @@ def _draw_shakespeare(record: Mapping[str, Any], path: Path) -> object:
 # By the first word of a report's name; the longest that fits. None: a report without a picture.
 DRAWN_BY: dict[str, Draw | str | None] = {
     "adasum": None,
+    "adasum-updates": "adasum_updates",
     "allreduce": allreduce_report.draw,
     "auto-compression": "auto_compression",
     "bounded_loss": None,

@@ -30,13 +30,25 @@ import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 
-from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
+from benchmarks.in_turn import cluster_or_loopback, train_in_turn
+from benchmarks.options import (
+    RESULTS_FOLDER,
+    AsJson,
+    ComputeS,
+    Hosts,
+    Quick,
+    Rate,
+    ResultsFolder,
+    Steps,
+    Turns,
+    run_cli,
+)
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.layer_profile import Profile, default_profile
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, WrongAnswerError, turns
+from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, WrongAnswerError
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import choose_place, gather
+from paceline.lab.bench.ranks import gather
 from paceline.lab.bench.sides import wrap
 from paceline.lab.bench.timed_model import TimedModel, gradient_bytes
 from paceline.lab.report.figures import draw_figure, show_ratio
@@ -186,10 +198,7 @@ def measure(config: Config, tell: TellProgress) -> list[SideOutcome]:
     trainees = [Trainee(name, config) for name in SIDES]
     for trainee in trainees:
         trainee.turn(WARM_UP_STEPS, timed=False)
-    schedule = list(turns(len(trainees), config.num_rounds))
-    for num_done, turn in enumerate(schedule):
-        trainees[turn.side_index].turn(config.num_steps)
-        tell((num_done + 1) / len(schedule))
+    train_in_turn(trainees, config.num_rounds, config.num_steps, tell)
     return [_outcome(trainee) for trainee in trainees]
 
 
@@ -263,12 +272,12 @@ def report(config: Config, outcomes: list[SideOutcome], place: Any, load: float,
 def main(
     case: Annotated[str, typer.Option(help="depth or backbone.")] = "depth",
     workload: str = "resnet50",
-    hosts: Annotated[int, typer.Option(help="Of an emulated cluster; 0: two ranks on loopback.")] = 4,
-    rate: Annotated[str, typer.Option(help="Of each host's link.")] = "1Gbit",
-    compute_s: Annotated[float, typer.Option(help="Forward and backward together.")] = 0.45,
+    hosts: Hosts = 4,
+    rate: Rate = "1Gbit",
+    compute_s: ComputeS = 0.45,
     scale: Annotated[float, typer.Option(help="Divides the gradients' bytes.")] = 2.0,
-    rounds: Annotated[int, typer.Option(min=2, help="Every side has two turns in each.")] = 2,
-    steps: Annotated[int, typer.Option(min=2, help="Consecutive steps of a turn.")] = 6,
+    rounds: Turns = 2,
+    steps: Steps = 6,
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
@@ -279,7 +288,7 @@ def main(
     if quick:
         compute_s, scale, rounds, steps, hosts = 0.02, 64.0, 2, 2, 0
     config = Config(case, default_profile(workload).taking(compute_s), rounds, steps, scale)
-    place = choose_place(None, 2) if not hosts else choose_place(hosts, None, rate=rate)
+    place = cluster_or_loopback(hosts, rate)
     load = load_average()
     with place as where:
         outcomes = where.run(measure, config, f"skipped layers, {case}", ENVIRONMENTS[Allocator.KEEP])[0]

@@ -36,6 +36,7 @@ import typer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.in_turn import train_each
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from benchmarks.parts import PartsFolder, measured
 from benchmarks.time_to_loss_models import count, make_task
@@ -141,11 +142,7 @@ def first_shares(case: Case, side: str) -> GlobalBatch:
 def train_all(job: Job, tell: TellProgress) -> dict[str, dict[str, Any]]:
     """What `train` returns, by side. Collective."""
     Training(job, TORCH).step()  # whoever is first would warm up for the others
-    runs = {}
-    for place, side in enumerate(SIDES):
-        runs[side] = train(job, side)
-        tell((place + 1) / len(SIDES))
-    return runs
+    return train_each(SIDES, partial(train, job), tell)
 
 
 def train(job: Job, side: str) -> dict[str, Any]:

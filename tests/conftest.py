@@ -133,3 +133,9 @@ def _long_group(item: pytest.Item) -> object:
         return item.nodeid
     is_long = item.path.parent.name == "journeys" or item.get_closest_marker("slow") is not None
     return item.path if is_long else None
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """For .ci/run, which may run what failed once more: all tests have run, and nothing but a test has failed."""
+    if not hasattr(session.config, "workerinput") and session.config.cache:
+        session.config.cache.set("paceline/only_failures", exitstatus == pytest.ExitCode.TESTS_FAILED)

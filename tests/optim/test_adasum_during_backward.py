@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +17,10 @@ OPTIMIZERS = {
     "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "nadam": torch.optim.NAdam,
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+    "adadelta": torch.optim.Adadelta,
 }
 
 
@@ -38,7 +43,7 @@ class Branches(nn.Module):
         return left + right
 
 
-def twins(build, make):
+def twins(build, make, group=None):
     """Two equal models: one stepped during backward, one after it, in the same buckets."""
     torch.manual_seed(0)
     model = build()
@@ -46,9 +51,18 @@ def twins(build, make):
     before = adasum_during_backward.LEAST_BYTES, adasum_during_backward.MOST_BUCKETS
     adasum_during_backward.LEAST_BYTES, adasum_during_backward.MOST_BUCKETS = 64, 8
     try:
-        return pair, [AdasumOptimizer(make(each.parameters()), overlap=True) for each in pair]
+        return pair, [AdasumOptimizer(make(each.parameters()), group, overlap=True) for each in pair]
     finally:
         adasum_during_backward.LEAST_BYTES, adasum_during_backward.MOST_BUCKETS = before
+
+
+def state_of(optimizer):
+    """A digest of what the optimizer within has for each parameter, in their order."""
+    tensors = []
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        held = optimizer.state.get(parameter, {})
+        tensors += [torch.as_tensor(held[name]) for name in sorted(held) if held[name] is not None]
+    return digest([*tensors, torch.tensor(float(len(optimizer.state)))])
 
 
 def train(rank, num_ranks, optimizer_name, workload_name, accumulates):
@@ -145,8 +159,12 @@ def refused(rank, num_ranks):
     del optimizer.grad_scale
     loss(0).backward()
     optimizer.step()
+    before = digest(list(model.parameters())), state_of(optimizer)
     loss(1).backward()
-    before = digest(list(model.parameters()))
+    assert state_of(optimizer) != before[1]
+    for use in (optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(ConfigurationError, match="has updates under way"):
+            use()
     with pytest.raises(ConfigurationError, match="a second backward brings one of shape"):
         loss(2).backward()
     awaited = []
@@ -158,7 +176,14 @@ def refused(rank, num_ranks):
     with pytest.raises(ConfigurationError, match="gradients were changed between backward and step"):
         optimizer.step()
     assert len(awaited) == len(optimizer._flats)  # their memory is free for the next step
-    assert digest(list(model.parameters())) == before
+    assert (digest(list(model.parameters())), state_of(optimizer)) == before
+    model.zero_grad()
+    loss(3).backward()
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.clone()
+    with pytest.raises(ConfigurationError, match="zeroed or replaced"):
+        optimizer.step()
+    assert (digest(list(model.parameters())), state_of(optimizer)) == before
     model.zero_grad()
     loss(3).backward()
     optimizer.step()
@@ -166,7 +191,7 @@ def refused(rank, num_ranks):
 
 
 def test_refused():
-    """A second backward, clipping, a closure, a scaler: parameters stay, and the next step is right again."""
+    """A second backward, clipping, a closure, a scaler: parameters and state stay, and the next step is right again."""
     assert len(set(pool(2).run(refused))) == 1
 
 
@@ -191,8 +216,8 @@ def _backward_that_raises(loss, parameter):
     handle.remove()
 
 
-def skip_batches(rank, num_ranks):
-    (model, twin), (during, after) = twins(Stack, OPTIMIZERS["plain"])
+def skip_batches(rank, num_ranks, optimizer_name):
+    (model, twin), (during, after) = twins(Stack, OPTIMIZERS[optimizer_name])
     num_buckets = len(during._flats)
     parameters = list(model.parameters())
     for step in range(8):
@@ -227,12 +252,139 @@ def skip_batches(rank, num_ranks):
             for optimizer in (during, after):
                 optimizer.step()
         assert digest(parameters) == digest(list(twin.parameters()))
+        assert state_of(during) == state_of(after)
     return digest(parameters)
 
 
-def test_a_batch_is_skipped():
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_a_batch_is_skipped(optimizer):
     """However far each rank's backward got: afterwards as if there had been no such batch, and it overlaps again."""
-    assert len(set(pool(2).run(skip_batches))) == 1
+    assert len(set(pool(2).run(skip_batches, optimizer))) == 1
+
+
+def skip_the_first_overlapped(rank, num_ranks, optimizer_names):
+    """Parameters without any state before the batch that is skipped have none after it."""
+    for name in optimizer_names:
+        (model, _), (optimizer, _) = twins(Stack, OPTIMIZERS[name])
+        front = list(model[0].parameters())
+        for step in range(2):
+            for parameter in front:
+                parameter.requires_grad_(bool(step))
+            before = state_of(optimizer)
+            model.loss(rank, step).backward()
+            if step == 0:
+                optimizer.step()
+        assert state_of(optimizer) != before
+        optimizer.abort_step()
+        assert state_of(optimizer) == before
+        assert not any(parameter in optimizer.state for parameter in front)
+
+
+def test_state_that_a_skipped_batch_made():
+    """It goes; numbers in it, and tensors that a step replaces, are those of before."""
+    pool(2).run(skip_the_first_overlapped, ["momentum", "adam", "nadam", "rprop", "asgd", "adadelta"])
+
+
+class ReadAgain(nn.Module):
+    """Backward reads the last layer's weight after that has its gradient: for the gradient of what it multiplies."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) * self.last.weight.detach()[0])
+
+
+def train_what_is_read_again(rank, num_ranks):
+    (model, twin), (during, after) = twins(ReadAgain, OPTIMIZERS["adam"])
+    seen = []
+    model.first.weight.register_hook(lambda _: seen.append(len(during._during._pending)))
+    for step in range(3):
+        x = torch.randn(4, 8, generator=generator(rank, step))
+        for of, optimizer in ((model, during), (twin, after)):
+            optimizer.zero_grad()
+            with after.no_sync():
+                of(x).square().sum().backward()
+        for optimizer in (during, after):
+            optimizer.step()
+        assert digest(list(model.parameters())) == digest(list(twin.parameters()))
+    assert seen == [0, 1, 1]
+
+
+def test_a_parameter_is_read_after_its_bucket_was_stepped():
+    """Autograd refuses what was changed in place meanwhile; this was not: it has the values of before."""
+    pool(2).run(train_what_is_read_again)
+
+
+def unfreeze(rank, num_ranks, unfrozen):
+    """Returns how many buckets were launched when the last gradient of each step's backward arrived."""
+    build = Stack if unfrozen is None else lambda: frozen(Stack(), unfrozen)
+    (model, _), (optimizer, _) = twins(build, OPTIMIZERS["adam"])
+    seen = []
+    for step in range(5):
+        if step == 2:
+            model.requires_grad_()
+            model[0].bias.register_hook(lambda _: seen.append(len(optimizer._during._pending)))
+        optimizer.zero_grad()
+        model.loss(rank, step).backward()
+        optimizer.step()
+    return seen
+
+
+def frozen(model, layers):
+    for layer in layers:
+        model[layer].requires_grad_(False)
+    return model
+
+
+def test_parameters_are_unfrozen():
+    """Their buckets are launched within backward as well: at once, or from the second step on if they come first."""
+    expected = pool(2).run(unfreeze, None)[0]
+    assert min(expected) > 1
+    assert pool(2).run(unfreeze, [0, 1]) == [expected, expected]
+    late = pool(2).run(unfreeze, [3, 4])
+    assert late == [[0, *expected[1:]]] * 2
+
+
+class Mean(torch.autograd.Function):
+    """A collective of the script's within backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        mean = gradient.clone()
+        dist.all_reduce(mean, group=ctx.group)
+        return mean / ctx.group.size(), None
+
+
+def communicate_in_backward(rank, num_ranks, backend):
+    group = dist.new_group([0, 1], backend=backend)
+    if rank > 1:
+        return None
+    (model, twin), (during, after) = twins(Branches, OPTIMIZERS["momentum"], group)
+    for step in range(4):
+        x = torch.randn(5, 8, generator=generator(rank, step))
+        for of, optimizer in ((model, during), (twin, after)):
+            optimizer.zero_grad()
+            hidden = Mean.apply(torch.tanh(of.late(x)), group)
+            with after.no_sync():
+                (of.left if rank else of.right)(hidden).square().sum().backward()
+        for optimizer in (during, after):
+            optimizer.step()
+        assert digest(list(model.parameters())) == digest(list(twin.parameters()))
+    dist.destroy_process_group(group)
+    return digest(list(model.parameters()))
+
+
+@pytest.mark.parametrize(("num_ranks", "backend"), [(2, "gloo"), (2, "paceline"), (3, "paceline")])
+def test_the_script_communicates_in_backward(num_ranks, backend):
+    """Before a bucket is launched on one rank, and after it on the other: they are not mistaken for each other."""
+    assert len(set(pool(num_ranks).run(communicate_in_backward, backend)[:2])) == 1
 
 
 def train_checkpoints(rank, num_ranks, num_checkpoints):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -100,6 +101,22 @@ def _gloo_of(group: dist.ProcessGroup) -> Any:
     return backend if isinstance(backend, dist.ProcessGroupGloo) else None
 
 
+def group_apart(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a new group with the ranks of `group`, if that is of our backend and they share memory; else `group`.
+
+    For what is launched within backward: collectives that the script launches there as well come before one of these on
+    one rank, and after it on another. Elsewhere updates travel by connections that nobody else uses.
+
+    Contract:
+        Collective: over the job for a group of all its ranks, else over the group's.  Blocks: until every rank has
+        come. The new group ends with the default group.
+    """
+    ours: Any = group
+    if not getattr(group, "shares_memory", False):
+        return group
+    return _with_the_same_ranks(group, ours._timeout, BACKEND_NAME)
+
+
 def group_for_pieces(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a new Gloo group with the ranks of `group`: collectives in it keep no order with those in others.
 
@@ -117,9 +134,13 @@ def group_for_pieces(group: dist.ProcessGroup) -> dist.ProcessGroup:
             f"overlap_forward: the process group's backend is {group.name()!r}, and pieces of gradients travel over "
             'Gloo. Open the group with dist.init_process_group("gloo"), or leave out overlap_forward.'
         )
+    return _with_the_same_ranks(group, gloo.options._timeout, "gloo")
+
+
+def _with_the_same_ranks(group: dist.ProcessGroup, timeout: timedelta, backend: str) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     is_part = len(ranks) < dist.get_world_size()
     made: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=gloo.options._timeout, backend="gloo", use_local_synchronization=is_part
+        ranks, timeout=timeout, backend=backend, use_local_synchronization=is_part
     )
     return made

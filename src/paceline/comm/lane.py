@@ -58,11 +58,14 @@ class LaneWork(dist.Work):
 
     def perform(self) -> None:
         """Do it, on this thread; an error is kept for whoever waits."""
+        had_grad = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)  # in half of the time of `no_grad`
         try:
-            with torch.no_grad():
-                self._perform_on_streams() if self._streams else self._perform()
+            self._perform_on_streams() if self._streams else self._perform()
         except BaseException as error:  # noqa: BLE001  whatever it is, it is raised to the waiters
             self._error = error
+        finally:
+            torch.set_grad_enabled(had_grad)
         del self._perform  # and with it the references to inputs
         if self._recorded is not None:
             # Before anyone knows of the end, as the profiler may be stopped then.

@@ -22,7 +22,8 @@ _INTEGERS = {
     2: torch.int16,
     4: torch.int32,
     8: torch.int64,
-}  # -0.0 has the bits of the least one
+}
+_LEAST = {size: torch.iinfo(integers).min for size, integers in _INTEGERS.items()}  # has the bits of -0.0
 
 
 class Sample:
@@ -51,7 +52,7 @@ class Sample:
 def has_negative_zero(elements: Tensor) -> bool:
     """Whether one of them is -0.0. On an accelerator this waits for the device."""
     numbers = elements.view(_INTEGERS[elements.itemsize])
-    return len(numbers) > 0 and numbers.min().item() == torch.iinfo(numbers.dtype).min
+    return len(numbers) > 0 and numbers.min().item() == _LEAST[elements.itemsize]
 
 
 @dataclass(frozen=True)

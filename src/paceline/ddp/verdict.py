@@ -7,6 +7,7 @@ comes one status word a rank, zero on all others.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -40,6 +41,12 @@ _NOT_FINITE = _OPEN_FORWARD * (NOT_COUNTED + 1)
 _MODULE = 2 * _NOT_FINITE
 
 
+@functools.cache
+def _num_remainders(dtype: torch.dtype) -> int:
+    """How many modules' numbers words of this type tell apart."""
+    return int(2 / torch.finfo(dtype).eps / _MODULE)
+
+
 class ControlWords:
     """This rank's words, and after the reduction everybody's."""
 
@@ -49,11 +56,13 @@ class ControlWords:
         self.num_words = num_parameters + num_ranks
         self.module_number = 0
         self.words = torch.zeros(self.num_words)
+        self._all_used = torch.cat([torch.ones(num_parameters), torch.zeros(num_ranks)])
         self._status_words: list[int] = []
 
     def place(self, words: Tensor) -> None:
         """Use `words`, shape (num_words,), from now on: the end of the last bucket's buffer, or a tensor of its own."""
         self.words = words.copy_(self.words)  # so that the last step's can still be read
+        self._all_used = self._all_used.to(words)
 
     def write(
         self, unused: Sequence[int], status: Status, num_open_forwards: int, not_finite: Sequence[Tensor] = ()
@@ -66,8 +75,7 @@ class ControlWords:
             num_open_forwards: As `OpenForwards.word` says it.
             not_finite: Of each bucket that was looked at, NaN if it has gradients that are not finite, else zero.
         """
-        self.words.fill_(1.0)
-        self.words[self._num_parameters :] = 0.0
+        self.words.copy_(self._all_used)
         word = status + _OPEN_FORWARD * num_open_forwards + _MODULE * self._module_remainder()
         if self.words.device.type == "cpu" and any(math.isnan(bucket.item()) for bucket in not_finite):
             word += _NOT_FINITE
@@ -81,9 +89,9 @@ class ControlWords:
 
     def read(self) -> None:
         """Take in the ranks' status words. On an accelerator this waits for the device."""
-        words = self.words[self._num_parameters :]
+        words = self.words[self._num_parameters :].tolist()
         plain = _MODULE * self._module_remainder()
-        self._status_words = [] if bool((words == plain).all()) else [round(word) for word in words.tolist()]
+        self._status_words = [] if words == [plain] * len(words) else [round(word) for word in words]
 
     @property
     def is_plain(self) -> bool:
@@ -105,7 +113,7 @@ class ControlWords:
 
     def _module_remainder(self) -> int:
         """The module's number, less 1, as far as there is room."""
-        return max(self.module_number - 1, 0) % int(2 / torch.finfo(self.words.dtype).eps / _MODULE)
+        return max(self.module_number - 1, 0) % _num_remainders(self.words.dtype)
 
     def modules(self) -> list[int]:
         """Which module each rank has synchronized; after `read`."""

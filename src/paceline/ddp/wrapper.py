@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
@@ -338,7 +339,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Its backward, unless under `no_sync`, will synchronize gradients."""
-        with record_function("DistributedDataParallel.forward"):
+        with record_function("DistributedDataParallel.forward") if _profiler_enabled() else nullcontext():
             began_s = time.perf_counter()
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)

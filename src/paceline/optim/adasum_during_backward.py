@@ -10,6 +10,8 @@ Rules
    optimizer, after backward is too late, and refused where it can be seen.
 4. After a backward that raised, what it has launched belongs to the step: `finish` completes it, `abort` drops it.
    How far the ranks got may differ, so either is done by all of them. Where nothing was launched, the next begins anew.
+5. What is dropped leaves no trace: the optimizer's state is copied before a bucket is stepped (`KeptState`).
+6. A parameter that is unfrozen gets its hook when the first gradient of a backward arrives, or the step ends.
 
 Source: the form is that of Maleki et al. 2021, section 4; that it can be done tensor by tensor, section 4.3.
 """
@@ -17,7 +19,7 @@ Source: the form is that of Maleki et al. 2021, section 4; that it can be done t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from paceline.comm.backward import Backward
 from paceline.comm.pending import Pending
 from paceline.errors import ConfigurationError
 from paceline.optim.flat_parameters import FlatParameters, flatten
+from paceline.optim.kept_state import KeptState
 
 LEAST_BYTES = 2**20  # of a bucket: less costs more rounds than it hides
 MOST_BUCKETS = 8  # of one dtype: seven eighths can be under way before the last gradient is there
@@ -68,23 +71,28 @@ class DuringBackward:
     def __init__(self, optimizer: Optimizer, flats: Sequence[FlatParameters], launch: Launch) -> None:
         self._optimizer, self._flats, self._launch = optimizer, flats, launch
         self.is_armed = False
+        self._kept = KeptState(optimizer)
         self._bucket_of = {id(p): index for index, flat in enumerate(flats) for p in flat.parameters}
-        note = _unowned(weakref.ref(self))
-        hooks = [
-            p.register_post_accumulate_grad_hook(note)
-            for flat in flats
-            for p in flat.parameters
-            if p.requires_grad
-        ]
-        self.remove = weakref.finalize(self, _remove, hooks)
+        self._hooks: dict[int, RemovableHandle] = {}
+        self.remove = weakref.finalize(self, _remove, self._hooks)
         """Take part in no backward any more."""
         self._begin()
 
     def _begin(self) -> None:
+        self.hook_unfrozen()
         self._missing = [{id(p) for p in flat.parameters if p.requires_grad} for flat in self._flats]
         self._pending: list[Pending] = []
-        self._versions: list[tuple[Tensor, int]] = []
+        # Parameters that were stepped, the gradients they were stepped by, and those gradients' versions then.
+        self._used: list[tuple[Tensor, Tensor, int]] = []
         self._backward: weakref.ref[Backward] | None = None
+
+    def hook_unfrozen(self) -> None:
+        """Be told of the gradients of parameters that have been unfrozen (rule 6)."""
+        note = _unowned(weakref.ref(self))
+        for flat in self._flats:
+            for p in flat.parameters:
+                if p.requires_grad and id(p) not in self._hooks:
+                    self._hooks[id(p)] = p.register_post_accumulate_grad_hook(note)
 
     @property
     def has_launched(self) -> bool:
@@ -130,7 +138,8 @@ class DuringBackward:
         """Step the next bucket, give its parameters their values back, and launch the update (rule 2)."""
         index = len(self._pending)
         flat = self._flats[index]
-        gradients = [p.grad for p in flat.parameters if p.grad is not None]
+        used = [(p, p.grad, p.grad._version) for p in flat.parameters if p.grad is not None]
+        self._kept.take(p for p, _, _ in used)
         flat.take()
         with torch.autograd._unsafe_preserve_version_counter(tuple(flat.parameters)):
             try:
@@ -138,7 +147,7 @@ class DuringBackward:
                 flat.take_update()
             finally:
                 flat.put_back()
-        self._versions += [(gradient, gradient._version) for gradient in gradients]
+        self._used += used
         self._pending.append(self._launch(index))
 
     def finish(self, wait: Wait) -> None:
@@ -151,17 +160,19 @@ class DuringBackward:
             Collective.  Blocks: yes, also where it raises: nothing is under way afterwards.
 
         Raises:
-            ConfigurationError: A gradient was changed after it had been used.
+            ConfigurationError: A gradient was changed after it had been used: parameters and state are as before.
         """
         self._launch_rest()  # a backward that raised has not
-        versions = self._versions
-        self._wait(wait)
-        if any(gradient._version != version for gradient, version in versions):
+        used = self._used
+        self._wait(wait, drops=False)
+        if any(p.grad is not gradient or gradient._version != version for p, gradient, version in used):
+            self._kept.put_back()
             raise ConfigurationError(
-                "gradients were changed between backward and step(): clipped, unscaled or zeroed in place. "
+                "gradients were changed between backward and step(): clipped, unscaled, zeroed or replaced. "
                 "AdasumOptimizer(overlap=True) has made its steps during backward, without that. Leave out overlap. "
-                "The parameters are those of before this step, the optimizer's state is one step ahead."
+                "The parameters and the optimizer's state are those of before this step."
             )
+        self._kept.drop()
 
     def abort(self, wait: Wait) -> None:
         """Drop the updates of this step; buckets that were not launched here may have been on other ranks (rule 4).
@@ -170,16 +181,23 @@ class DuringBackward:
             wait: Waits for what was launched.
 
         Contract:
-            Collective: every rank, however far its backward got.  Blocks: yes.
+            Collective: every rank, however far its backward got.  Blocks: yes.  Afterwards: the optimizer's state is
+            that of before.
         """
         for index in range(len(self._pending), len(self._flats)):
             self._pending.append(self._launch(index))  # whatever is in it: no rank applies the result
-        self._wait(wait)
+        self._wait(wait, drops=True)
 
-    def _wait(self, wait: Wait) -> None:
+    def _wait(self, wait: Wait, drops: bool) -> None:
+        """Wait for everything, and begin anew; if that fails, or the step is dropped, the state is that of before."""
         try:
             wait(self._pending)
+        except BaseException:
+            drops = True
+            raise
         finally:
+            if drops:
+                self._kept.put_back()
             self._begin()
 
 
@@ -193,8 +211,8 @@ def _unowned(during: weakref.ref[DuringBackward]) -> Callable[[Tensor], None]:
     return note
 
 
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
+def _remove(hooks: Mapping[int, RemovableHandle]) -> None:
+    for hook in hooks.values():
         hook.remove()
 
 

@@ -11,15 +11,17 @@ Source: Maleki et al. 2021, "Scaling distributed training with adaptive summatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from paceline.comm.gradient_group import group_apart
 from paceline.comm.pending import Pending
 from paceline.errors import ConfigurationError
 from paceline.optim.across_ranks import AcrossRanks
@@ -36,9 +38,9 @@ class AdasumOptimizer(AcrossRanks):
     With plain SGD (no momentum, no weight decay) it equals `DistributedDataParallel(reduction="adasum")` up to
     rounding.
 
-    Limits first: nothing overlaps with backward, unless `overlap` is set; two copies of the parameters are kept;
-    buffers (running statistics) stay each rank's own; a rank whose gradients overflow under a GradScaler adds nothing
-    to that step.
+    Limits first: nothing overlaps with backward, unless `overlap` is set; two copies of the parameters are kept, with
+    `overlap` one of the optimizer's state as well; buffers (running statistics) stay each rank's own; a rank whose
+    gradients overflow under a GradScaler adds nothing to that step.
 
     Args:
         optimizer: Any optimizer that needs no closure, over parameters that are laid out alike on all ranks. Schedulers
@@ -86,6 +88,7 @@ class AdasumOptimizer(AcrossRanks):
                 "overlap."
             )
         self._overlaps, self._during = overlap, None
+        self._travels_over: ProcessGroup | None = None  # the group that updates use
         super().__init__(optimizer, process_group, Adasum() if reduction is None else reduction)
 
     def _settings(self) -> str:
@@ -98,6 +101,8 @@ class AdasumOptimizer(AcrossRanks):
         if self._during is not None:
             self._during.remove()
         super()._adopt()
+        if self._travels_over is None:
+            self._travels_over = group_apart(self._group) if self._overlaps else self._group
         if self._overlaps and self._group.size() > 1:
             self._during = DuringBackward(self.optimizer, self._flats, self._launch())
 
@@ -127,7 +132,8 @@ class AdasumOptimizer(AcrossRanks):
         Raises:
             ConfigurationError: The gradients are the same on all ranks, or `overlap` cannot be with a closure or a
                 GradScaler: nothing was changed. Or gradients were changed after they had been used.
-            PeerLostError: A rank died or hangs. The parameters are those of before, the state is one step ahead.
+            PeerLostError: A rank died or hangs. The parameters are those of before; so is the state with `overlap`,
+                else it is one step ahead.
         """
         self._check_overlap(closure)
         self._check_parameters_are_adopted()
@@ -157,8 +163,8 @@ class AdasumOptimizer(AcrossRanks):
         skip it; then all call this, also those whose backward went well or has not begun.
 
         Contract:
-            Collective with `overlap`: every rank.  Blocks: yes.  Mutates: the gradients. The parameters are those of
-            before; the optimizer's state is one step ahead for those whose update was under way here.
+            Collective with `overlap`: every rank.  Blocks: yes.  Mutates: the gradients. Parameters and the optimizer's
+            state are those of before the batch.
 
         Raises:
             PeerLostError: A rank died or hangs.
@@ -168,15 +174,12 @@ class AdasumOptimizer(AcrossRanks):
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._during is not None and self._during.has_launched:
-            raise ConfigurationError(
-                "AdasumOptimizer(overlap=True).zero_grad(): backward has updates under way that other ranks take part "
-                "in. Call step() first; or abort_step(), on all ranks, to skip this batch."
-            )
+        self._check_nothing_is_under_way("zero_grad")
         super().zero_grad(set_to_none)
 
     def _launch(self) -> Callable[[int], Pending]:
-        return partial(_launch_update, self.reduction, self._flats, self._group)
+        assert self._travels_over is not None
+        return partial(_launch_update, self.reduction, self._flats, self._travels_over)
 
     def _await(self, launched: Sequence[Pending]) -> None:
         for pending in launched:
@@ -190,6 +193,24 @@ class AdasumOptimizer(AcrossRanks):
         self._num_steps += 1
         if self._during is not None:
             self._during.is_armed = self._saw_local_gradients
+            self._during.hook_unfrozen()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of `LocalSGD`; refused while updates are under way, as their state is one step ahead. Local."""
+        self._check_nothing_is_under_way("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Likewise."""
+        self._check_nothing_is_under_way("load_state_dict")
+        super().load_state_dict(state_dict)
+
+    def _check_nothing_is_under_way(self, method: str) -> None:
+        if self._during is not None and self._during.has_launched:
+            raise ConfigurationError(
+                f"AdasumOptimizer(overlap=True).{method}(): backward has updates under way that other ranks take part "
+                "in. Call step() first; or abort_step(), on all ranks, to skip this batch."
+            )
 
     def _check_overlap(self, closure: Callable[[], float] | None) -> None:
         """Refuse what comes too late for steps that are made during backward."""

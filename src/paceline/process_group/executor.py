@@ -265,9 +265,20 @@ def flat_view(tensor: Tensor, is_output: bool) -> AbstractContextManager[Tensor]
 
     It is the tensor's own memory where that is contiguous and on the host; else a copy, pinned for a GPU.
     """
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        return nullcontext(tensor.detach().view(-1))
+    if _is_at_hand(tensor):
+        return nullcontext(_flattened(tensor))
     return _flat_copy(tensor, is_output)
+
+
+def _is_at_hand(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous()
+
+
+def _flattened(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's values in one dimension, without autograd; itself if it is that."""
+    if tensor.dim() == 1 and not tensor.requires_grad:
+        return tensor
+    return tensor.detach().view(-1)
 
 
 @contextmanager
@@ -279,9 +290,15 @@ def _flat_copy(tensor: Tensor, is_output: bool) -> Iterator[Tensor]:
             tensor.copy_(flat.view(tensor.shape), non_blocking=tensor.is_cuda)
 
 
-@contextmanager
-def flat_views(tensors: Sequence[Tensor], are_outputs: bool) -> Iterator[list[Tensor]]:
+def flat_views(tensors: Sequence[Tensor], are_outputs: bool) -> AbstractContextManager[list[Tensor]]:
     """As `flat_view`, of several."""
+    if all(map(_is_at_hand, tensors)):
+        return nullcontext(list(map(_flattened, tensors)))
+    return _flat_copies(tensors, are_outputs)
+
+
+@contextmanager
+def _flat_copies(tensors: Sequence[Tensor], are_outputs: bool) -> Iterator[list[Tensor]]:
     with ExitStack() as stack:
         yield [stack.enter_context(flat_view(tensor, are_outputs)) for tensor in tensors]
 

@@ -5,7 +5,8 @@ Rules
 2. A tensor that lies in its owner's arena is worked on where it is, any other in pieces that are copied (`staging.py`).
 3. In a reduction, rank i of k folds the i-th of k shares: it reads that share from all ranks, in their order, and
    writes the result to all of them. Each element is computed once, so all ranks end with the same bits.
-4. The result of a small all-reduce is folded by every rank for itself, in the same order, after a single barrier.
+4. A small all-reduce, broadcast or all-gather is staged whole, and takes a single barrier; the result of the first is
+   folded by every rank for itself, in the same order.
 5. What goes on to other hosts goes in one piece, as they may stage where we do not: it is copied into the arena whole.
 
 Cost:
@@ -72,7 +73,7 @@ class HostCollectives:
             self._all_reduce_by_shares(what, flat, fold, across)
 
     def is_small(self, size_bytes: int) -> bool:
-        """Whether every rank folds such a message for itself (rule 4)."""
+        """Whether such a message of each rank is staged whole (rule 4)."""
         return size_bytes <= SMALL_BYTES and size_bytes * len(self._ranks) <= 4 * SMALL_BYTES
 
     def _all_reduce_small(self, what: Descriptor, flat: Tensor, fold: Fold) -> None:
@@ -133,6 +134,11 @@ class HostCollectives:
 
     def broadcast(self, what: Descriptor, flat: Tensor, root: int) -> None:
         """Replace `flat` by that of the host's rank number `root`."""
+        if self.is_small(flat.nbytes):
+            slots = self._staging.gather(what, flat, enters=self._me == root)
+            if self._me != root:
+                flat.copy_(slots[root])
+            return
 
         def work(span: Span, views: Sequence[Tensor]) -> None:
             if self._me != root:
@@ -142,6 +148,10 @@ class HostCollectives:
 
     def all_gather(self, what: Descriptor, outputs: Sequence[Tensor], flat: Tensor) -> None:
         """Fill `outputs` with every rank's `flat`."""
+        if self.is_small(flat.nbytes):
+            for output, slot in zip(outputs, self._staging.gather(what, flat), strict=True):
+                output.copy_(slot)
+            return
 
         def work(span: Span, views: Sequence[Tensor]) -> None:
             for index, (output, view) in enumerate(zip(outputs, views, strict=True)):
@@ -190,26 +200,31 @@ class HostCollectives:
         step = lane_bytes - _HEADER_BYTES
         foreign = [index for index in range(num_ranks) if index != me]
 
-        def lanes(index: int, turn: int) -> Tensor:
-            return self._staging.slots(turn, torch.uint8, num_ranks * lane_bytes)[index].view(num_ranks, -1)
+        def slot(index: int, turn: int) -> tuple[Tensor, Tensor]:
+            """A rank's slot as bytes, and as integers, of which the first of each lane is its header."""
+            size_bytes = num_ranks * lane_bytes
+            whole = self._staging.slots(turn, torch.uint8, size_bytes)[index]
+            return whole, self._staging.slots(turn, torch.int64, size_bytes // 8)[index]
 
         def enter(number: int, turn: int) -> int:
-            mine, num_bytes = lanes(me, turn), 0
+            (mine, integers), num_bytes = slot(me, turn), 0
             for index in foreign:
                 part = inputs[index][number * step : (number + 1) * step]
-                mine[index, :8].view(torch.int64)[0] = inputs[index].numel()
-                mine[index, _HEADER_BYTES : _HEADER_BYTES + part.numel()].copy_(part)
+                first = index * lane_bytes + _HEADER_BYTES
+                integers[index * lane_bytes // 8] = inputs[index].numel()
+                mine[first : first + part.numel()].copy_(part)
                 num_bytes += part.numel()
             return num_bytes
 
         def work(number: int, turn: int) -> None:
+            first = me * lane_bytes + _HEADER_BYTES
             for index in foreign:
-                lane, output = lanes(index, turn)[me], outputs[index]
-                sent = int(lane[:8].view(torch.int64)[0])
+                (theirs, integers), output = slot(index, turn), outputs[index]
+                sent = int(integers[me * lane_bytes // 8])
                 if sent != output.numel():
                     raise self._unequal(what, index, sent, output.numel())
                 part = output[number * step : (number + 1) * step]
-                part.copy_(lane[_HEADER_BYTES : _HEADER_BYTES + part.numel()])
+                part.copy_(theirs[first : first + part.numel()])
             if number == 0:
                 outputs[me].copy_(inputs[me])
 

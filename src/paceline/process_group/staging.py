@@ -59,12 +59,19 @@ class Staging:
         self._known_slots: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self.copied_bytes = 0
 
-    def gather(self, what: Descriptor, flat: Tensor) -> list[Tensor]:
-        """Return views of every rank's `flat`, one that fits a slot, until the next collective."""
+    def gather(self, what: Descriptor, flat: Tensor, enters: bool = True) -> list[Tensor]:
+        """Return views of every rank's `flat`, one that fits a slot, until the next collective.
+
+        Args:
+            what: The collective.
+            flat: This rank's tensor.
+            enters: Whether others read this rank's; else its view shows anything.
+        """
         slots = self.slots(self._turn, flat.dtype, flat.numel())
         self._turn ^= 1
-        slots[self._me].copy_(flat)
-        self.copied_bytes += flat.nbytes
+        if enters:
+            slots[self._me].copy_(flat)
+            self.copied_bytes += flat.nbytes
         self.open(what, _STAGED)
         return slots
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,14 @@ class Chunk:
     """The tensors whose elements they are, in order."""
     lengths: Tensor | None
     """How many elements each of them has here, shape (number of tensors,); None for a single tensor."""
+
+    @cached_property
+    def runs(self) -> tuple[_Numbers, _Numbers]:
+        """Which of several tensors have elements here, counted from the first, and where each begins."""
+        assert self.lengths is not None
+        counts = self.lengths.numpy()
+        full = np.flatnonzero(counts)
+        return full, (np.cumsum(counts) - counts)[full]
 
 
 @dataclass(frozen=True)
@@ -159,8 +168,10 @@ def add_dots(
             dots[:, chunk.tensors.start] += torch.stack([torch.dot(x, y), torch.dot(x, x), torch.dot(y, y)])
             continue
         torch.mul(x, y, out=product)
-        for row, products in ((DOT, product), (LEFT, x.square_()), (RIGHT, y.square_())):
-            dots[row, chunk.tensors.start : chunk.tensors.stop] += _sums(products, chunk.lengths)
+        sums = [
+            _sums(products, chunk) for products in (product, x.square_(), y.square_())
+        ]  # DOT, LEFT, RIGHT
+        dots[:, chunk.tensors.start : chunk.tensors.stop] += torch.stack(sums)
 
 
 def _add_in_single(dots: _Numbers, a: Tensor, b: Tensor, chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -246,9 +257,7 @@ def combine_into(
     """
     wide = torch.float64 if own.dtype == torch.float64 else torch.float32
     of_own, of_other = own_coefficients.to(wide), other_coefficients.to(wide)
-    numbers = list(
-        zip(of_own.tolist(), of_other.tolist(), strict=True)
-    )  # quicker than tensors of one element
+    numbers = [of_own.tolist(), of_other.tolist()]  # quicker than tensors of one element
     scratch = _scratch(2, chunks, wide, own.device) if own.dtype != wide else None
     for chunk in chunks:
         target = own[chunk.first : chunk.last]
@@ -257,7 +266,7 @@ def combine_into(
             x, y = (row.copy_(values) for row, values in zip(scratch[:, : len(x)], (x, y), strict=True))
         # Two rounded products and a sum: with a fused multiply-add, swapping a and b would change bits.
         if chunk.lengths is None:
-            for_x, for_y = numbers[chunk.tensors.start]
+            for_x, for_y = (of[chunk.tensors.start] for of in numbers)
             x.mul_(for_x).add_(y.mul_(for_y))
         else:
             x.mul_(_spread(of_own, chunk)).add_(y.mul_(_spread(of_other, chunk)))
@@ -273,16 +282,16 @@ def squared_norms(dots: Tensor, coefficients: Tensor) -> Tensor:
     return norms
 
 
-def _sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """The sum over each of consecutive segments of these lengths."""
+def _sums(values: Tensor, chunk: Chunk) -> Tensor:
+    """The sums of a chunk's products over each of its tensors."""
+    assert chunk.lengths is not None
     if values.device.type != "cpu":
-        return torch.segment_reduce(values, "sum", lengths=lengths.to(values.device))
+        return torch.segment_reduce(values, "sum", lengths=chunk.lengths.to(values.device))
     # A quarter of the time of segment_reduce, but without empty segments.
-    is_full = lengths > 0
-    full = lengths[is_full]
-    sums = torch.zeros(len(lengths), dtype=values.dtype)
-    sums[is_full] = torch.from_numpy(np.add.reduceat(values.numpy(), (full.cumsum(0) - full).numpy()))
-    return sums
+    full, firsts = chunk.runs
+    sums = np.zeros(len(chunk.lengths))
+    sums[full] = np.add.reduceat(values.numpy(), firsts)
+    return torch.from_numpy(sums)
 
 
 def _scratch(num_rows: int, chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -296,5 +305,7 @@ def _spread(values: Tensor, chunk: Chunk) -> Tensor:
     mine = values[chunk.tensors.start : chunk.tensors.stop]
     if chunk.lengths is None:
         return mine
+    if mine.device.type == "cpu":  # in a fifth of the time
+        return torch.from_numpy(np.repeat(mine.numpy(), chunk.lengths.numpy()))
     size = chunk.last - chunk.first
     return torch.repeat_interleave(mine, chunk.lengths.to(mine.device), output_size=size)
