@@ -137,5 +137,5 @@ def _long_group(item: pytest.Item) -> object:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """For .ci/run, which may run what failed once more: all tests have run, and nothing but a test has failed."""
-    if not hasattr(session.config, "workerinput") and session.config.cache:
+    if not hasattr(session.config, "workerinput") and getattr(session.config, "cache", None):
         session.config.cache.set("paceline/only_failures", exitstatus == pytest.ExitCode.TESTS_FAILED)
