@@ -32,8 +32,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/paceline demo $(ARGS)
 
-# One more worker than cores: tests of lost peers, launches and emulated links mostly wait.
-WORKERS := $(shell expr $$(nproc) + 1)
+# Two more workers than cores: tests of lost peers, launches and emulated links mostly wait. Three keep 1.4 of two cores busy.
+WORKERS := $(shell expr $$(nproc) + 2)
 unexport PYTHONDONTWRITEBYTECODE  # or each of some 500 interpreters compiles the package and its tests again
 
 test: $(STAMP)

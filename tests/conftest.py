@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+
+import warm
 
 # An example may take as long as the machine takes for it.
 hypothesis.settings.register_profile("paceline", deadline=None)
@@ -62,6 +70,22 @@ LAB = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker is a fork of the warm server, but the interpreters that tests start by its name are fresh ones."""
+    if hasattr(config, "workerinput"):
+        if (real := Path(sys.executable).with_name("real")).is_symlink():
+            sys.executable = str(real.readlink())
+    else:
+        config.option.testrunuid = os.environ["PYTEST_XDIST_TESTRUNUID"] = uuid.uuid4().hex
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
+    """Workers are forks of the server (`warm.py`), which has what they would import: it is imported once."""
+    for spec in (spec for spec in specs if spec.popen):
+        spec.python = str(warm.folder() / "python")
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests are quick unless something says otherwise, and tried once unless they depend on the clock."""
     if any(name in item.nodeid for name in LAB):
@@ -113,5 +137,5 @@ def _long_group(item: pytest.Item) -> object:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """For .ci/run, which may run what failed once more: all tests have run, and nothing but a test has failed."""
-    if not hasattr(session.config, "workerinput") and session.config.cache:
+    if not hasattr(session.config, "workerinput") and getattr(session.config, "cache", None):
         session.config.cache.set("paceline/only_failures", exitstatus == pytest.ExitCode.TESTS_FAILED)

@@ -53,13 +53,10 @@ STOPPED_CHECK_S = 0.5
 MARK = "PACELINE_TEST_MARK"
 BACKEND = "PACELINE_TEST_BACKEND"  # which c10d backend the pools open; gloo by default
 _PR_SET_PDEATHSIG = 1
-_SPAWNER = mp.get_context("forkserver")
-_SPAWNER.set_forkserver_preload(
-    [
-        *("ranks", "pytest", "numpy", "torch", "torch.distributed", "torch._dynamo", "sklearn.svm", "numba"),
-        *("paceline.ddp", "paceline.optim", "paceline.process_group.backend", "models"),
-    ]
-)
+_SPAWNER = mp.get_context(
+    "forkserver"
+)  # itself a fork of the server of `warm.py`, which has loaded all that is needed
+_SPAWNER.set_forkserver_preload([])
 
 
 class RanksFailedError(AssertionError):
@@ -331,6 +328,7 @@ class Ranks:
         if self._processes:
             return
         Path(self._folder).mkdir(exist_ok=True)
+        _SPAWNER.set_executable(str(warm.folder() / "python"))
         for rank in range(self.num_ranks):
             ours, theirs = _SPAWNER.Pipe()
             start = _Start(rank, self.num_ranks, self._folder, self.env)

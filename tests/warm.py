@@ -9,7 +9,9 @@ Rules
    (`warm_python.py`); their work is done by a fork of the server. What they start with `sys.executable` is warm, too.
 2. A fork enters the namespaces and control groups of the process that asked for it, so it works on emulated hosts.
 3. What a fork cannot be, a real Python becomes instead: with options of the interpreter, or without the right to enter.
-4. A fork ends with the process that asked for it, and the server with the tests, whose workers share it.
+4. A fork ends with the process that asked for it, and the server with the tests.
+5. The workers that pytest-xdist starts are forks, too (`conftest.py`), and so is what ranks of a pool are forked from
+   (`ranks.py`): whatever tests import is imported once.
 """
 
 from __future__ import annotations
@@ -42,15 +44,22 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = (
+    "pytest",
+    "hypothesis",
+    "hypothesis.strategies",
     "torch",
     "torch._dynamo",
+    "torch.distributed.checkpoint",
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch.utils.data",
     "numba",
     "scipy.sparse",
+    "joblib",
     "sklearn.datasets",
+    "sklearn.metrics",
     "sklearn.svm",
+    "sklearn.utils.estimator_checks",
     "matplotlib.figure",
     "rich.progress",
     "typer._adapters",  # which typer itself imports in every command
@@ -58,6 +67,7 @@ PRELOADED = (
     # Not `paceline` alone, which imports its parts when they are first used: then every process would.
     "paceline.cli.app",
     "paceline.ddp",
+    "paceline.lab.bench.commands",
     "paceline.lab.emulation",
     "paceline.lab.planner",
     "paceline.launch.command_line",
@@ -72,6 +82,7 @@ ALSO = (
 _PR_SET_PDEATHSIG = 1
 _NAMESPACES = ("user", "net", "uts", "ipc", "pid", "mnt")
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_MOST_FILES = 64
 _REFUSED = signal.SIGALRM  # what a fork ends with that could not go where its asker is
 
 
@@ -84,11 +95,11 @@ def folder() -> Path:
     with (made / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until whoever comes first has started the server
         if not (made / "socket").exists():
-            _start_server(made, os.getppid() if run else os.getpid())
+            _start_server(made)
     return made
 
 
-def _start_server(made: Path, owner: int) -> None:
+def _start_server(made: Path) -> None:
     script = f"#!{sys.executable} -IS\n{Path(__file__).with_name('warm_python.py').read_text()}"
     for name in ("python", "paceline", "torchrun"):
         (made / name).write_text(script)
@@ -97,7 +108,7 @@ def _start_server(made: Path, owner: int) -> None:
         (made / "real").symlink_to(sys.executable)
     with (made / "log").open("w") as log:
         server = subprocess.Popen(
-            [sys.executable, __file__, str(made), str(owner)],
+            [sys.executable, __file__, str(made), str(os.getpid())],
             env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -117,6 +128,9 @@ def serve(folder: Path, owner: int) -> None:
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    for name, module in list(sys.modules.items()):
+        if "hypothesis" in name.partition(".")[0]:  # or pytest warns in every worker that it is here already
+            module.__doc__ = f"{module.__doc__} PYTEST_DONT_REWRITE"
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         if finalizer.peek()[1].__module__ == "torch.library":  # it takes back 170 operators at exit, in 40 ms
             finalizer.atexit = False
@@ -161,10 +175,12 @@ def serve(folder: Path, owner: int) -> None:
             if (pid := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 os.close(owner)
-                for open_socket in (listener, line, *children.values()):
+                for open_socket in (listener, *children.values()):
                     open_socket.close()
                 os.setsid()
-                _enter_namespaces(asker)
+                _enter_namespaces(asker, [*fds, line.fileno()])
+                line.sendall(b"b\0")
+                line.close()
                 _become(folder, request, fds)
             for fd in fds:
                 os.close(fd)
@@ -173,7 +189,7 @@ def serve(folder: Path, owner: int) -> None:
 
 def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """A request; EOFError if whoever made it was killed meanwhile."""
-    size, fds, _, _ = socket.recv_fds(line, 4, 3)
+    size, fds, _, _ = socket.recv_fds(line, 4, _MOST_FILES)
     rest, num_bytes = b"", int.from_bytes(size, "big")
     while not num_bytes or len(rest) < num_bytes:
         if not (more := line.recv(1 << 16)):
@@ -212,8 +228,8 @@ def _reap(children: dict[int, socket.socket]) -> None:
             line.sendall(bytes([ord(kind), abs(code)]))
 
 
-def _enter_namespaces(pid: int) -> None:
-    """Go where the process is that asked: into the namespaces and control groups of an emulated host."""
+def _enter_namespaces(pid: int, fds: list[int]) -> None:
+    """Go where the process is that asked: into the namespaces and control groups of an emulated host; `fds` as well."""
     theirs, ours = Path(f"/proc/{pid}/ns"), Path("/proc/self/ns")
     kinds = [kind for kind in _NAMESPACES if (theirs / kind).readlink() != (ours / kind).readlink()]
     if not kinds:
@@ -235,6 +251,8 @@ def _enter_namespaces(pid: int) -> None:
     if "pid" not in kinds:
         return
     if child := os.fork():  # only children are in the new process namespace
+        for fd in fds:
+            os.close(fd)
         _stand_for(child)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -255,7 +273,11 @@ def _become(folder: Path, request: dict[str, Any], fds: list[int]) -> None:
     """What a fresh interpreter would be after its start; then run, and end as it would."""
     code = 1
     try:
-        for target, fd in enumerate(fds):
+        # Out of the way first: one may have the number that another is to get.
+        apart = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(request["files"]) + 1) for fd in fds]
+        for fd in fds:
+            os.close(fd)
+        for target, fd in zip(request["files"], apart, strict=True):
             os.dup2(fd, target)
             os.close(fd)
         for number in (signal.SIGCHLD, signal.SIGTERM):

@@ -1,8 +1,8 @@
 """A Python that starts at once: it asks a server that has torch loaded (`warm.py`) to fork and run its command line.
 
 Started as `python`, `paceline` or `torchrun` from the server's folder. To whoever started it, it is the process that
-was asked for: same output, exit code or signal, and signals reach it. With open files of its starter's, with options or
-variables that change the interpreter, or refused by the server, it becomes a real Python. It has to start in
+was asked for: same output, exit code or signal; open files are passed on, and signals reach it. With options
+or variables that change the interpreter, or refused by the server, it becomes a real Python. It has to start in
 milliseconds, so it imports little: with `json`, `signal` and `socket` it would take twice as long.
 """
 
@@ -26,7 +26,7 @@ def needs_a_real_one(name: str, words: list[str]) -> bool:
         return True
     if any(x.startswith("PYTHON") and x not in HARMLESS for x in os.environ):
         return True
-    return inherits_files() or customizes()
+    return customizes()
 
 
 def customizes() -> bool:
@@ -35,15 +35,16 @@ def customizes() -> bool:
     return any(folder and os.path.exists(os.path.join(folder, "sitecustomize.py")) for folder in folders)
 
 
-def inherits_files() -> bool:
-    """Whether whoever started this left files open for it, besides the three."""
+def inherited_files() -> list[int]:
+    """What whoever started this left open for it, besides the three."""
+    found = []
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             if fd > 2 and not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
-                return True
+                found.append(fd)
         except OSError:  # the listing's own
             pass
-    return False
+    return found
 
 
 def become_a_real_one(name: str, words: list[str]) -> None:
@@ -53,7 +54,7 @@ def become_a_real_one(name: str, words: list[str]) -> None:
 
 
 def main() -> None:
-    """Send the command line and the three open files, pass signals on, end as the fork does."""
+    """Send the command line and the open files, pass signals on, end as the fork does."""
     name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
     server = socket.socket(socket.AF_UNIX)
     try:
@@ -62,14 +63,21 @@ def main() -> None:
         server.connect(os.path.join(FOLDER, "socket"))
     except OSError:  # it is gone: then slowly
         become_a_real_one(name, words)
-    request = marshal.dumps({"name": name, "words": words, "cwd": os.getcwd(), "env": dict(os.environ)})
+    numbers = [0, 1, 2, *inherited_files()]
+    request = marshal.dumps(
+        {"name": name, "words": words, "cwd": os.getcwd(), "env": dict(os.environ), "files": numbers}
+    )
     for passed in PASSED_ON:
         if signal.getsignal(passed) != signal.SIG_IGN:
             signal.signal(passed, lambda received, _: server.sendall(bytes([received])))
-    files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]).tobytes())]
+    files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers).tobytes())]
     server.sendmsg([len(request).to_bytes(4, "big")], files)
     server.sendall(request)
     answer = server.recv(2)
+    if answer[:1] == b"b":  # begun: the fork has the files, and nobody waits for our closing them
+        for fd in numbers[3:]:
+            os.close(fd)
+        answer = server.recv(2)
     if answer[:1] == b"r":  # refused
         become_a_real_one(name, words)
     kind, number = answer or bytes([ord("s"), signal.SIGKILL])

@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -69,6 +70,21 @@ def test_a_handler_of_its_own_runs(tmp_path):
         assert process.stdout.readline() == "ready\n"
         process.terminate()
         assert process.wait(timeout=30) == 3
+
+
+def test_open_files_are_passed_on_by_number_and_closed_where_it_closes_them():
+    """Nobody else keeps them open: a pipe ends while the process that had its other end lives on."""
+    (reads, writes), (reads_too, writes_too) = os.pipe(), os.pipe()
+    code = f"os.write({writes_too}, b'second'); os.write({writes}, b'first'); os.closerange({writes}, {writes_too} + 1)"
+    command = [str(warm.folder() / "python"), "-c", f"import os, time; {code}; time.sleep(600)"]
+    with subprocess.Popen(command, pass_fds=[writes, writes_too]) as process:
+        os.close(writes)
+        os.close(writes_too)
+        for end, words in ((reads, b"first"), (reads_too, b"second")):
+            with os.fdopen(end, "rb") as file:
+                assert file.read() == words
+        assert process.poll() is None
+        process.kill()
 
 
 def test_who_is_killed_while_asking_leaves_the_server_to_others(tmp_path):

@@ -28,14 +28,13 @@ def test_importing_paceline_imports_no_torch():
     assert "rich" not in loaded
 
 
-def test_our_wrapper_takes_at_most_a_seventh_of_the_time_that_torch_takes():
-    """Processor time of both in one process, which a busy machine makes longer alike; 0.2 s on an idle one."""
+def test_our_wrapper_is_imported_in_few_calls():
+    """What it takes beyond torch, counted, as times depend on the machine: 138,000 calls and returns are 0.2 s."""
     code = (
-        "import json, time; a = time.process_time(); import torch; b = time.process_time(); import paceline; "
-        "paceline.DistributedDataParallel; print(json.dumps((time.process_time() - b) / (b - a)))"
+        "import sys, torch; events = []; sys.setprofile(lambda *_: events.append(1)); import paceline; "
+        "paceline.DistributedDataParallel; sys.setprofile(None); print(len(events))"
     )
-    _measured(code)  # compiles the byte code, which no later import pays for
-    assert _measured(code) < 1 / 7
+    assert 50_000 < _measured(code) < 200_000
 
 
 @pytest.mark.parametrize("name", package.__all__)

@@ -1,10 +1,7 @@
 """`torch.compile` around, inside and beside the wrapper."""
 
-import shutil
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from models import Mlp, digest, generator, squares
@@ -20,13 +17,13 @@ def gradients(model, rank, seed, num_steps=3):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def compiled(rank, _num_ranks, seed, where, backend, options):
+def compiled(rank, _num_ranks, seed, where, backend, options, make=Mlp):
     """Largest difference of any gradient to the one without compilation."""
     torch._dynamo.reset()
     torch.manual_seed(seed)
-    expected = gradients(DistributedDataParallel(Mlp(), **options), rank, seed)
+    expected = gradients(DistributedDataParallel(make(), **options), rank, seed)
     torch.manual_seed(seed)
-    module = Mlp()
+    module = make()
     if where == "outside":
         model = torch.compile(DistributedDataParallel(module, **options), backend=backend)
     elif where == "inside":
@@ -131,26 +128,17 @@ def test_dynamo_cuts_graphs_at_buckets():
     assert min(pool(2).run(splits, 3)) > 1
 
 
+def matrices():
+    """No operation of which inductor would make a kernel in C++: each takes the compiler seconds."""
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
+
+
 def compiled_by_inductor(rank, num_ranks, seed):
-    """As `compiled`; before, rank 0 compiles the module alone, so that the others find its kernels in the cache."""
-    if rank == 0:
-        torch.manual_seed(seed)
-        gradients(torch.compile(Mlp()), rank, seed, num_steps=1)
-    dist.barrier()
-    return compiled(rank, num_ranks, seed, "outside", "inductor", {})
+    return compiled(rank, num_ranks, seed, "outside", "inductor", {}, matrices)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(
-    shutil.which("gcc") is None and shutil.which("clang") is None, reason="needs a C++ compiler"
-)
 def test_inductor(tmp_path):
-    """The default backend, where a compiler is installed."""
-    env = {"CACHE_DIR": str(tmp_path), "COMPILE_THREADS": "1", "CPP_CACHE_PRECOMPILE_HEADERS": "0"}
-    env["VEC_ISA_OK"] = (
-        "0"  # kernels without vector instructions, whose headers take longer to compile than they do
-    )
-    env = {f"TORCHINDUCTOR_{name}": value for name, value in env.items()}
-    with Ranks(2, env=env, group_timeout_s=250.0) as ranks:
-        assert max(ranks.run(compiled_by_inductor, 4, deadline_s=280.0)) < 1e-5
+    """The default backend, which allocates gradients itself."""
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with Ranks(2, env=env, group_timeout_s=100.0) as ranks:  # it is imported for seconds, on a busy machine for many
+        assert max(ranks.run(compiled_by_inductor, 4, deadline_s=110.0)) < 1e-5

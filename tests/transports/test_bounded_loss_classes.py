@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import socket
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,3 +136,28 @@ def test_a_priority_that_networks_keep_for_themselves_is_refused():
     for level in (-1, 6, 7):
         with pytest.raises(ConfigurationError, match="class selectors"):
             Bound(0.1, priority=level)
+
+
+def _is_marked(node, *names):
+    return any(
+        isinstance(mark, ast.Name) and mark.id in names for mark in getattr(node, "decorator_list", [])
+    )
+
+
+def test_what_python_cannot_call_is_called_by_compiled_code_alone():
+    """Code without its entrance from Python ends a process that calls it from there."""
+    trees = {path.name: ast.parse(path.read_text()) for path in Path(system.__file__).parent.glob("*.py")}
+    inner = {node.name for tree in trees.values() for node in tree.body if _is_marked(node, "inner")}
+    assert {"reply", "judge", "_send_burst"} < inner
+    for name, tree in trees.items():
+        entered = [node for node in tree.body if not _is_marked(node, "inner", "compiled")]
+        calls = [node.func for top in entered for node in ast.walk(top) if isinstance(node, ast.Call)]
+        modules = ("d", "e", "system", "window")
+        called = {call.id for call in calls if isinstance(call, ast.Name)} | {
+            call.attr
+            for call in calls
+            if isinstance(call, ast.Attribute)
+            and isinstance(call.value, ast.Name)
+            and call.value.id in modules
+        }
+        assert not called & inner, f"{name} calls {called & inner} from Python"

@@ -9,6 +9,7 @@ from paceline.svm.classifier import SVC
 from paceline.svm.compilation import Compilation, shown
 from paceline.svm.regressor import SVR
 
+OTHER_KERNELS = ("linear", "poly", "sigmoid")  # than rbf
 _LARGE = 3_100  # rows of a problem that is too large to be solved as a whole
 
 
@@ -26,7 +27,7 @@ def compile_all() -> Compilation:
         for rows, labels in ((X[:200], y[:200]), (X[:200], three[:200]), (X, y), (wide, y)):
             for form in (rows, sp.csr_matrix(rows)):
                 SVC(rows="alone").fit(form, labels).predict(form[:10])
-        for kernel in ("linear", "poly", "sigmoid"):
+        for kernel in OTHER_KERNELS:
             for num in (200, _LARGE):
                 SVC(kernel=kernel, gamma=0.1, rows="alone", tol=1.0).fit(X[:num], y[:num]).predict(X[:10])
         SVR(rows="alone", tol=0.1).fit(X[:200], X[:200, 0])

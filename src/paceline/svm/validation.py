@@ -14,7 +14,7 @@ from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from paceline.errors import ConfigurationError
 from paceline.svm.training_set import ROWS, TrainingSet
 
-_KERNELS = ("linear", "poly", "rbf", "sigmoid", "precomputed")
+KERNELS = ("linear", "poly", "rbf", "sigmoid", "precomputed")
 _DTYPES = (np.float64, np.float32)
 
 
@@ -25,8 +25,8 @@ class Validation(BaseEstimator):  # type: ignore[misc]
 
     def _check_parameters(self) -> None:
         """Refuse invalid parameters, in scikit-learn's words."""
-        if not callable(self.kernel) and self.kernel not in _KERNELS:
-            self._refuse("kernel", f"a str among {_KERNELS} or a callable")
+        if not callable(self.kernel) and self.kernel not in KERNELS:
+            self._refuse("kernel", f"a str among {KERNELS} or a callable")
         if isinstance(self.gamma, str):
             if self.gamma not in ("scale", "auto"):
                 self._refuse("gamma", "a str among ('auto', 'scale') or a float in the range [0.0, inf)")

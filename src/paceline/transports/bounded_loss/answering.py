@@ -14,13 +14,13 @@ import numpy as np
 
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.machine_code import compiled
+from paceline.transports.bounded_loss.machine_code import inner
 
 _FEEDBACK_DELAY_US = 2000
 _ASK_EVERY_US = 200_000
 
 
-@compiled
+@inner
 def heard_ports(t: Any, peer: int) -> int:
     """The ports whose ways to a peer are not silent, a bit each; all, if all are silent."""
     ports = t.numbers[e.PORTS]
@@ -30,7 +30,7 @@ def heard_ports(t: Any, peer: int) -> int:
     return found or (1 << ports) - 1
 
 
-@compiled
+@inner
 def _way_to(t: Any, peer: int, port: int) -> int:
     """The way by this port, or the next one that is not silent."""
     ports, heard = t.numbers[e.PORTS], heard_ports(t, peer)
@@ -39,7 +39,7 @@ def _way_to(t: Any, peer: int, port: int) -> int:
     return int(peer * ports + port)
 
 
-@compiled
+@inner
 def reply(t: Any, peer: int, words: Any, sizes: Any, ways: Any, count: int, now_us: int) -> int:
     """Write what answers a peer: FEEDBACK, DONE, NACK, STATUS. Returns the new count."""
     n, p = t.numbers, t.peers[peer]
@@ -97,7 +97,7 @@ def reply(t: Any, peer: int, words: Any, sizes: Any, ways: Any, count: int, now_
     return count
 
 
-@compiled
+@inner
 def _write_feedback(
     t: Any, peer: int, port: int, words: Any, sizes: Any, ways: Any, count: int, now_us: int
 ) -> int:
@@ -136,7 +136,7 @@ def _write_feedback(
     return count + 1
 
 
-@compiled
+@inner
 def _write_nacks(
     t: Any, slot: int, phase: int, way: int, words: Any, sizes: Any, ways: Any, count: int, now_us: int
 ) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.machine_code import compiled
+from paceline.transports.bounded_loss.machine_code import compiled, inner
 
 FIRST_WINDOW = 16.0
 SMALLEST_WINDOW = 2.0
@@ -51,7 +51,7 @@ def reset(way: Any, rate: Any) -> None:
     way[e.W_RX_LARGEST] = -1
 
 
-@compiled
+@inner
 def note_round_trip(way: Any, rate: Any, rtt_us: float, way_us: int, now_us: int) -> None:
     """Take one sample of the round-trip time, and one of the way there: `way_us`, by two clocks, modulo 2^32."""
     if not way[e.W_HAS_DELAY]:
@@ -66,7 +66,7 @@ def note_round_trip(way: Any, rate: Any, rtt_us: float, way_us: int, now_us: int
     rate[e.R_ROUND_WAIT] = min(wait, rate[e.R_ROUND_WAIT])
 
 
-@compiled
+@inner
 def end_round(way: Any, rate: Any, now_us: int) -> None:
     """Adapt the window to what became of the datagrams of a round trip, and begin the next round."""
     good, lost, marked = way[e.W_ROUND_GOOD], way[e.W_ROUND_LOST], way[e.W_ROUND_MARKED]
@@ -100,14 +100,14 @@ def end_round(way: Any, rate: Any, now_us: int) -> None:
     way[e.W_ROUND_END] = way[e.W_NEXT]
 
 
-@compiled
+@inner
 def note_silence(way: Any, rate: Any) -> None:
     """Shrink the window: nothing was heard for a few round trips."""
     rate[e.R_WINDOW] = max(SMALLEST_WINDOW, rate[e.R_WINDOW] / 2)
     way[e.W_IS_STARTING] = 0
 
 
-@compiled
+@inner
 def pause_us(way: Any, rate: Any) -> float:
     """Microseconds between two datagrams that take this way."""
     gain = 2.0 if way[e.W_IS_STARTING] else 1.25

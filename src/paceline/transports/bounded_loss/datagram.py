@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.machine_code import compiled
+from paceline.transports.bounded_loss.machine_code import compiled, inner
 from paceline.transports.bounded_loss.siphash import siphash
 
 HEADER_BYTES = 40
@@ -65,7 +65,7 @@ def payload_room(mtu: int) -> int:
     return min((mtu - 28 - HEADER_BYTES) // 8 * 8, MOST_PAYLOAD_BYTES)
 
 
-@compiled
+@inner
 def most_bits(payload: int) -> int:
     """The length of a FEEDBACK's longest bitmap."""
     return min(e.FEEDBACK_BITS, payload // 4 * 32)
@@ -97,13 +97,13 @@ def write_header(
     words[AUX] = aux & 0xFFFFFFFF
 
 
-@compiled
+@inner
 def seal(row: Any, size: int, k0: Any, k1: Any) -> None:
     """Write the code of a datagram of `size` bytes; `row` is its memory as uint64."""
     row[0] = siphash(row, 1, size - _CODE_BYTES, k0, k1)
 
 
-@compiled
+@inner
 def is_sealed(row: Any, size: int, k0: Any, k1: Any) -> bool:
     """Whether a datagram of `size` bytes carries the right code."""
     return bool(row[0] == siphash(row, 1, size - _CODE_BYTES, k0, k1))

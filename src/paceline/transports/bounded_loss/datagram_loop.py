@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss import system_calls as system
 from paceline.transports.bounded_loss.endpoint import Endpoint
-from paceline.transports.bounded_loss.machine_code import compiled
+from paceline.transports.bounded_loss.machine_code import compiled, inner
 from paceline.transports.bounded_loss.receiving import take_datagrams
 from paceline.transports.bounded_loss.sending import advance, transmit
 
@@ -123,7 +123,7 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
                 return CALLED
 
 
-@compiled
+@inner
 def _send(t: Any, io: Any, now: int) -> int:
     """Send what is pending, and then what should leave now; returns -1 if the kernel refuses."""
     batch, status = io.outgoing, io.status
@@ -208,15 +208,18 @@ def _room(local: Any, queued: int, row_bytes: int, smallest: int = _SMALLEST_LIM
     return int(most)
 
 
-@compiled
+@inner
 def _restart(batch: Any, status: Any, ports: int) -> int:
     """Describe the datagrams that were not sent once more, each as a message of its own."""
     first = 0
     for message in range(status[_SENT_UPTO]):
         first += batch.covered[message]
-    count = 0
+    count, one = (
+        np.int64(0),
+        np.int64(1),
+    )  # literals have types of their own, for which it would be compiled again
     for message in range(status[_PENDING]):
         count += batch.covered[message]
-    made = system.prepare_messages(batch, count, 1, ports)
+    made = system.prepare_messages(batch, int(count), int(one), ports)
     status[_SENT_UPTO] = first
     return int(made)

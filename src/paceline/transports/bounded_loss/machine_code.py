@@ -19,8 +19,26 @@ def compiled(function: _F) -> _F:
 
     References to arrays are not counted, so nothing can be allocated: the counting would be most of the code.
     """
-    options: Any = {"nogil": True, "cache": True, "error_model": "numpy", "_nrt": False}
-    made: Any = numba.njit(**options)(function)
+    return _compiled(function)
+
+
+def inner(function: _F) -> _F:
+    """As `compiled`, for what only compiled code calls: without the code that unpacks Python's arguments.
+
+    An endpoint's tables are dozens of arrays, so that code takes as long to compile as the function.
+    """
+    return _compiled(function, no_cpython_wrapper=True)
+
+
+def _compiled(function: _F, **more: Any) -> _F:
+    options: Any = {
+        "nogil": True,
+        "cache": True,
+        "error_model": "numpy",
+        "_nrt": False,
+        "no_cfunc_wrapper": True,
+    }
+    made: Any = numba.njit(**options, **more)(function)
     # numba looks at the function's own file only, but what it calls, and the columns of the tables, are compiled in.
     keep(made, _SOURCES)
     return cast("_F", made)

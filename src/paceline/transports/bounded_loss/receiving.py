@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
+from paceline.transports.bounded_loss.machine_code import compiled, copy_memory, inner
 from paceline.transports.bounded_loss.resolving import take_feedback, take_nack
 from paceline.transports.bounded_loss.shards import chunk_bytes, num_chunks
 
@@ -54,7 +54,7 @@ def take_datagrams(
         _take(t, rows[i], words[i], longs[i], sizes[i], marks[i], now_us)
 
 
-@compiled
+@inner
 def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: int) -> None:
     n = t.numbers
     if size < d.HEADER_BYTES or size > d.HEADER_BYTES + n[e.PAYLOAD]:
@@ -103,7 +103,7 @@ def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: 
         take_nack(t, slot, phase, peer, row, word, size)
 
 
-@compiled
+@inner
 def _take_numbered(
     t: Any,
     peer: int,
@@ -138,7 +138,7 @@ def _take_numbered(
         _reply_late(t, peer, collective, (np.int64(word[d.SENDER_KIND]) >> 24) & d.GATHER)
 
 
-@compiled
+@inner
 def _note_number(t: Any, peer: int, way: int, number: int, sent_at: int, mark: int, now_us: int) -> None:
     w = t.ways[way]
     largest = w[e.W_RX_LARGEST]
@@ -159,7 +159,7 @@ def _note_number(t: Any, peer: int, way: int, number: int, sent_at: int, mark: i
         w[e.W_TELL_NOW] = 1
 
 
-@compiled
+@inner
 def _reply_late(t: Any, peer: int, collective: int, phase: int) -> None:
     """Say DONE about a collective that this rank has finished and forgotten."""
     p = t.peers[peer]
@@ -218,7 +218,7 @@ def place(t: Any, peer: int, row: Any, word: Any, size: int, now_us: int) -> Non
     judge(t, slot, phase, peer, now_us)
 
 
-@compiled
+@inner
 def _note_end(incoming: Any, word: Any, now_us: int) -> None:
     """Everything was sent; everything that was not lost is here when all the ports that were used have said so."""
     order = np.int64(word[d.END_ORDER])
@@ -230,7 +230,7 @@ def _note_end(incoming: Any, word: Any, now_us: int) -> None:
         incoming[e.I_END_AT] = now_us
 
 
-@compiled
+@inner
 def judge(t: Any, slot: int, phase: int, peer: int, now_us: int) -> None:
     """End a transfer if it may end; ask for the rest if its sender thinks that it has sent everything."""
     incoming = t.incoming[slot, phase, peer]

@@ -15,13 +15,13 @@ import numpy as np
 from paceline.transports.bounded_loss import congestion_window as window
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
-from paceline.transports.bounded_loss.machine_code import compiled
+from paceline.transports.bounded_loss.machine_code import inner
 
 _LONGEST_RTT_US = 60_000_000
 _MOST_REORDER = 512
 
 
-@compiled
+@inner
 def take_feedback(t: Any, peer: int, way: int, row: Any, word: Any, size: int, now_us: int) -> None:
     """Learn what has arrived; decide what to repeat."""
     w, rate = t.ways[way], t.rates[way]
@@ -76,7 +76,7 @@ def take_feedback(t: Any, peer: int, way: int, row: Any, word: Any, size: int, n
             window.end_round(w, rate, now_us)
 
 
-@compiled
+@inner
 def _confirm(t: Any, peer: int, sent: Any) -> None:
     """A chunk has arrived, whichever of its repetitions it was."""
     if sent[e.G_CHUNK] < 0:
@@ -94,7 +94,7 @@ def _confirm(t: Any, peer: int, sent: Any) -> None:
     t.chunk_state[slot, phase, peer, chunk] = e.DELIVERED
 
 
-@compiled
+@inner
 def give_up(t: Any, peer: int, way: int, number: int) -> None:
     """A datagram was lost: repeat its chunk, or let it go within the bound."""
     sent = t.ring[way, number % e.RING]
@@ -115,7 +115,7 @@ def give_up(t: Any, peer: int, way: int, number: int) -> None:
         let_go_or_queue(t, slot, phase, peer, chunk)
 
 
-@compiled
+@inner
 def let_go_or_queue(t: Any, slot: int, phase: int, peer: int, chunk: int) -> None:
     """Forgive the loss of a chunk if the bound allows one more; else queue it to be sent again."""
     outgoing = t.outgoing[slot, phase, peer]
@@ -127,7 +127,7 @@ def let_go_or_queue(t: Any, slot: int, phase: int, peer: int, chunk: int) -> Non
         queue(t, slot, phase, peer, chunk)
 
 
-@compiled
+@inner
 def queue(t: Any, slot: int, phase: int, peer: int, chunk: int) -> None:
     """Let a chunk be sent again."""
     outgoing = t.outgoing[slot, phase, peer]
@@ -136,13 +136,13 @@ def queue(t: Any, slot: int, phase: int, peer: int, chunk: int) -> None:
     end_again(outgoing)
 
 
-@compiled
+@inner
 def end_again(outgoing: Any) -> None:
     """Say END once more, after what is queued, if anything."""
     outgoing[e.O_END_AT] = outgoing[e.O_ENDED] = outgoing[e.O_ENDED_TWICE] = 0
 
 
-@compiled
+@inner
 def take_nack(t: Any, slot: int, phase: int, peer: int, row: Any, word: Any, size: int) -> None:
     """Learn, chunk by chunk, what the receiver misses; only about what was sent before the END that it answers."""
     outgoing = t.outgoing[slot, phase, peer]

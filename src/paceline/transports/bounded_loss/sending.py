@@ -24,7 +24,7 @@ from paceline.transports.bounded_loss import congestion_window as window
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.answering import heard_ports, reply
-from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
+from paceline.transports.bounded_loss.machine_code import compiled, copy_memory, inner
 from paceline.transports.bounded_loss.receiving import judge
 from paceline.transports.bounded_loss.resolving import end_again, give_up, queue
 from paceline.transports.bounded_loss.shards import chunk_bytes
@@ -68,7 +68,7 @@ def advance(t: Any, now_us: int) -> None:
             s[e.S_STAGE] = e.CARRIED
 
 
-@compiled
+@inner
 def _all_done(t: Any, slot: int, phase: int) -> bool:
     for peer in range(t.numbers[e.RANKS]):
         if peer != t.numbers[e.RANK] and not t.incoming[slot, phase, peer, e.I_DONE]:
@@ -93,7 +93,7 @@ def transmit(t: Any, words: Any, longs: Any, sizes: Any, ways: Any, now_us: int,
     n = t.numbers
     ranks, rank, ports = n[e.RANKS], n[e.RANK], n[e.PORTS]
     room = sizes.shape[0]
-    count = 0
+    count: Any = np.int64(0)  # a literal has a type of its own: what it is passed to would be compiled twice
     for peer in range(ranks):
         if peer != rank and room - count > 8 + e.LATE_REPLIES + ports:
             _watch(t, peer, now_us)
@@ -109,10 +109,10 @@ def transmit(t: Any, words: Any, longs: Any, sizes: Any, ways: Any, now_us: int,
         peer = ways[i] // ports
         d.seal(longs[i], sizes[i], t.keys[peer, 0], t.keys[peer, 1])
     n[e.SENT] += count
-    return count
+    return int(count)
 
 
-@compiled
+@inner
 def _watch(t: Any, peer: int, now_us: int) -> None:
     """Do what is due by the clock: timeouts, grace, signs of life."""
     n, p = t.numbers, t.peers[peer]
@@ -145,7 +145,7 @@ def _watch(t: Any, peer: int, now_us: int) -> None:
     p[e.P_IS_NEEDED] = 1 if is_needed else 0
 
 
-@compiled
+@inner
 def _watch_way(t: Any, peer: int, way: int, now_us: int) -> None:
     """Give up what has been under way for too long."""
     w, rate = t.ways[way], t.rates[way]
@@ -162,7 +162,7 @@ def _watch_way(t: Any, peer: int, way: int, now_us: int) -> None:
         window.note_silence(w, rate)
 
 
-@compiled
+@inner
 def _timeout_us(t: Any, way: int) -> int:
     """After so long without progress what is under way is lost."""
     if not t.ways[way, e.W_HAS_DELAY]:
@@ -170,7 +170,7 @@ def _timeout_us(t: Any, way: int) -> int:
     return int(_LEAST_TIMEOUT_US + 2 * np.int64(t.rates[way, e.R_RTT]))
 
 
-@compiled
+@inner
 def _end_pause_us(t: Any, peer: int, outgoing: Any) -> int:
     """After so long without an answer END is said again."""
     longest_us = 0
@@ -180,7 +180,7 @@ def _end_pause_us(t: Any, peer: int, outgoing: Any) -> int:
     return longest_us << doubled
 
 
-@compiled
+@inner
 def _send_burst(
     t: Any, peer: int, port: int, words: Any, sizes: Any, ways: Any, count: int, now_us: int, most: int
 ) -> int:
@@ -223,7 +223,7 @@ def _send_burst(
     return count
 
 
-@compiled
+@inner
 def _next_chunk(t: Any, slot: int, phase: int, peer: int, port: int, now_us: int) -> int:
     """Which chunk of a transfer goes next by a port; -1 for an END, -2 for nothing."""
     outgoing = t.outgoing[slot, phase, peer]
@@ -247,7 +247,7 @@ def _next_chunk(t: Any, slot: int, phase: int, peer: int, port: int, now_us: int
     return _ENDED if not is_told or is_due_again else _NOTHING
 
 
-@compiled
+@inner
 def _write_chunk(
     t: Any,
     slot: int,

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from paceline.transports.bounded_loss.machine_code import compiled
+from paceline.transports.bounded_loss.machine_code import compiled, inner
 
 U64 = np.uint64
 
 
-@compiled
+@inner
 def _rotate(x: Any, by: int) -> Any:
     return (x << U64(by)) | (x >> U64(64 - by))
 
 
-@compiled
+@inner
 def _round(v0: Any, v1: Any, v2: Any, v3: Any) -> Any:
     v0 += v1
     v2 += v3

@@ -12,7 +12,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from paceline.transports.bounded_loss import datagram as d
-from paceline.transports.bounded_loss.machine_code import compiled, copy_memory
+from paceline.transports.bounded_loss.machine_code import compiled, copy_memory, inner
 
 _recvmmsg: Any = types.ExternalFunction(
     "recvmmsg", types.int32(types.int32, types.intp, types.uint32, types.int32, types.intp)
@@ -84,7 +84,7 @@ def now_us(scratch: Any) -> int:
     return int(scratch[0] * 1_000_000 + scratch[1] // 1000)
 
 
-@compiled
+@inner
 def last_error(scratch: Any) -> int:
     """The number of the last failed call's error, on this thread; `scratch` has shape (N,), int64."""
     scratch[0] = 0
@@ -92,7 +92,7 @@ def last_error(scratch: Any) -> int:
     return int(scratch[0])
 
 
-@compiled
+@inner
 def queued_bytes(descriptor: int, scratch: Any) -> int:
     """Bytes of memory of what the socket has sent and the link has not; `scratch` has shape (N,), int64."""
     scratch[0] = 0
@@ -100,7 +100,7 @@ def queued_bytes(descriptor: int, scratch: Any) -> int:
     return int(scratch[0] & 0xFFFFFFFF)
 
 
-@compiled
+@inner
 def wait_for(descriptors: Any, events: Any, scratch: Any, timeout_us: int) -> None:
     """Wait until one of two descriptors is ready, or the time is over.
 
@@ -116,7 +116,7 @@ def wait_for(descriptors: Any, events: Any, scratch: Any, timeout_us: int) -> No
     _ppoll(scratch.ctypes.data + 16, 2, scratch.ctypes.data, 0)
 
 
-@compiled
+@inner
 def receive_batch(descriptor: int, batch: Any) -> int:
     """Fill rows, sizes and marks with datagrams that have arrived; return how many, or minus an error's number."""
     count = batch.sizes.shape[0]
