@@ -140,5 +140,6 @@ def compiled_by_inductor(rank, num_ranks, seed):
 def test_inductor(tmp_path):
     """The default backend, which allocates gradients itself."""
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    with Ranks(2, env=env, group_timeout_s=100.0) as ranks:  # it is imported for seconds, on a busy machine for many
+    # Inductor is imported for seconds, on a busy machine for many.
+    with Ranks(2, env=env, group_timeout_s=100.0) as ranks:
         assert max(ranks.run(compiled_by_inductor, 4, deadline_s=110.0)) < 1e-5
