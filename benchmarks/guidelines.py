@@ -1,13 +1,16 @@
 """Do the guidelines of Zou et al. 2017 hold: the minibatch program, and the two lemmas?
 
-The program: convolutions are timed by every algorithm that torch offers on a CPU, at several minibatches; scipy's milp
-chooses minibatch and algorithms within a memory; then the chosen ones run together, and the predicted throughput is set
-beside the measured one. Once among all algorithms, once among those that take a workspace worth trading.
+The program: convolutions are timed by every algorithm that torch offers on a CPU, forward and backward, at several
+minibatches, and the workspace that torch's allocator holds meanwhile is counted; scipy's milp chooses minibatch and
+algorithms within a memory; then the chosen ones train together, and predicted throughput and memory are set beside the
+measured ones. Once among all algorithms, once among those by which a workspace is worth trading.
 
 The lemmas: their answers beside the simulator's, for ResNet-50 as published on one V100; nothing is measured there.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +20,16 @@ from paceline.lab.bench.layer_profile import default_profile
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.timed_model import planned
 from paceline.lab.planner.convolution_times import ALGORITHMS, Convolution, run_layers, time_alternatives
-from paceline.lab.report.publication import Report, publish
+from paceline.lab.report.figures import draw_figure
+from paceline.lab.report.look import CURVE_COLORS
+from paceline.lab.report.panels import Line, Lines, Panel
+from paceline.lab.report.publication import Report, figure_path, publish
 from paceline.planning import Cluster, HostLink, Plan
 from paceline.planning.lemmas import compare_efficiency, compare_servers
-from paceline.planning.minibatch import Memory, choose_minibatch
+from paceline.planning.minibatch import Alternative, Memory, choose_minibatch
 
 LAYERS = (
-    Convolution(3, 16, 5, 32),
+    Convolution(3, 16, 5, 32, is_first=True),
     Convolution(16, 32, 3, 32),
     Convolution(32, 64, 3, 16),
     Convolution(64, 64, 3, 16),
@@ -56,8 +62,11 @@ def main(
     config = Config(MINIBATCHES[:3] if quick else MINIBATCHES, MEMORIES_MIB, 2 if quick else REPEATS)
     summaries: dict[str, Any] = {}
     rows = []
+    measured = {
+        X: time_alternatives(LAYERS, X, tuple(ALGORITHMS), config.repeats) for X in config.minibatches
+    }
     for name, algorithms in SETS.items():
-        for row, summary in _minibatches(name, algorithms, config):
+        for row, summary in _minibatches(name, algorithms, config, measured):
             rows.append(row)
             summaries[row[0]] = summary
     for row, summary in _lemmas():
@@ -70,37 +79,46 @@ def main(
         rows=tuple(rows),
         verdicts=(),
         notes=(
-            "one thread's processor time, forward only, the least of the repeats",
-            "oneDNN's own workspace is not visible and counted as none",
+            "one thread's processor time, forward and backward, the least of the repeats",
+            "workspaces and memory as torch's allocator holds them; what NNPACK allocates by itself is not seen",
         ),
         config=config,
         summaries=summaries,
-        samples={},
+        samples={
+            str(X): [[asdict(alternative) for alternative in layer] for layer in layers]
+            for X, layers in measured.items()
+        },
         provenance=collect(1, load_before),
     )
     publish(report, results_folder, as_json)
+    draw(report.record(), figure_path(report, results_folder))
 
 
 def _minibatches(
-    name: str, algorithms: tuple[str, ...], config: Config
+    name: str,
+    algorithms: tuple[str, ...],
+    config: Config,
+    measured: Mapping[int, Sequence[Sequence[Alternative]]],
 ) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
-    measured = {
-        X: [time_alternatives(layer, X, algorithms, config.repeats) for layer in LAYERS]
-        for X in config.minibatches
+    among = {
+        X: [[alternative for alternative in layer if alternative.name in algorithms] for layer in layers]
+        for X, layers in measured.items()
     }
     fixed = WEIGHT_COPIES * sum(layer.weight_bytes for layer in LAYERS)
     sample = sum(layer.sample_bytes for layer in LAYERS)
     found: list[tuple[tuple[str, ...], dict[str, Any]]] = []
     for mib in config.memories_mib:
-        best, every = choose_minibatch(Memory(mib * _MIB, fixed, sample), measured)
+        best, every = choose_minibatch(Memory(mib * _MIB, fixed, sample), among)
         assert best.choice is not None
-        seconds = run_layers(LAYERS, best.X, best.choice.names, config.repeats)
+        seconds, held = run_layers(LAYERS, best.X, best.choice.names, config.repeats)
         fits = max(x.X for x in every if x.choice is not None)
+        modelled = fixed + best.X * sample + best.choice.workspace_bytes
+        counted = fixed + held
         row = (
             f"{name}, {mib} MiB",
             f"X {best.X} (largest that fits: {fits}), {', '.join(best.choice.names)}",
-            f"{best.samples_per_s:,.0f} samples/s",
-            f"{best.X / seconds:,.0f} samples/s",
+            f"{best.samples_per_s:,.0f} samples/s, {modelled / _MIB:.1f} MiB",
+            f"{best.X / seconds:,.0f} samples/s, {counted / _MIB:.1f} MiB",
         )
         summary = {
             "X": best.X,
@@ -109,7 +127,9 @@ def _minibatches(
             "predicted_per_s": best.samples_per_s,
             "measured_per_s": best.X / seconds,
             "error": best.samples_per_s * seconds / best.X - 1,
-            "every": [asdict(x) for x in every],
+            "modelled_bytes": modelled,
+            "counted_bytes": counted,
+            "every": [asdict(x) | {"samples_per_s": x.samples_per_s} for x in every],
         }
         found.append((row, summary))
     return found
@@ -140,6 +160,28 @@ def _lemmas() -> list[tuple[tuple[str, ...], dict[str, Any]]]:
         )
         found.append((row, asdict(answers)))
     return found
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw the predicted throughput over the minibatch for each memory, and what was measured of the best one."""
+    drawn: list[Panel] = []
+    for name in SETS:
+        lines = []
+        for mib, color in zip(record["config"]["memories_mib"], CURVE_COLORS, strict=False):
+            found = record["summaries"][f"{name}, {mib} MiB"]
+            fitting = [
+                (size["X"], size["samples_per_s"]) for size in found["every"] if size["choice"] is not None
+            ]
+            lines.append(Line(f"{mib} MiB", fitting, color, "-", "o"))
+            lines.append(Line("", [(found["X"], found["measured_per_s"])], color, "", "x"))
+        ticks = {X: str(X) for X in record["config"]["minibatches"]}
+        drawn.append(Lines(name, "minibatch", "samples a second", lines, ticks, log_x=True))
+    chosen = {
+        mib: record["summaries"][f"all algorithms, {mib} MiB"]["X"]
+        for mib in record["config"]["memories_mib"]
+    }
+    title = "The best minibatch within " + ", ".join(f"{mib} MiB is {X}" for mib, X in chosen.items())
+    return draw_figure(path, title, drawn, "lines: predicted; crosses: measured, all layers together")
 
 
 if __name__ == "__main__":

@@ -2,16 +2,14 @@
 
 The convolutions of `benchmarks.guidelines`, each followed by a ReLU in place and, where the size halves, by pooling,
 are trained for a step with momentum SGD. Counted is the most that torch's allocator holds at once, with weights,
-momentum and the batch. Workspaces: the most that each way to compute a convolution allocates in its forward besides
-its output.
+momentum and the batch. Workspaces: the most that each way to compute a convolution allocates in forward and backward
+besides its output and the gradients, beside what its formulation needs in forward.
 
 There is no clock in it: a busy machine changes nothing.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +17,11 @@ from torch import nn
 from benchmarks.guidelines import LAYERS, WEIGHT_COPIES
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.planner.convolution_times import ALGORITHMS, Convolution
-from paceline.lab.planner.peak_memory import peak_bytes
+from paceline.lab.planner.convolution_times import ALGORITHMS, Convolution, counted_workspace, peak_bytes
 from paceline.lab.report.publication import Report, publish
 from paceline.planning.minibatch import Memory
 
 MINIBATCHES = (1, 4, 16, 64)
-_FLOAT = 4
 _MB = 1e6
 
 
@@ -53,7 +49,7 @@ def main(
         verdicts=(),
         notes=(
             "a step: weights, gradients, momentum, the batch, feature maps",
-            "an algorithm: the workspaces of the four layers added up, forward only",
+            "an algorithm: of the four layers; modelled in forward, counted in forward and backward",
             "what a library allocates by itself, as oneDNN and NNPACK do, is not counted",
         ),
         config=config,
@@ -101,19 +97,10 @@ def _module(layer: Convolution) -> nn.Module:
 
 
 def workspace_bytes(name: str, X: int) -> tuple[float, int]:
-    """Of all layers computed by one algorithm: as modelled, and as counted."""
-    compute, model = ALGORITHMS[name]
-    counted = 0
-    for layer in LAYERS:
-        x = torch.randn(X, layer.channels_in, layer.size, layer.size)
-        w = torch.randn(layer.channels_out, layer.channels_in, layer.kernel, layer.kernel)
-        output = _FLOAT * X * layer.channels_out * layer.size**2
-        counted += peak_bytes(_call(compute, x, w)) - output
+    """Of all layers computed by one algorithm: as its formulation needs in forward, and as counted in both."""
+    _, model = ALGORITHMS[name]
+    counted = sum(counted_workspace(layer, X, name) for layer in LAYERS)
     return float(sum(model(layer, X) for layer in LAYERS)), counted
-
-
-def _call(compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *tensors: torch.Tensor) -> Any:
-    return lambda: compute(*tensors)
 
 
 if __name__ == "__main__":

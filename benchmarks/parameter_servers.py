@@ -8,11 +8,15 @@ Gloo, ours over Gloo, and ours with 1, 2, ... servers. Servers are `python -m pa
     --case symmetric    all links alike: the servers' links come on top of what the all-reduce has
     --case asymmetric   servers on fat links
 
-The knee is the fewest servers with which a step is as long as with the most, to within 2 %. The simulator's steps
-(`planning.simulate`) are for links of the same rates less 5 % for headers, with nothing fitted to these runs.
+"alone" computes and reduces nothing: what the simulator (`planning.simulate`) is told of computing, as it would be by a
+recording. Its links have the same rates less 5 % for headers; nothing is fitted to these runs but
+`collective_time.TWO_WAY_RATIO`, to the lemma's odd numbers of servers. The knee is the fewest servers with which a step
+is as long as with the most, to within 2 %.
 
 What it cannot show: all hosts share two cores; "busy" says how much of them was used.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -25,7 +29,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,11 +43,15 @@ from paceline.lab.report.panels import Line, Lines
 from paceline.lab.report.publication import Report, figure_path, publish
 from paceline.lab.report.summary import Summary, slowest_rank
 
+if TYPE_CHECKING:
+    from paceline.lab.bench.provenance import Provenance
+
 PAYLOAD_RATIO = 0.95  # of a link's rate; the rest is headers
 KNEE = 0.02  # of a step: so much longer counts as no longer
 WARM_UP_STEPS = 3
 TOLERANCE = 1e-6
 MEBIBYTE = 2**20
+ALONE = "alone"
 _PATIENCE_S = 400.0
 _WORKER = "PACELINE_BENCHMARK_WORKER"  # its configuration, in the environment of a worker
 
@@ -73,7 +82,7 @@ class Config:
 
     @property
     def sides(self) -> list[str]:
-        return ["torch", "ours", *(f"{number} servers" for number in self.servers)]
+        return [ALONE, "torch", "ours", *(f"{number} servers" for number in self.servers)]
 
 
 CASES = {
@@ -112,8 +121,8 @@ def work(config: Config, addresses: Sequence[str]) -> None:
         gradients = [p.grad for p in trainee.module.parameters() if p.grad is not None]
         mine = (
             steps_s[side],
-            trainee.module.expected_error(gradients, config.num_workers),
-            digest(gradients),
+            0.0 if side == ALONE else trainee.module.expected_error(gradients, config.num_workers),
+            "" if side == ALONE else digest(gradients),
             counted[side],
         )
         every: list[Any] = [None] * config.num_workers
@@ -160,14 +169,17 @@ class _Trainee:
 
         profile, scale = _profile(config)
         self.module = TimedModel(profile, dist.get_rank(), scale)
+        self.optimizer = SleepingOptimizer(self.module.parameters(), profile.optimizer_s)
+        self.model: Any = self.module
+        if side == ALONE:
+            return
         wrapper = "torch" if side == "torch" else "ours"
         how: dict[str, Any] = {
             "bucket_cap_mb_list": [cap / MEBIBYTE for cap in _caps(wrapper, profile, scale)]
         }
         if side not in ("torch", "ours"):
             how["reduction"] = ParameterServers(addresses[: int(side.split(maxsplit=1)[0])])
-        self.model: Any = wrap(wrapper, self.module, init_sync=False, **how)  # parameters are never read
-        self.optimizer = SleepingOptimizer(self.module.parameters(), profile.optimizer_s)
+        self.model = wrap(wrapper, self.module, init_sync=False, **how)  # parameters are never read
 
     def step(self) -> float:
         """Train a step behind a barrier. Collective."""
@@ -295,19 +307,28 @@ def _ticks() -> tuple[int, int]:
 # ---- what was predicted
 
 
-def predict(config: Config) -> tuple[dict[str, float], Any]:
-    """The simulator's steps by side, and lemma 3.2 beside the simulator's number of servers."""
+def predict(config: Config, alone_s: float | None = None) -> tuple[dict[str, float], Any]:
+    """The simulator's steps by side, and lemma 3.2 beside the simulator's number of servers.
+
+    Args:
+        config: The case.
+        alone_s: A step that reduces nothing, as measured; None: as it was meant to be.
+    """
     from paceline.lab.bench.timed_model import planned
     from paceline.planning import Cluster, HostLink, Plan, Servers, simulate
     from paceline.planning.lemmas import compare_servers
 
     profile, scale = _profile(config)
+    if alone_s is not None:
+        compute_s = profile.forward_s + profile.backward_s
+        profile = profile.taking(compute_s * alone_s / (compute_s + profile.optimizer_s))
     workload = planned(profile, scale)
     worker_rate = config.worker_mbit * 125_000 * PAYLOAD_RATIO
     server_rate = config.server_mbit * 125_000 * PAYLOAD_RATIO
     cluster = Cluster.of_equal_hosts(config.num_workers, HostLink(worker_rate, 2e-4))
     ours = Plan(_caps("ours", profile, scale), "ring")
     steps_s = {
+        ALONE: simulate(workload, Cluster.of_equal_hosts(1, HostLink(worker_rate)), ours).step_s,
         "torch": simulate(workload, cluster, Plan(_caps("torch", profile, scale), "ring")).step_s,
         "ours": simulate(workload, cluster, ours).step_s,
     }
@@ -326,16 +347,28 @@ def knee_of(steps_s: Mapping[int, float]) -> int:
 def main(
     case: Annotated[str, typer.Option(help=f"One of {', '.join(CASES)}.")] = "lemma",
     rounds: Annotated[int, typer.Option(min=2, help="Every side takes a step in each.")] = 12,
+    rescore: Annotated[
+        bool, typer.Option("--rescore", help="Simulate what is stored again, and measure nothing.")
+    ] = False,
     quick: Quick = False,
     as_json: AsJson = False,
     results_folder: ResultsFolder = RESULTS_FOLDER,
 ) -> None:
     """Compare steps with parameter servers and with all-reduces."""
     from paceline.lab.bench.protocol import WrongAnswerError
-    from paceline.lab.bench.provenance import collect, load_average
+    from paceline.lab.bench.provenance import Provenance, collect, load_average
 
     if case not in CASES:
         raise ConfigurationError(f"--case {case}: there are {', '.join(CASES)}.")
+    name = f"parameter_servers-{case}" + "-quick" * quick
+    if rescore:
+        stored = json.loads((results_folder / f"{name}.json").read_text())
+        config = Config(**stored["config"] | {"servers": tuple(stored["config"]["servers"])})
+        provenance = Provenance(**stored["provenance"])
+        report = _scored(name, config, stored["samples"], stored["summaries"]["busy"], provenance)
+        publish(report, results_folder, as_json)
+        draw(report.record(), figure_path(report, results_folder))
+        return
     config = replace(CASES[case], num_rounds=rounds)
     if quick:
         config = replace(config, num_workers=2, servers=(1, 2), megabytes=0.2, compute_s=0.05, num_rounds=2)
@@ -346,8 +379,17 @@ def main(
             raise WrongAnswerError(
                 f"the gradients of {side} are {result['error']:.2g} off: its times mean nothing."
             )
-    predicted, lemma = predict(config)
+    report = _scored(name, config, found, busy, collect(config.num_workers, load_before))
+    publish(report, results_folder, as_json)
+    draw(report.record(), figure_path(report, results_folder))
+
+
+def _scored(
+    name: str, config: Config, found: Mapping[str, Any], busy: float, provenance: Provenance
+) -> Report:
+    """What was measured beside what the simulator says."""
     steps = {side: Summary.of(result["steps_s"]) for side, result in found.items()}
+    predicted, lemma = predict(config, steps[ALONE].median if ALONE in steps else None)
     errors = {side: predicted[side] / steps[side].median - 1 for side in steps}
     knees = {
         "lemma": lemma.lemma,
@@ -376,8 +418,8 @@ def main(
         ),
         f"busy {busy:.0%} of this machine's cores",
     )
-    report = Report(
-        name=f"parameter_servers-{case}" + "-quick" * quick,
+    return Report(
+        name=name,
         question="When do parameter servers win against an all-reduce, and how many are needed?",
         columns=("side", "step ms", "/ our all-reduce", "/ torch", "simulated ms", "simulator's error"),
         rows=rows,
@@ -388,17 +430,15 @@ def main(
             "steps": {side: asdict(step) for side, step in steps.items()},
             "predicted_s": predicted,
             "errors": errors,
-            "median_error": sorted(map(abs, errors.values()))[len(errors) // 2],
+            "median_error": median(abs(error) for side, error in errors.items() if side != ALONE),
             "knees": knees,
             "to_ours": {side: step.median / steps["ours"].median for side, step in steps.items()},
             "to_torch": {side: step.median / steps["torch"].median for side, step in steps.items()},
             "busy": busy,
         },
-        samples=found,
-        provenance=collect(config.num_workers, load_before),
+        samples=dict(found),
+        provenance=provenance,
     )
-    publish(report, results_folder, as_json)
-    draw(report.record(), figure_path(report, results_folder))
 
 
 def draw(record: Mapping[str, Any], path: Path) -> bool:

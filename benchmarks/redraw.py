@@ -52,7 +52,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "parameter_servers": "parameter_servers",
     "overhead": "overhead",
     "overlap": "overlap",
-    "guidelines": None,
+    "guidelines": "guidelines",
     "minibatch-memory": None,
     "predicted-papers": "predicted_papers",
     "predicted-steps": "predicted_steps",

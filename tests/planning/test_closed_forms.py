@@ -177,6 +177,37 @@ def test_parameter_servers_hide_from_the_lemmas_number_on() -> None:
         assert duplex.step_s <= simulate(load, workers, plan).step_s * (1 + 1e-9)
 
 
+def test_pulls_stream_a_piece_behind_pushes() -> None:
+    """A bucket of 4 MiB from 2 ranks, over a server's link of 2 MiB a second: 4 s each way, not one after the other."""
+    load = Workload("one", "made up", (LayerTimes("a", 0.0, 0.0, (4 * MIB,)),))
+    workers = Cluster((1, 1), (HostLink(math.inf, 0.25),) * 2)
+
+    def step_s(number: int, piece_mib: float) -> float:
+        servers = Servers(number, 2 * MIB, piece_bytes=piece_mib * MIB, two_way_ratio=1.0)
+        return simulate(load, workers, Plan((MIB,), servers=servers)).step_s
+
+    assert step_s(1, 1) == pytest.approx(0.25 + 1 + 4 + 0.25)
+    assert step_s(1, 4) == pytest.approx(0.25 + 4 + 4 + 0.25)
+    assert step_s(2, 1) == pytest.approx(0.25 + 1 + 2 + 0.25)  # both get their first MiB in the first second
+    two = Workload("two", "made up", (load.layers[0], load.layers[0]))
+    streams = Servers(1, 2 * MIB, two_way_ratio=1.0)
+    assert simulate(two, workers, Plan((MIB,), servers=streams)).step_s == pytest.approx(0.25 + 1 + 8 + 0.25)
+
+
+def test_both_directions_of_a_shared_link_are_slower() -> None:
+    """Two pieces of 1 s at half the rate while both ways are in use: 1 s of pushing, 2 s of both, 1 s of pulling."""
+    load = Workload("one", "made up", (LayerTimes("a", 0.0, 0.0, (2 * MIB,)),))
+
+    def step_s(worker_mib: float, server_mib: float, number: int = 1) -> float:
+        workers = Cluster((1, 1), (HostLink(worker_mib * MIB),) * 2)
+        servers = Servers(number, server_mib * MIB, piece_bytes=MIB / number, two_way_ratio=0.5)
+        return simulate(load, workers, Plan((MIB,), servers=servers)).step_s
+
+    assert step_s(math.inf, 2) == pytest.approx(4)  # two workers' connections at the server's link
+    assert step_s(1, math.inf) == pytest.approx(3)  # a single one at each worker's
+    assert step_s(1, math.inf, 2) == pytest.approx(4)  # two servers' at each worker's
+
+
 def test_the_slowest_of_more_ranks_is_slower() -> None:
     load = workload(relative_steps=(0.95, 1.0, 1.0, 1.02, 1.3))
     fast = HostLink(math.inf)

@@ -1,5 +1,6 @@
 """What was predicted is kept, and scored once by each run that it was for."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -114,14 +115,22 @@ def test_hosts_are_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> No
         (4, None, None): None,
         (4, "3", "2"): None,  # 3 and 1
         (4, "two", "2"): None,
+        (4, "3", "2", "3,1"): [3, 1],  # paceline run knows
+        (6, "1", "3", "2,1,3"): [2, 1, 3],
+        (4, "2", "2", "3,2"): [2, 2],  # of another job
+        (4, "3", "2", "4,"): None,
+        (4, "3", "2", "4,0"): None,
+        (4, "3", "2", "5,-1"): None,
+        (1, "1", None, "3,1"): [1],
     }
-    for (num_ranks, here, hosts), expected in cases.items():
-        for name, value in {"LOCAL_WORLD_SIZE": here, "GROUP_WORLD_SIZE": hosts}.items():
+    names = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "PACELINE_RANKS_OF_HOST")
+    for (num_ranks, *told), expected in cases.items():
+        for name, value in itertools.zip_longest(names, told):
             if value is None:
                 monkeypatch.delenv(name, raising=False)
             else:
                 monkeypatch.setenv(name, value)
-        assert workload_recording._ranks_of_host(num_ranks) == expected, (num_ranks, here, hosts)
+        assert workload_recording._ranks_of_host(num_ranks) == expected, (num_ranks, told)
 
 
 def test_the_command_says_what_scores_nothing(

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from paceline.comm import TOKEN
 from paceline.launch.machines import MachineRendezvous
+from paceline.observe.workload_recording import RANKS_OF_HOST
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048
@@ -132,10 +133,12 @@ class _Listening:
                     path.unlink()
 
     def _meet(self, store: dist.Store, is_server: bool) -> None:
-        """Compare the machines, in the first store of the launch."""
+        """Compare the machines, in the first store of the launch; the ranks are told how many each one has."""
         rendezvous, self._rendezvous = self._rendezvous, None
         if rendezvous is not None:
-            rendezvous.hold(store, is_server, self._note)
+            cards = rendezvous.hold(store, is_server, self._note)
+            if len(cards) == self._num_machines:  # else ranks do not know: some may still come
+                os.environ[RANKS_OF_HOST] = ",".join(str(card.num_ranks) for card in cards)
 
     def _place(self, host_name: str) -> str | None:
         """The address to listen on; None for every one."""

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 NUM_WARM_UP = 2
 FORMAT, VERSION = "paceline trace", 1  # as planning.recorded_workload reads it
+RANKS_OF_HOST = "PACELINE_RANKS_OF_HOST"
+"""Environment variable: the ranks of each host of the job, `4,2`, in any order. `paceline run --nnodes` sets it."""
 
 
 def record_workload(
@@ -255,9 +257,12 @@ def _ranks_of_host(num_ranks: int) -> list[int] | None:
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     if num_ranks == 1 or here == str(num_ranks):
         return [num_ranks]
+    told = os.environ.get(RANKS_OF_HOST, "").split(",")
+    if all(words.isdecimal() and int(words) for words in told) and sum(map(int, told)) == num_ranks:
+        return list(map(int, told))
     hosts = os.environ.get("GROUP_WORLD_SIZE", "")  # torchrun's: its agents, one a host
     if not (here.isdecimal() and hosts.isdecimal()) or int(here) * int(hosts) != num_ranks:
-        return None  # also hosts of unequal numbers, of which a rank knows its own only
+        return None  # also torchrun's hosts of unequal numbers, of which a rank knows its own only
     return [int(here)] * int(hosts)
 
 

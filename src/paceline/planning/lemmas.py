@@ -135,13 +135,13 @@ def compare_servers(
 def _fewest_simulated(
     workload: Workload, cluster: Cluster, plan: Plan, rate: float, *, duplex: bool
 ) -> int | None:
-    """By bisection: more servers never make a step longer."""
+    """By bisection: with more servers only the pieces of a large bucket get larger, up to the bucket."""
 
     def step_s(number: int, bytes_per_s: float) -> float:
         servers = Servers(number, bytes_per_s, duplex)
         return simulate(workload, cluster, replace(plan, servers=servers)).step_s
 
-    enough_s = step_s(1, math.inf) * (1 + _HIDDEN)
+    enough_s = step_s(_MOST_SERVERS, math.inf) * (1 + _HIDDEN)
     if step_s(_MOST_SERVERS, rate) > enough_s:
         return None
     low, high = 0, _MOST_SERVERS

@@ -23,10 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
-from paceline.planning.collective_time import CollectiveCost, costs_of
+from paceline.planning.collective_time import CollectiveCost, Servers, costs_of
 from paceline.planning.hardware import Cluster
 from paceline.planning.recorded_workload import Workload
-from paceline.planning.replay import Replay, Wire, by_priority, in_one_lane, replay
+from paceline.planning.replay import Replay, Wire, by_priority, replay
+from paceline.planning.server_traffic import Load, pulled
 from paceline.planning.step_time import BucketLoad
 from paceline.planning.training_plan import Plan, cut_buckets
 
@@ -189,12 +190,19 @@ class _Simulator:
         if self.plan.servers is None:
             lanes = self.plan.num_groups
             return replay(ready_s, wires, computed_s, launch_s, finish_s, num_lanes=lanes)
-        halves = [Wire(wire.fixed_s / 2, wire.link_s / 2, wire.alone_s / 2) for wire in wires]
         if not self.plan.servers.duplex:
             return replay(ready_s, wires, computed_s, launch_s, finish_s)
-        pushed_s = in_one_lane(ready_s, halves)
-        pulled_s = in_one_lane(pushed_s, halves)
+        pulled_s = self._streamed(self.plan.servers, ready_s, wires)
         return Replay(computed_s, tuple(pulled_s), max([computed_s, *pulled_s]))
+
+    def _streamed(self, servers: Servers, ready_s: Sequence[float], wires: Sequence[Wire]) -> list[float]:
+        """When each bucket is pulled."""
+        loads = [
+            Load(ready, wire.alone_s / 2, servers.num_pieces(bucket.size_bytes * self.plan.payload_ratio))
+            for ready, bucket, wire in zip(ready_s, self.buckets, wires, strict=True)
+        ]
+        latency_s = max((wire.fixed_s / 2 for wire in wires), default=0.0)
+        return pulled(loads, latency_s, servers.two_way_ratio_on(self.cluster))
 
     def _wires(self, *, stalls: bool = True) -> list[Wire]:
         if self.plan.servers is not None:

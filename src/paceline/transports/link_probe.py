@@ -53,8 +53,17 @@ def find_links(
     return probe(transport, topology, timeout_s)
 
 
-def probe(transport: Transport, topology: Topology, timeout_s: float) -> Links:
-    """Measure; contract as of `find_links`."""
+def probe(
+    transport: Transport, topology: Topology, timeout_s: float, long_enough_s: float = _LONG_ENOUGH_S
+) -> Links:
+    """Measure; contract as of `find_links`.
+
+    Args:
+        transport: Between all ranks.
+        topology: Where they are.
+        timeout_s: For one exchange.
+        long_enough_s: No larger message is tried than the first that takes so long, or 4 MiB.
+    """
     hosts = topology.ranks_of_host
     host = topology.host_of_rank[transport.rank]
     mine = hosts[host]
@@ -63,11 +72,11 @@ def probe(transport: Transport, topology: Topology, timeout_s: float) -> Links:
     within = between = None
     if largest > 1:
         neighbours = (mine[(index + 1) % len(mine)], mine[index - 1]) if len(mine) > 1 else None
-        within = _Measurement(transport, neighbours, largest, timeout_s).link()
+        within = _Measurement(transport, neighbours, largest, timeout_s, long_enough_s).link()
     if len(hosts) > 1:
         following, preceding = hosts[(host + 1) % len(hosts)], hosts[host - 1]
         neighbours = (following[index], preceding[index]) if index < smallest else None
-        between = _Measurement(transport, neighbours, smallest, timeout_s).link()
+        between = _Measurement(transport, neighbours, smallest, timeout_s, long_enough_s).link()
     (fold_s_per_byte,) = _median_over_ranks(transport, [_fold_s_per_byte()], timeout_s)
     # A kind of link that does not exist here is never priced.
     return Links(within or between or _NOWHERE, between or within or _NOWHERE, fold_s_per_byte)
@@ -86,6 +95,7 @@ class _Measurement:
     num_sharing: int
     """Ranks of a host that send at once."""
     timeout_s: float
+    long_enough_s: float
 
     def link(self) -> Link:
         one = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
@@ -106,7 +116,7 @@ class _Measurement:
                 self.transport, [self._median_s([large], _NUM_LARGE)], self.timeout_s
             )
             rate = size * self.num_sharing / max(large_s - alone_s, 1e-9)
-            if large_s - alone_s > _LONG_ENOUGH_S:
+            if large_s - alone_s > self.long_enough_s:
                 break
         return Link(alone_s, rate, max(together_s - alone_s, 0.0) / (_NUM_TOGETHER - 1))
 

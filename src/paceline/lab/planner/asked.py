@@ -1,13 +1,15 @@
-"""`Asked`: what the command line of `paceline plan` says, checked; what it leaves out is assumed, and said."""
+"""`Asked`: what the command line of `paceline plan` says, checked; what it leaves out is measured or assumed."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.errors import ConfigurationError
 from paceline.lab.emulation import quantities
+from paceline.lab.planner.links_here import LinkHere
 from paceline.lab.planner.script_recording import DEFAULT_STEPS
 from paceline.lab.planner.source import is_script, workload_of
 from paceline.planning import Cluster, HostLink, Plan, Servers, Workload
@@ -23,7 +25,7 @@ _MESSAGE_S = 5e-6  # of a further message in a round
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says; None: not said, so `ASSUMED`.
+    """What the command line says; None: not said, so measured on the hosts that it runs on, or `ASSUMED`.
 
     Attributes:
         source: A script, a file with a workload, a trace or a profile, or the name of a shipped workload.
@@ -44,6 +46,7 @@ class Asked:
         batch: Samples a device and forward; None: as recorded.
         epoch_samples: None: epochs are not asked for.
         price: Of a device and hour.
+        link_here: Measured between the hosts that it runs on; None: they are one.
     """
 
     source: str
@@ -64,6 +67,7 @@ class Asked:
     batch: int | None = None
     epoch_samples: int | None = None
     price: float | None = None
+    link_here: LinkHere | None = None
 
     def __post_init__(self) -> None:
         if self.to < 1:
@@ -107,14 +111,13 @@ class Asked:
 
     def cluster(self, num_ranks: int) -> Cluster:
         """The cluster of so many devices."""
-        link = HostLink(
-            self._rate("rate"),
-            quantities.seconds(self.latency or ASSUMED["latency"], "--latency"),
-            0.0 if self.loss is None else quantities.percentage(self.loss, "--loss"),
-            _MESSAGE_S,
-        )
+        latency_s, message_s = self._latency_s()
+        loss_ratio = 0.0 if self.loss is None else quantities.percentage(self.loss, "--loss")
+        link = HostLink(self._link_bytes_per_s(), latency_s, loss_ratio, message_s)
         within = Link(5e-6, self._rate("within"))
-        per_host = self.ranks_per_host or _RANKS_PER_HOST
+        per_host = self.ranks_per_host or (
+            _RANKS_PER_HOST if self.link_here is None else self.link_here.ranks_per_host
+        )
         made = Cluster.of_equal_hosts(num_ranks, link, per_host, within)
         return dataclasses.replace(made, collective_s=_COLLECTIVE_S)
 
@@ -124,7 +127,7 @@ class Asked:
         caps: tuple[float, ...] = DEFAULT_CAPS_BYTES if cap is None else (cap * MEBIBYTE,)
         servers = None
         if self.servers:
-            rate = self._rate("rate") if self.server_rate is None else self._rate("server_rate")
+            rate = self._link_bytes_per_s() if self.server_rate is None else self._rate("server_rate")
             servers = Servers(self.servers, rate)
         return Plan(
             caps,
@@ -133,6 +136,17 @@ class Asked:
             sync_every=recorded_micro_steps if self.sync_every is None else self.sync_every,
             servers=servers,
         )
+
+    def _link_bytes_per_s(self) -> float:
+        if self.rate is None and self.link_here is not None:
+            return self.link_here.bytes_per_s
+        return self._rate("rate")
+
+    def _latency_s(self) -> tuple[float, float]:
+        """Of a round between hosts, and of a further message in it."""
+        if self.latency is None and self.link_here is not None:
+            return self.link_here.latency_s, self.link_here.message_s
+        return quantities.seconds(self.latency or ASSUMED["latency"], "--latency"), _MESSAGE_S
 
     def _rate(self, name: str) -> float:
         text = getattr(self, name) or ASSUMED[name]
@@ -145,10 +159,43 @@ class Asked:
 
     def assumptions(self, recorded_micro_steps: int = 1) -> str:
         """What nobody said, in words; empty if everything was."""
-        missing = {name: value for name, value in ASSUMED.items() if getattr(self, name) is None}
+        missing = {name: ASSUMED[name] for name in ASSUMED if self.origin(name) == "assumed"}
         if recorded_micro_steps > 1 and self.sync_every is None:
             missing["sync_every"] = f"{recorded_micro_steps} (as recorded)"
         return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in missing.items())
+
+    def origin(self, name: str) -> str:
+        """Where a figure of `ASSUMED` comes from: "given", "measured" or "assumed"."""
+        if getattr(self, name) is not None:
+            return "given"
+        return "assumed" if self.link_here is None or name == "within" else "measured"
+
+    def links(self) -> dict[str, Any]:
+        """The figures of the link between hosts, with where each comes from; bytes a second, and seconds."""
+        return {
+            "rate": {"bytes_per_s": self._link_bytes_per_s(), "from": self.origin("rate")},
+            "latency": {"s": self._latency_s()[0], "from": self.origin("latency")},
+            "within": {"bytes_per_s": self._rate("within"), "from": self.origin("within")},
+            "measured": None if self.link_here is None else dataclasses.asdict(self.link_here),
+        }
+
+    def link_words(self) -> str:
+        """The same in one line."""
+        rate = quantities.show_rate(8 * self._link_bytes_per_s())
+        words = (
+            f"link between hosts: {rate} ({self.origin('rate')}), {quantities.show_seconds(self._latency_s()[0])} a "
+            f"round ({self.origin('latency')})"
+        )
+        here = self.link_here
+        if here is not None:
+            shared = ", which share a machine, with what that costs" if here.on_one_machine else ""
+            return (
+                f"{words}; measured over TCP between the {here.num_hosts} hosts here{shared}: "
+                f"{quantities.show_rate(8 * here.bytes_per_s)}, {quantities.show_seconds(here.latency_s)} a round"
+            )
+        if "assumed" in (self.origin("rate"), self.origin("latency")):
+            words += "; this is one host, which has no such link to measure (see docs/guide/plan.md#on-several-hosts)"
+        return words
 
     def workload(self) -> Workload:
         """Load or record it."""

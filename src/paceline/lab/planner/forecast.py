@@ -19,6 +19,7 @@ from paceline.lab.planner.forecast_report import (
     title,
     what_would_help,
 )
+from paceline.lab.planner.links_here import is_one_of_several, measure_link
 from paceline.lab.planner.scoring import PREDICTIONS
 from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.publication import ReportFolder
@@ -34,10 +35,19 @@ _NAME = "plan"
 def forecast(asked: Asked, folder: Path, *, as_json: bool) -> None:
     """Predict, show, draw, and keep.
 
+    Contract:
+        Where a launcher has started several ranks: collective until the link between their hosts is measured; then
+        rank 0 goes on, and the others return.
+
     Raises:
         ConfigurationError: Something asked for is not possible.
     """
     report = ReportFolder.prepare(folder)
+    if is_one_of_several():
+        rank, link_here = measure_link()
+        if rank:
+            return  # it was needed for that alone
+        asked = dataclasses.replace(asked, link_here=link_here)
     workload = asked.workload()
     plan = asked.plan(workload.num_micro_steps)
     question = Question(
@@ -58,6 +68,7 @@ def forecast(asked: Asked, folder: Path, *, as_json: bool) -> None:
     console.print(predicted_table(question, answer))
     for note in (
         *what_would_help(answer),
+        asked.link_words(),
         *notes(question, asked.assumptions(workload.num_micro_steps)),
         *(lemmas.words() if lemmas else []),
     ):
@@ -93,6 +104,7 @@ def _record(asked: Asked, question: Question, answer: Answer, lemmas: _Lemmas | 
         "sentence": sentence(question, answer),
         "asked": dataclasses.asdict(asked),
         "assumed": asked.assumptions(question.workload.num_micro_steps),
+        "links": asked.links(),
         "workload": question.workload.source,
         "gradient_bytes": question.workload.gradient_bytes,
         "plan": question.plan.describe(),

@@ -12,6 +12,7 @@ from statistics import median
 from rich.console import Console
 
 from paceline.lab.report.terminal import table
+from paceline.planning import Cluster, HostLink
 from paceline.planning.measured_steps import MeasuredSteps, measured_steps
 from paceline.planning.predictions import Outcome, keep, scored_pairs, scores
 
@@ -71,7 +72,13 @@ def _unscored(run: MeasuredSteps) -> str:
     option = ""
     if run.ranks_of_host is not None and run.num_ranks > 1:
         words += f", {', '.join(map(str, run.ranks_of_host))} a host,"
-        option = f" --ranks-per-host {max(run.ranks_of_host)}"
+        most = max(run.ranks_of_host)
+        option = f" --ranks-per-host {most}"
+        like_it = Cluster.of_equal_hosts(run.num_ranks, HostLink(1.0), most).ranks_of_host
+        if sorted(like_it) != sorted(run.ranks_of_host):
+            return (
+                f"{words} was not predicted before: --ranks-per-host asks about full hosts, but for the last"
+            )
     if run.num_micro_steps > 1:
         words += f" in steps of {run.num_micro_steps} micro-steps"
         option += f" --sync-every {run.num_micro_steps}"

@@ -17,6 +17,7 @@ from paceline.launch.keeper import MARK
 from paceline.planning import Workload
 
 DEFAULT_STEPS = 20
+_OF_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
 class RecordingError(PacelineError, RuntimeError):
@@ -97,5 +98,7 @@ def _one_rank() -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    # A launcher's, if this runs as a rank: with torchrun's the script would look for the agent's store.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return {**os.environ, **rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**outside, **rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
