@@ -6,10 +6,13 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
-from paceline.servers.link import Link, Rank
-from running_servers import as_processes
+from paceline.errors import PeerLostError
+from paceline.servers.link import Answers, Link, Rank
+from paceline.servers.wire import DType, Frame, Kind
+from running_servers import as_processes, in_threads
 
 TIMEOUT_S = {signal.SIGKILL: 60.0, signal.SIGSTOP: 3.0}  # who is killed is named long before
 # A rank that pushes to all servers, in turn with the others; its own doing, or the test's, ends it.
@@ -86,6 +89,23 @@ def test_all_are_told_who_is_lost(victim, number):
                 words
             )  # neither the timeout of the killed nor the patience at the start
         assert [server.poll() for server in servers if server is not servers[1]] == [None], "servers go on"
+
+
+def test_who_is_told_of_a_loss_is_not_blamed_for_leaving():
+    """One server misses rank 1; another, which does not yet, hears of it from the rank that was told and leaves."""
+    values = np.ones(4, np.float32)
+    with in_threads(2) as addresses:
+        patient = Link(addresses[1:], Rank(2, 3, "session", 60.0, ""))
+        told = Link(addresses, Rank(0, 3, "session", 0.5, ""))
+        awaited = []
+        for link, num_servers in ((patient, 1), (told, 2)):
+            awaited.append(Answers(num_servers))
+            for server in range(num_servers):
+                link.ask(server, Frame(Kind.PUSH, 0, 0, DType.FLOAT32, (values,)), awaited[-1])
+        for answers in awaited[::-1]:
+            with pytest.raises(PeerLostError, match="rank 1 has never connected") as error:
+                answers.wait()
+            assert error.value.peer == 1
 
 
 def test_a_link_may_be_closed_by_whoever_holds_its_lock():

@@ -3,7 +3,8 @@
 Rules
 1. Requests to one server keep their order; those to different servers are under way at the same time.
 2. Whatever goes wrong ends the link: every answer that is awaited, and everything asked later, raises the same.
-3. A rank that has lost a server tells the others, which tell all ranks: else they would blame the rank, which leaves.
+3. A rank that has lost a server, or is told by one of a lost rank, tells the other servers, which tell all ranks: else
+   they would blame the rank, which leaves.
 """
 
 from __future__ import annotations
@@ -256,7 +257,7 @@ class Link:
                 self._look_at_the_time()
         except PacelineError as error:
             self._end(error)
-            if isinstance(error, ServerLostError):
+            if isinstance(error, PeerLostError):
                 self._tell(error)
         except Exception as error:  # noqa: BLE001  whatever it is, nobody may wait for ever
             self._end(ProtocolError(f"the connections to the parameter servers broke: {error!r}"))
@@ -339,9 +340,10 @@ class Link:
         for each in asked:
             each.answers.note(error)
 
-    def _tell(self, error: ServerLostError) -> None:
+    def _tell(self, error: PeerLostError) -> None:
         """Rule 3, as far as the other servers listen."""
-        words = {"kind": "server", "rank": self._who.rank, "words": str(error)}
+        kind = "server" if isinstance(error, ServerLostError) else "lost"
+        words = {"kind": kind, "rank": error.peer, "words": str(error)}
         until_s = time.monotonic() + _FAREWELL_S
         for server in self._servers:
             server.connection.queue(Frame(Kind.FAILED, body=(pack(words),)))

@@ -151,9 +151,11 @@ class Session:
             return [(rank, Frame(Kind.FETCH, frame.number, body=(pack_state(words), *state)))]
         elif frame.kind is Kind.BYE:
             return self.leave(rank, "left: its program ended, or dropped the model, while others went on")
-        elif frame.kind is Kind.FAILED:  # it has lost another server
+        elif frame.kind is Kind.FAILED:
             words = unpack(body)
-            return self._fail("server", rank, f"{words.get('words')} (rank {rank} says so)")
+            lost, said = words.get("rank"), f"{words.get('words')} (rank {rank} says so)"
+            kind, about = ("lost", lost) if isinstance(lost, int) else ("server", rank)
+            return self._fail(kind, about, said)
         else:
             raise ProtocolError(f"a server does not take a frame of kind {frame.kind.name}")
         return []

@@ -29,7 +29,7 @@ class Kind(IntEnum):
     BEGIN = 5  # words: a step begins, and whether the one before was used
     PARAMETERS = 6  # keys, then their values
     LOAD = 7  # words, then state
-    FAILED = 8  # words: from a server, the session is over; from a rank, it has lost another server
+    FAILED = 8  # words: from a server, the session is over; from a rank, it has lost a server, or been told of a rank
     BYE = 9  # from a rank that ends well
     JOIN = 10  # words: where a rank's datagrams come from; the answer, once all have joined: where the server's do
     SUM = 11  # words: a sum by datagrams; the answer, once it is done: nothing
