@@ -24,8 +24,8 @@ help:
 # setuptools first and no build isolation: so the build itself is pinned as well.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
 	  --no-build-isolation -e '.[all,dev,docs]'
 	@touch $(STAMP)
 
@@ -49,7 +49,7 @@ test-quick: $(STAMP)
 # Not what we pin but what a user gets today; red here means that a release of theirs has changed something.
 test-newest:
 	$(PYTHON) -m venv $(VENV)-newest
-	$(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	$(VENV)-newest/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --upgrade \
 	  $$(grep ^torch== constraints.txt) -e '.[all]' pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis pyyaml accelerate pytorch-lightning transformers
 	$(VENV)-newest/bin/python -m pytest tests/integrations $(ARGS)
 
