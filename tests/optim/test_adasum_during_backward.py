@@ -364,6 +364,8 @@ class Mean(torch.autograd.Function):
 
 def communicate_in_backward(rank, num_ranks, backend):
     group = dist.new_group([0, 1], backend=backend)
+    if rank == 0:  # it is in one group more than rank 1, and torch names some groups by that number
+        dist.new_group([0], backend="gloo", use_local_synchronization=True)
     if rank > 1:
         return None
     (model, twin), (during, after) = twins(Branches, OPTIMIZERS["momentum"], group)

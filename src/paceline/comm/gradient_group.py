@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import BACKEND_NAME
+from paceline.comm.collectives import launch_maximum
 from paceline.errors import ConfigurationError
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -140,7 +141,22 @@ def group_for_pieces(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def _with_the_same_ranks(group: dist.ProcessGroup, timeout: timedelta, backend: str) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     is_part = len(ranks) < dist.get_world_size()
+    if is_part:
+        _open_equally_many(group)
     made: dist.ProcessGroup = dist.new_group(
         ranks, timeout=timeout, backend=backend, use_local_synchronization=is_part
     )
     return made
+
+
+def _open_equally_many(group: dist.ProcessGroup) -> None:
+    """Let all ranks of `group` have the same number of groups, by groups of one rank. Collective over `group`.
+
+    Without the whole job torch names a new group after its ranks and the number of groups that a rank has. Where those
+    differ, as ranks are in different groups, each would wait for others under a name of its own until the timeout.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    most = torch.tensor([len(names)])
+    launch_maximum(most, group).wait()
+    while len(names) < most.item():
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
