@@ -55,6 +55,7 @@ def hold(*coming, store=None, quiet_s=0.0):
         return list(threads.map(one, range(len(coming)), coming)), notes
 
 
+@pytest.mark.clock  # the note comes from another thread
 def test_machines_that_fit_learn_of_each_other():
     """Those of another launch in the same store do not count."""
     store = dist.HashStore()
