@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest import mock
@@ -13,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.comm import TOKEN
+from paceline.comm.sealed_store import SealedStore
 from paceline.errors import ConfigurationError
 from paceline.launch import machines, parse
 from paceline.launch.machines import Card, MachineRendezvous, MachinesDifferError
@@ -101,6 +103,23 @@ def test_machines_of_one_name_are_told_apart():
 def test_one_number_given_twice():
     found, _ = hold(machine("a", node_rank=0), machine("b", node_rank=1), machine("c", node_rank=1))
     assert all("b and c were both given --node-rank 1" in words for words in found), found
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1), (2, 1, 0), (1, 2, 0)])
+def test_cards_are_told_apart_by_number_whichever_is_written_first(order):
+    """A machine takes its number, then writes its card: the next may be quicker at that."""
+    coming = [machine(name, node_rank=rank) for name, rank in (("a", 0), ("b", 1), ("c", 1))]
+    store, words = dist.HashStore(), []
+    reader = ThreadPoolExecutor(1)
+    _inside(store).add("machines", 3)
+    watches = replace(machine("d"), num_machines=4)
+    with mock.patch.object(machines, "_PAUSE_S", 0.0), mock.patch.object(machines, "_LINGER_S", 0.0), reader:
+        waiting = reader.submit(watches.hold, store, is_server=False, note=words.append)
+        for number in order:
+            SealedStore(_inside(store), "machines").set(f"machine {number}", coming[number].card.encode())
+            time.sleep(0.02)  # so that it is read before the next is written
+        with pytest.raises(MachinesDifferError, match="b and c were both given --node-rank 1"):
+            waiting.result()
 
 
 def test_a_machine_too_many_and_one_that_comes_back():

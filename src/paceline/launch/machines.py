@@ -141,7 +141,7 @@ class MachineRendezvous:
             self._linger(store, is_server)
             raise
         store.add(_HEARD, 1)
-        return [cards[i] for i in sorted(cards)]
+        return list(_told_apart(cards).values())
 
     def _gather(
         self,
@@ -159,12 +159,8 @@ class MachineRendezvous:
                     continue
                 card = Card.decode(sealed.get(_key(other)))
                 if card is not None:
-                    if any(
-                        each.name == card.name for each in cards.values()
-                    ):  # two containers, or two shells
-                        card = replace(card, name=f"{card.name} (number {other + 1} to come)")
                     cards[other] = card
-                    self._compare(cards, other, note)
+                    self._compare(_told_apart(cards), other, note)
                 elif other == 0:
                     raise MachinesDifferError(self._other_token())
                 elif other not in strangers:
@@ -213,7 +209,7 @@ class MachineRendezvous:
                     and card.node_rank is not None
                     and cards[other].node_rank == card.node_rank
                 ):
-                    raise MachinesDifferError(self._same_number(cards[other], card))
+                    raise MachinesDifferError(self._same_number(*(cards[i] for i in sorted((other, number)))))
             if card.arguments != first.arguments and self.card.name == first.name:
                 note(
                     f"{card.name} gives the script other arguments than {first.name}: {' '.join(card.arguments)!r}"
@@ -263,8 +259,22 @@ def _key(number: int) -> str:
     return f"machine {number}"
 
 
+def _told_apart(cards: Mapping[int, Card]) -> dict[int, Card]:
+    """In the order in which the machines came, whichever card was read first; a name that came before gets a number."""
+    apart: dict[int, Card] = {}
+    names: set[str] = set()
+    for number in sorted(cards):
+        card = cards[number]
+        # Two containers, or two shells of one machine.
+        apart[number] = (
+            replace(card, name=f"{card.name} (number {number + 1} to come)") if card.name in names else card
+        )
+        names.add(card.name)
+    return apart
+
+
 def _names(cards: Mapping[int, Card]) -> str:
-    return ", ".join(f"{cards[i].name} ({cards[i].num_ranks} rank(s))" for i in sorted(cards))
+    return ", ".join(f"{card.name} ({card.num_ranks} rank(s))" for card in _told_apart(cards).values())
 
 
 def _script(args: argparse.Namespace) -> str:
