@@ -75,7 +75,7 @@ def main() -> None:
     request = marshal.dumps(
         {"name": name, "words": words, "cwd": os.getcwd(), "env": dict(os.environ), "files": numbers}
     )
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # or a signal's byte would be taken for one of the request
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # or its byte would be taken for one of the request
     for passed in PASSED_ON:
         if signal.getsignal(passed) != signal.SIG_IGN:
             signal.signal(passed, lambda received, _: pass_on(server, received))

@@ -44,7 +44,8 @@ def hold(*coming, store=None, quiet_s=0.0, each_waits=False, notes=None):
 
     def one(number, rendezvous):
         come.wait()
-        while _inside(store).add("machines", 0) < number or (each_waits and len(notes) < number):  # in this order
+        num_told = number if each_waits else 0
+        while _inside(store).add("machines", 0) < number or len(notes) < num_told:  # in this order
             time.sleep(0.001)
         try:
             return [card.name for card in rendezvous.hold(store, is_server=number == 0, note=notes.append)]
