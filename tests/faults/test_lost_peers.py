@@ -12,7 +12,7 @@ from ranks import Ranks
 
 GROUP_TIMEOUT_S = 60.0  # who is dead is named long before
 STOPPED_TIMEOUT_S = 6.0  # that passes where the other is not dead
-DEADLINE_S = 50.0
+DEADLINE_S = 100.0
 
 
 def batch(seed, *parts):

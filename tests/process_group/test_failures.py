@@ -263,6 +263,6 @@ def test_nothing_is_left_when_every_rank_is_killed(tmp_path):
     assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
     for rank in range(2):
         rows = [line.split(maxsplit=5) for line in (tmp_path / f"maps{rank}").read_text().splitlines()]
-        shared = {row[5] for row in rows if len(row) == 6 and row[1].endswith("s")}
+        shared = {row[5] for row in rows if len(row) == 6 and row[1] == "rw-s"}
         assert any(name.startswith("/memfd:paceline") for name in shared)
         assert not [name for name in shared if Path(name).exists()]
