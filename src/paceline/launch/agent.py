@@ -163,7 +163,7 @@ def _quieten_torch() -> None:
         return
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed"):
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+            logging.getLogger(name).disabled = True  # a level would empty every logger's cache, for 50 ms in all
 
 
 def _kept_logs(arguments: LaunchArguments, note: Callable[[str], None]) -> str | None:
