@@ -109,6 +109,7 @@ sys.stdout.write(f"listening on {sorted(listening)} master {os.environ['MASTER_A
         [],
         ["--standalone"],
         ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+        ["--rdzv-backend=static", "--master-addr=127.0.0.1", "--master-port=0"],
         ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--nnodes=1:2", "--local-addr=127.0.0.1"],
     ],
     ids=" ".join,
