@@ -58,6 +58,14 @@ def become_a_real_one(name: str, words: list[str]) -> None:
     os.execv(real, [real, *(["-m", MODULES[name]] if name in MODULES else []), *words])
 
 
+def pass_on(server: socket.socket, received: int) -> None:
+    """Let the fork have a signal; it may have ended meanwhile."""
+    try:
+        server.sendall(bytes([received]))
+    except OSError:  # the answer, which says how it ended, is on its way
+        return
+
+
 def main() -> None:
     """Send the command line and the open files, pass signals on, end as the fork does."""
     name, words = os.path.basename(sys.argv[0]), without_byte_code(sys.argv[1:])
@@ -72,12 +80,14 @@ def main() -> None:
     request = marshal.dumps(
         {"name": name, "words": words, "cwd": os.getcwd(), "env": dict(os.environ), "files": numbers}
     )
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # or its byte would be taken for one of the request
     for passed in PASSED_ON:
         if signal.getsignal(passed) != signal.SIG_IGN:
-            signal.signal(passed, lambda received, _: server.sendall(bytes([received])))
+            signal.signal(passed, lambda received, _: pass_on(server, received))
     files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers).tobytes())]
     server.sendmsg([len(request).to_bytes(4, "big")], files)
     server.sendall(request)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     answer = server.recv(2)
     if answer[:1] == b"b":  # begun: the fork has the files, and nobody waits for our closing them
         for fd in numbers[3:]:

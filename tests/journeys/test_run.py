@@ -17,7 +17,7 @@ import torch
 from paceline.cli import main
 from paceline.launch import parse
 from paceline.launch.keeper import marked
-from terminal import REPOSITORY, alive, paceline, run, started
+from terminal import DEADLINE_S, REPOSITORY, alive, paceline, run, started
 
 HELLO = """\
 import os, sys
@@ -96,7 +96,10 @@ if "init" in sys.argv:
     dist.init_process_group("gloo")
 folder, = Path(os.environ["TMPDIR"]).glob("paceline-run-*")  # its name says who launched this
 files = Path(f"/proc/{folder.name.split('.')[1]}/fd")
-inodes = {os.readlink(fd)[8:-1] for fd in files.iterdir() if os.readlink(fd).startswith("socket:")}
+def target(fd):
+    try: return os.readlink(fd)
+    except OSError: return ""  # the launcher has closed it meanwhile
+inodes = {link[8:-1] for link in map(target, files.iterdir()) if link.startswith("socket:")}
 rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
 listening = {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 sys.stdout.write(f"listening on {sorted(listening)} master {os.environ['MASTER_ADDR']}\\n")
@@ -159,7 +162,7 @@ def test_cores_are_shared_among_the_ranks_and_it_says_so(scripts):
     """Where OMP_NUM_THREADS is unset; torchrun would give every rank one thread and a banner."""
     code = "import os; os.environ.pop('OMP_NUM_THREADS'); from paceline.cli import main; main()"
     with started(["python", "-c", code, "run", "--nproc-per-node", "2", "hello.py"], scripts) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=DEADLINE_S)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert f"on {threads}\n" in out
     assert err.startswith(f"paceline run: OMP_NUM_THREADS is not set; each rank gets {threads} ")
@@ -322,7 +325,8 @@ def test_what_a_killed_launch_left_goes_with_the_next(scripts):
         assert _temporary_files(scripts) == [left]  # its owner lives
         keepers = [int(p.name) for p in Path("/proc").glob("[0-9]*") if launch_id in _command(p)]
         for number in [*keepers, int(pid), *marked(launch_id)]:
-            os.kill(number, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended because of another's end
+                os.kill(number, signal.SIGKILL)
         process.wait()
     elsewhere = f"paceline-run-{int(namespace) + 1}.{pid}.1.{launch_id}"
     (scripts / "tmp" / elsewhere).mkdir()
