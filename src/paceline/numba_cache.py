@@ -11,16 +11,19 @@ Rules
 4. Within a process numba's own lock comes first, so only one thread waits or compiles.
 5. Who stores holds one more lock, of the function: numba picks the next free file by an index that it reads before and
    writes after, so two processes would store for different types in one file.
-6. A process that is stopped while it compiles is not waited for beyond `_AT_MOST_S`, once.
+6. Nothing looks for garbage while numba compiles: it makes some million objects that last until the function is done,
+   and each look passes through all that torch and others have imported. That was a fifth of the compiler's time.
+7. A process that is stopped while it compiles is not waited for beyond `_AT_MOST_S`, once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,6 +46,18 @@ def keep(function: Any, stamp: Stamp) -> None:
         _OneProcess(function)
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's cyclic garbage collector is off; what others turned off stays off."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class _OneProcess:
     """Stands between a function made by numba and its stored code: holds a lock from a miss to the end of compiling."""
 
@@ -62,7 +77,7 @@ class _OneProcess:
 
     def compile(self, signature: Any) -> Any:
         """Load or compile; afterwards the lock is free, whatever happened."""
-        with self._threads:
+        with self._threads, _no_collection():
             try:
                 return self._compile(signature)
             finally:
