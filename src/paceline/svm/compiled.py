@@ -42,14 +42,18 @@ _SOURCES = stamp_of(
 )
 
 
-def compiled(function: _F) -> _F:
+def compiled(function: _F, meanwhile: Callable[[Any], Any] | None = None) -> _F:
     """Compile when first called from Python, and keep the code on disk.
 
     References are not counted, so nothing can be allocated: counting takes two atomic operations a slice, and several
     times as long to compile. numba compiles some functions of its own so; its users' manual does not name the option.
+
+    Args:
+        function: To compile.
+        meanwhile: As in `numba_cache.keep`.
     """
     made = linked_code.entry(function, _OPTIONS)
-    keep(made, _SOURCES)
+    keep(made, _SOURCES, meanwhile)
     return cast("_F", made)
 
 

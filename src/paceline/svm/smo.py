@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.svm.compiled import FAR, LANES, compiled, inner
 from paceline.svm.kernel_rows import RowStore, Source, fetch
+from paceline.svm.next_compiled import compile_next
 
 _LEAST_CURVATURE = 1e-12
 _f64 = np.float64
@@ -149,7 +150,7 @@ def _solve(
         num_values += fetch(source, store, missing)
 
 
-solve = compiled(_solve)
+solve = compiled(_solve, meanwhile=compile_next)
 solve_inside = inner(_solve)  # for compiled code
 
 
