@@ -75,10 +75,8 @@ def _in_a_fork(work: Callable[[Any], Any], signature: Any) -> None:
     """Begin `work` in a fork of this process, which says nothing; not at all where there is one core only."""
     if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of other threads: the fork takes no lock of theirs
+    with warnings.catch_warnings():  # of other threads, which the fork has not: it waits for none of them
+        warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if process:
         threading.Thread(target=os.waitpid, args=(process, 0), daemon=True).start()
