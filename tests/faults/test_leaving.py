@@ -120,14 +120,15 @@ SCRIPT = """
 def run_alone(num_ranks, condition, act, shared, end=""):
     """Start ranks without a launcher, whose store rank 0 hosts; returns what each survivor was told."""
     script = textwrap.dedent(SCRIPT).format(condition=condition, act=act, end=end)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Bound all the while, so that the kernel gives this port to nobody else; with this option a store may listen on it.
+    port_holder = socket.socket()
+    port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port_holder.bind(("127.0.0.1", 0))
     environment = {
         **os.environ,
         "PATH": f"{warm.folder()}{os.pathsep}{os.environ['PATH']}",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(port_holder.getsockname()[1]),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -149,6 +150,7 @@ def run_alone(num_ranks, condition, act, shared, end=""):
     finally:
         for process in processes:
             process.kill()
+        port_holder.close()
     told = {
         rank: line
         for rank, output in enumerate(outputs)
