@@ -20,6 +20,11 @@ MODULES = {"paceline": "paceline", "torchrun": "torch.distributed.run"}
 HARMLESS = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}  # variables
 
 
+def without_byte_code(words: list[str]) -> list[str]:
+    """Without -B, which multiprocessing passes on where PYTHONDONTWRITEBYTECODE is set: a fork has its modules."""
+    return words[1:] if words[:1] == ["-B"] else words
+
+
 def needs_a_real_one(name: str, words: list[str]) -> bool:
     """Whether a fork would not be what is asked for."""
     if name == "python" and (not words or (words[0].startswith("-") and words[0] not in ("-u", "-c", "-m"))):
@@ -63,7 +68,7 @@ def pass_on(server: socket.socket, received: int) -> None:
 
 def main() -> None:
     """Send the command line and the open files, pass signals on, end as the fork does."""
-    name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
+    name, words = os.path.basename(sys.argv[0]), without_byte_code(sys.argv[1:])
     server = socket.socket(socket.AF_UNIX)
     try:
         if needs_a_real_one(name, words):

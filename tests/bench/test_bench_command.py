@@ -140,7 +140,7 @@ def test_mpi_gets_the_sum(tmp_path: Path) -> None:
     assert "alternating launches" in done.out
 
 
-STEP, ALL = ["bench", "step"], ["bench", "allreduce"]
+STEP, ALL = ["bench", "step", "--workload", "tiny"], ["bench", "allreduce"]
 
 
 @pytest.mark.parametrize(

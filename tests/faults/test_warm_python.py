@@ -50,6 +50,7 @@ def test_torch_is_there_at_once_and_processes_that_it_starts_are_warm_too(tmp_pa
     code = "import sys; known = 'torch' in sys.modules; import subprocess as s; print(known, flush=True)\n"
     again = f"s.run([sys.executable, '-c', {code!r}], check=True)"
     assert run(["python", "-c", code + again], cwd=tmp_path).out == "True\nTrue\n"
+    assert run(["python", "-B", "-c", code + again], cwd=tmp_path).out == "True\nTrue\n"
     assert run(["python", "-I", "-c", code], cwd=tmp_path).out == "False\n"
     assert run(["python", "-c", code], cwd=tmp_path, cold=True).out == "False\n"
 

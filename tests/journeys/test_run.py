@@ -270,6 +270,12 @@ def test_a_rank_that_dies_is_named_in_one_paragraph(how, says, scripts):
     assert _temporary_files(scripts) == []
 
 
+def _launcher(folder):
+    """The process itself, not what stands for it (`warm_python.py`): the folder of its launch has its number."""
+    (name,) = _temporary_files(folder)
+    return int(name.split(".")[1])
+
+
 @pytest.mark.parametrize(
     ("received", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
@@ -277,13 +283,10 @@ def test_a_rank_that_dies_is_named_in_one_paragraph(how, says, scripts):
 )
 def test_a_stopped_launcher_leaves_nothing(received, code, scripts):
     """Not even a rank's own child in a session of its own, and not even after SIGKILL."""
-    python = (
-        sys.executable if received == signal.SIGKILL else "python"
-    )  # it must be the launcher that is killed
-    with started([python, "-m", "paceline", "run", "--nproc-per-node", "2", "sleeps.py"], scripts) as process:
+    with started(["paceline", "run", "--nproc-per-node", "2", "sleeps.py"], scripts) as process:
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
         assert len(alive(process)) >= 5  # launcher, two ranks, their two children
-        process.send_signal(received)
+        os.kill(_launcher(scripts), received)
         assert process.wait(timeout=60) == code
         # After SIGKILL the keeper does it, a moment later. Asking again until a deadline is not a sleep to get lucky.
         deadline_s = time.monotonic() + 30
@@ -313,20 +316,18 @@ def test_what_a_killed_launch_left_goes_with_the_next(scripts):
     """Launcher and keeper killed together leave a folder; not taken for it: a launch that runs, another container's."""
     environment = {"TMPDIR": str(scripts / "tmp")}
     (scripts / "tmp").mkdir(exist_ok=True)
-    with started(
-        [sys.executable, "-m", "paceline", "run", "sleeps.py"], scripts, env=environment
-    ) as launcher:
-        assert launcher.stdout.readline() == "ready\n"
+    with started(["paceline", "run", "sleeps.py"], scripts, env=environment) as process:
+        assert process.stdout.readline() == "ready\n"
         (left,) = _temporary_files(scripts)
         namespace, pid, _, launch_id = left.removeprefix("paceline-run-").split(".")
-        assert int(pid) == launcher.pid
+        assert Path(f"/proc/{pid}/ns/pid").readlink().name == f"pid:[{namespace}]"
         assert paceline("run", "hello.py", cwd=scripts).code == 0
         assert _temporary_files(scripts) == [left]  # its owner lives
         keepers = [int(p.name) for p in Path("/proc").glob("[0-9]*") if launch_id in _command(p)]
-        for number in [*keepers, launcher.pid, *marked(launch_id)]:
+        for number in [*keepers, int(pid), *marked(launch_id)]:
             with contextlib.suppress(ProcessLookupError):  # it has ended because of another's end
                 os.kill(number, signal.SIGKILL)
-        launcher.wait()
+        process.wait()
     elsewhere = f"paceline-run-{int(namespace) + 1}.{pid}.1.{launch_id}"
     (scripts / "tmp" / elsewhere).mkdir()
     assert _temporary_files(scripts) == sorted([left, elsewhere])

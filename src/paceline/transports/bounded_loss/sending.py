@@ -12,6 +12,8 @@ Rules
 6. Each port of this rank is a way of its own to a peer, with its own numbers, window and pace; a chunk takes whichever
    has room, so each way carries what it can. What a silent way carries is sent by another one, too, until it is heard
    of again; every way that is not silent says END behind its own chunks.
+7. If all of several ways stay silent, each may still lead there, and answers be lost on their way back: then what is
+   sent says so, and answers come by other ports (`answering`, rule 3).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ _LEAST_TIMEOUT_US = 10_000
 _FIRST_TIMEOUT_US = 40_000
 _MOST_BACKOFF = 5
 _MOST_TIMEOUTS = 12
+_UNHEARD_US = 200_000  # several timeouts: a path that leads there and back is not silent for so long
 _AGAIN_US = 1000
 _ENDED = -1
 _NOTHING = -2
@@ -116,11 +119,16 @@ def transmit(t: Any, words: Any, longs: Any, sizes: Any, ways: Any, now_us: int,
 def _watch(t: Any, peer: int, now_us: int) -> None:
     """Do what is due by the clock: timeouts, grace, signs of life."""
     n, p = t.numbers, t.peers[peer]
-    stuck = 0
+    stuck = silent = 0
+    silent_since = np.int64(0)
     for way in range(peer * n[e.PORTS], (peer + 1) * n[e.PORTS]):
         _watch_way(t, peer, way, now_us)
         w = t.ways[way]
         stuck += w[e.W_BACKOFF] > _MOST_TIMEOUTS and now_us - w[e.W_STUCK_SINCE] > n[e.SILENCE_US]
+        silent += w[e.W_BACKOFF] > 0
+        silent_since = max(silent_since, w[e.W_STUCK_SINCE])
+    is_silent = silent == n[e.PORTS] and silent > 1
+    p[e.P_IS_UNHEARD] = is_silent and now_us - silent_since > _UNHEARD_US
     if stuck == n[e.PORTS] and now_us - p[e.P_HEARD_AT] < n[e.SILENCE_US] // 2:
         n[e.STUCK_PEER] = peer  # it speaks, and nothing that is longer than what it says reaches it
     is_needed = False
@@ -289,7 +297,7 @@ def _write_chunk(
         word,
         kind,
         port,
-        flags,
+        flags | (d.UNHEARD if p[e.P_IS_UNHEARD] else 0),
         n[e.RANK],
         collective,
         number,
