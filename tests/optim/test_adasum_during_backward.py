@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from models import WORKLOADS, Mlp, digest, generator
-from paceline.errors import ConfigurationError
+from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.optim import AdasumOptimizer, adasum_during_backward
 from ranks import pool
 
@@ -186,12 +186,24 @@ def refused(rank, num_ranks):
     assert (digest(list(model.parameters())), state_of(optimizer)) == before
     model.zero_grad()
     loss(3).backward()
+    kind, words = PeerAbortedError, "rank 1 has changed gradients between backward and step"
+    if rank == 1:
+        kind, words = ConfigurationError, "gradients were changed between backward and step"
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(kind, match=words):
+        optimizer.step()
+    assert (digest(list(model.parameters())), state_of(optimizer)) == before
+    model.zero_grad()
+    loss(3).backward()
     optimizer.step()
     return digest(list(model.parameters()))
 
 
 def test_refused():
-    """A second backward, clipping, a closure, a scaler: parameters and state stay, and the next step is right again."""
+    """A second backward, clipping, a closure, a scaler: parameters and state stay, and the next step is right again.
+
+    What one rank clips, all refuse: else parameters would differ from then on.
+    """
     assert len(set(pool(2).run(refused))) == 1
 
 

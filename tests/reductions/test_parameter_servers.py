@@ -230,10 +230,23 @@ def changed_before_step(rank, num_ranks, addresses):
         squares(model(x, True)).backward()
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(served.parameters(), local.parameters(), strict=True))
-    return digest(list(served.parameters()))
+    found = digest(list(served.parameters()))
+    there.zero_grad()
+    squares(served(x, True)).backward()
+    if rank == 0:
+        there.step()
+    else:
+        with torch.no_grad():
+            served.module.scale.add_(0)
+        with pytest.raises(ConfigurationError, match="changed between backward and step"):
+            there.step()
+    with pytest.raises(ConfigurationError, match="another account of the last step than rank"):
+        squares(served(x, True)).backward()
+    return found
 
 
 def test_parameters_that_are_changed_between_backward_and_step():
+    """What all ranks have changed, all refuse; what one has, all hear of in the next backward."""
     with in_threads(2) as addresses:
         outcomes = pool(2).run(changed_before_step, addresses)
     assert outcomes[0] == outcomes[1]

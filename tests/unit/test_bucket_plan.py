@@ -130,19 +130,66 @@ def test_plan_is_torchs_for_one_dtype(num_elements, first_bytes, cap_bytes):
     ],
 )
 def test_default_caps(size_mb, on_cpu, on_one_host, later_cap_mb):
-    """1 MiB first; then 25 MiB as in the paper on an accelerator; less where CPUs have a network between them."""
+    """1 MiB first, then 25 as in the paper on an accelerator; less, from the end, where CPUs have a network between."""
     caps = BucketCaps.default(size_mb * MEBIBYTE, any_on_cpu=on_cpu, on_one_host=on_one_host)
-    assert caps.caps_bytes == (FIRST_BUCKET_BYTES, later_cap_mb * MEBIBYTE)
+    assert caps.from_end == (later_cap_mb < 25)
+    assert caps.caps_bytes == (FIRST_BUCKET_BYTES // (1 + caps.from_end), later_cap_mb * MEBIBYTE)
     assert BucketCaps.from_arguments(None, None) is None
 
 
+@pytest.mark.parametrize(
+    ("size_mb", "num_ranks", "cap_mb"), [(12, 2, 1), (12, 4, 2), (12, 8, 4), (240, 8, 5), (1300, 16, 8)]
+)
+def test_more_ranks_have_larger_buckets_between_hosts(size_mb, num_ranks, cap_mb):
+    """Half a MiB a rank, as a reduction costs twice the rounds among twice the ranks."""
+    caps = BucketCaps.default(size_mb * MEBIBYTE, any_on_cpu=True, on_one_host=False, num_ranks=num_ranks)
+    assert caps.caps_bytes == (MEBIBYTE // 2, cap_mb * MEBIBYTE)
+
+
+def between_hosts(sizes_bytes):
+    """The default buckets of gradients that become ready in this order, on CPUs of several hosts."""
+    specs = [GradientSpec(size, key=None) for size in sizes_bytes]
+    caps = BucketCaps.default(sum(sizes_bytes), any_on_cpu=True, on_one_host=False)
+    return assign_buckets(specs, range(len(specs)), caps)
+
+
 def test_resnet50_on_cpus_of_several_hosts_is_cut_finely():
-    """48 buckets or fewer (a bucket may exceed its cap by one gradient), where the paper has 5."""
-    sizes = [4 * num for num in resnet50_num_elements()]
-    plan = plan_buckets(
-        sizes[::-1], BucketCaps.default(sum(sizes), any_on_cpu=True, on_one_host=False).caps_bytes
-    )
+    """48 buckets or fewer (a bucket may exceed its cap by one gradient), where the paper has 5; the last is small."""
+    sizes = [4 * num for num in resnet50_num_elements()][::-1]
+    plan = between_hosts(sizes)
     assert 20 <= len(plan) <= 48
+    assert mebibytes(plan, sizes)[-1] == 0.5
+
+
+def test_what_remains_between_hosts_is_hidden_by_backward():
+    """Nothing hides what is ready last, so next to nothing is no bucket of its own there: an mLSTM's last gradients."""
+    mlstm = [70_000, 15_800_000, 300_000, 4_000_000, 60_000, 4_000, 4_000]
+    assert between_hosts(mlstm) == [[0, 1, 2], [3, 4, 5, 6]]
+    large_head = [600_000, *mlstm[1:]]
+    assert between_hosts(large_head) == [[0], [1, 2], [3, 4, 5, 6]]
+
+
+@given(SIZES, CAPS)
+def test_a_plan_from_the_end_is_a_partition_in_order(sizes, caps_bytes):
+    """Buckets reach their caps with their first gradients, the first bucket perhaps not, or with a remainder before."""
+    specs = [GradientSpec(size, key=None) for size in sizes]
+    plan = assign_buckets(specs, range(len(specs)), BucketCaps(tuple(caps_bytes), from_end=True))
+    assert [index for bucket in plan for index in bucket] == list(range(len(sizes)))
+    for number, bucket in enumerate(plan[::-1]):
+        cap = caps_bytes[min(number, len(caps_bytes) - 1)]
+        total = sum(sizes[index] for index in bucket)
+        if bucket is not plan[0]:
+            assert total >= cap
+            assert total - sizes[bucket[0]] < cap or len(bucket) == 1
+        elif number:
+            assert 2 * total >= cap  # less would have joined the next one
+
+
+def test_two_dtypes_from_the_end():
+    """Caps count for each; buckets are in the order in which they become full."""
+    specs = [GradientSpec(2, key=key) for key in "aabbab"]
+    caps = BucketCaps((2, 4), from_end=True)
+    assert assign_buckets(specs, range(6), caps) == [[0, 1], [2, 3], [4], [5]]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import launch_gather
 from paceline.comm.peers import Peers
-from paceline.ddp.plan import DEFAULT_FIRST_BUCKET_BYTES, MEBIBYTE, BucketCaps
+from paceline.ddp.plan import DEFAULT_FIRST_BUCKET_BYTES, LAST_BUCKET_BYTES, MEBIBYTE, BucketCaps
 from paceline.observe import StepTimings
 
 STEPS_EACH = 7  # the last six times from one backward's begin to the next are compared
@@ -97,7 +97,8 @@ class CapSearch:
     def _caps_of(self, cap_bytes: float) -> BucketCaps:
         if cap_bytes == self._start:
             return self._default
-        return BucketCaps((int(min(cap_bytes, DEFAULT_FIRST_BUCKET_BYTES)), int(cap_bytes)))
+        first = LAST_BUCKET_BYTES if self._default.from_end else DEFAULT_FIRST_BUCKET_BYTES
+        return BucketCaps((int(min(cap_bytes, first)), int(cap_bytes)), self._default.from_end)
 
     def _summary(self) -> str:
         best = median(each.step_s for each in self.tried if each.cap_mb == self.best_mb) * 1e3

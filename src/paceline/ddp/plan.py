@@ -2,7 +2,9 @@
 
 Rules
 1. Gradients of one (dtype, device) share buckets; a sparse gradient travels alone.
-2. A bucket is closed by the gradient that brings it to its cap, so it may exceed the cap by one gradient.
+2. A bucket is closed by the gradient that brings it to its cap, so it may exceed the cap by one gradient. What remains
+   is a bucket, too: the last one. Where buckets are cut from the end it is the first one, or a part of the one after it
+   if it is less than half of its cap.
 3. Buckets are numbered in the order in which they close when gradients become ready in the given order;
    those still open at the end follow, by their last gradient. So bucket i is full before bucket i+1 is.
 4. Gradients of a unit share buckets with no others, and its last one closes one: a step may leave out what it skips.
@@ -11,7 +13,7 @@ Rules
 
 Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3. We differ from torch's rule in the last part
 of rule 3: torch appends the open buckets in registration order, or in the order of a hash map; and in the
-default cap for CPUs of several hosts.
+default for CPUs of several hosts, whose caps are others and count from the end.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ MEBIBYTE = 1024 * 1024
 DEFAULT_BUCKET_CAP_MB = 25
 AUTO = "auto"
 DEFAULT_FIRST_BUCKET_BYTES = MEBIBYTE
+LAST_BUCKET_BYTES = MEBIBYTE // 2  # between hosts
 MANY_HOSTS_CAP_MB = 5
 MANY_HOSTS_BUCKETS = 48
+MANY_HOSTS_BYTES_EACH = MEBIBYTE // 2  # of a bucket, for each rank
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,15 @@ class GradientSpec:
 
 @dataclass(frozen=True)
 class BucketCaps:
-    """How many bytes close a bucket: the first, the second, ...; the last cap repeats."""
+    """How many bytes close a bucket: the first, the second, ...; the last cap repeats.
+
+    Attributes:
+        caps_bytes: In the order in which buckets are cut.
+        from_end: Buckets are cut from the last gradient on: the first cap is that of the last bucket.
+    """
 
     caps_bytes: tuple[int, ...]
+    from_end: bool = False
 
     @classmethod
     def from_arguments(
@@ -74,8 +84,10 @@ class BucketCaps:
         return None
 
     @classmethod
-    def default(cls, size_bytes: int, any_on_cpu: bool, on_one_host: bool) -> BucketCaps:
-        """1 MiB, then 25 MiB; for CPUs of several hosts a 48th of all gradients, 1 to 5 MiB.
+    def default(cls, size_bytes: int, any_on_cpu: bool, on_one_host: bool, num_ranks: int = 2) -> BucketCaps:
+        """1 MiB, then 25 MiB; for CPUs of several hosts a 48th of all gradients, the last bucket half a MiB.
+
+        That 48th is at least half a MiB a rank, and at most 5 MiB or that.
 
         Nothing hides the last bucket, and the wire idles until the first two are full. With n equal buckets that
         costs an nth of the overlap, so n should be large; what bounds it is the size at which a reduction is
@@ -83,16 +95,23 @@ class BucketCaps:
         (figures 7 and 8) finds 5 MB best for Gloo and 25 MB for NCCL. On one host there is no wire: Gloo takes
         the cores that compute, overlap gains nothing, and many reductions cost some (benchmarks/LOG.md).
 
+        Between hosts every reduction costs rounds of messages, however small it is, twice as many for twice the ranks.
+        So a bucket is as large as there are ranks to cut it into messages. Backward hides rounds, but not those of what
+        is ready last. So buckets are cut from the end: what remains, which may be next to nothing, is the first one and
+        not the last.
+
         Args:
             size_bytes: Of all gradients.
             any_on_cpu: Whether any rank's are on a CPU. Ranks have to agree on that (`replicas.verify`): by its own
                 device each would cut other buckets.
             on_one_host: Whether all ranks are.
+            num_ranks: How many there are.
         """
         if on_one_host or not any_on_cpu:
             return cls((DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE))
-        share = min(max(size_bytes // MANY_HOSTS_BUCKETS, MEBIBYTE), MANY_HOSTS_CAP_MB * MEBIBYTE)
-        return cls((DEFAULT_FIRST_BUCKET_BYTES, share))
+        least = max(num_ranks * MANY_HOSTS_BYTES_EACH, MEBIBYTE)
+        share = min(max(size_bytes // MANY_HOSTS_BUCKETS, least), max(least, MANY_HOSTS_CAP_MB * MEBIBYTE))
+        return cls((LAST_BUCKET_BYTES, share), from_end=True)
 
     def of(self, bucket_number: int) -> int:
         return self.caps_bytes[min(bucket_number, len(self.caps_bytes) - 1)]
@@ -111,11 +130,11 @@ def _cap_bytes(cap_mb: float | str, argument: str) -> int:
 class _OpenBucket:
     members: list[int] = field(default_factory=list)
     size_bytes: int = 0
-    num_closed: int = 0
+    closed: list[list[int]] = field(default_factory=list)  # of the same key
 
 
 def assign_buckets(specs: Sequence[GradientSpec], order: Sequence[int], caps: BucketCaps) -> list[list[int]]:
-    """Cut gradients of any keys into buckets, numbered as they become full (rules 1 to 3).
+    """Cut gradients of any keys into buckets, numbered as they become full (rules 1 to 4).
 
     Args:
         specs: One entry a parameter.
@@ -127,10 +146,9 @@ def assign_buckets(specs: Sequence[GradientSpec], order: Sequence[int], caps: Bu
     """
     closed: list[list[int]] = []
     open_by_key: dict[Hashable, _OpenBucket] = {}
-    position = {index: place for place, index in enumerate(order)}
     keys = [(spec.key, spec.unit) for spec in specs]
     to_come = Counter(keys[index] for index in order if not specs[index].sparse)
-    for index in order:
+    for index in reversed(order) if caps.from_end else order:
         spec, key = specs[index], keys[index]
         if spec.sparse:
             closed.append([index])
@@ -140,9 +158,27 @@ def assign_buckets(specs: Sequence[GradientSpec], order: Sequence[int], caps: Bu
         bucket.size_bytes += spec.size_bytes
         to_come[key] -= 1
         ends_unit = spec.unit is not None and to_come[key] == 0
-        cap = caps.of(bucket.num_closed) if spec.unit is None else caps.caps_bytes[-1]
-        if ends_unit or bucket.size_bytes >= cap:
+        if ends_unit or bucket.size_bytes >= _cap_of(bucket, spec.unit, caps):
             closed.append(bucket.members)
-            open_by_key[key] = _OpenBucket(num_closed=bucket.num_closed + 1)
-    rest = [bucket.members for bucket in open_by_key.values() if bucket.members]
+            open_by_key[key] = _OpenBucket(closed=[*bucket.closed, bucket.members])
+    return _numbered(closed, open_by_key, order, caps)
+
+
+def _cap_of(bucket: _OpenBucket, unit: int | None, caps: BucketCaps) -> int:
+    return caps.of(len(bucket.closed)) if unit is None else caps.caps_bytes[-1]
+
+
+def _numbered(
+    closed: list[list[int]], open_by_key: dict[Hashable, _OpenBucket], order: Sequence[int], caps: BucketCaps
+) -> list[list[int]]:
+    """Put what remains into buckets (rule 2), and all of them into launch order (rule 3)."""
+    position = {index: place for place, index in enumerate(order)}
+    rest = []
+    for bucket in open_by_key.values():
+        if caps.from_end and bucket.closed and 2 * bucket.size_bytes < caps.of(len(bucket.closed)):
+            bucket.closed[-1].extend(bucket.members)
+        elif bucket.members:
+            rest.append(bucket.members)
+    if caps.from_end:
+        return sorted((members[::-1] for members in closed + rest), key=lambda members: position[members[-1]])
     return closed + sorted(rest, key=lambda members: position[members[-1]])

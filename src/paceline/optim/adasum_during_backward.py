@@ -7,7 +7,7 @@ Rules
 2. A launched bucket's parameters have the values of before until the optimizer's `step()`: only its update is under
    way. So backward, which may still read them, computes what it would have.
 3. It is one backward a step: all but the last are under `no_sync`. What changes gradients, or settings of the
-   optimizer, after backward is too late, and refused where it can be seen.
+   optimizer, after backward is too late, and refused where it can be seen: on all ranks, whichever did it.
 4. After a backward that raised, what it has launched belongs to the step: `finish` completes it, `abort` drops it.
    How far the ranks got may differ, so either is done by all of them. Where nothing was launched, the next begins anew.
 5. What is dropped leaves no trace: the optimizer's state is copied before a bucket is stepped (`KeptState`).
@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.backward import Backward
 from paceline.comm.pending import Pending
-from paceline.errors import ConfigurationError
+from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.optim.flat_parameters import FlatParameters, flatten
 from paceline.optim.kept_state import KeptState
 
@@ -38,6 +38,7 @@ MOST_BUCKETS = 8  # of one dtype: seven eighths can be under way before the last
 
 Launch = Callable[[int], Pending]
 Wait = Callable[[Sequence[Pending]], None]
+Tell = Callable[[bool], Sequence[bool]]
 
 
 def cut(parameters: Sequence[Tensor]) -> list[FlatParameters]:
@@ -150,28 +151,35 @@ class DuringBackward:
         self._used += used
         self._pending.append(self._launch(index))
 
-    def finish(self, wait: Wait) -> None:
+    def finish(self, wait: Wait, tell: Tell) -> None:
         """Complete the update of every bucket; the next backward begins anew.
 
         Args:
             wait: Waits for what was launched.
+            tell: Tells all ranks whether this one has changed gradients, and returns every rank's answer. Collective.
 
         Contract:
             Collective.  Blocks: yes, also where it raises: nothing is under way afterwards.
 
         Raises:
             ConfigurationError: A gradient was changed after it had been used: parameters and state are as before.
+            PeerAbortedError: One was on another rank; likewise.
         """
         self._launch_rest()  # a backward that raised has not
-        used = self._used
-        self._wait(wait, drops=False)
-        if any(p.grad is not gradient or gradient._version != version for p, gradient, version in used):
+        is_changed = any(
+            p.grad is not gradient or gradient._version != version for p, gradient, version in self._used
+        )
+        changed_by: list[int] = []
+
+        def tell_and_wait(launched: Sequence[Pending]) -> None:
+            answers = tell(is_changed)  # while the last updates are under way
+            wait(launched)
+            changed_by.extend(rank for rank, answer in enumerate(answers) if answer)
+
+        self._wait(tell_and_wait, drops=False)
+        if changed_by:
             self._kept.put_back()
-            raise ConfigurationError(
-                "gradients were changed between backward and step(): clipped, unscaled, zeroed or replaced. "
-                "AdasumOptimizer(overlap=True) has made its steps during backward, without that. Leave out overlap. "
-                "The parameters and the optimizer's state are those of before this step."
-            )
+            raise _refusal(is_changed, changed_by)
         self._kept.drop()
 
     def abort(self, wait: Wait) -> None:
@@ -199,6 +207,18 @@ class DuringBackward:
             if drops:
                 self._kept.put_back()
             self._begin()
+
+
+def _refusal(is_changed_here: bool, changed_by: Sequence[int]) -> ConfigurationError | PeerAbortedError:
+    """Of a step whose gradients these ranks have changed after they had been used."""
+    rule = (
+        "clipped, unscaled, zeroed or replaced. AdasumOptimizer(overlap=True) has made its steps during backward, "
+        "without that. Leave out overlap. The parameters and the optimizer's state are those of before this step, on "
+        "all ranks."
+    )
+    if is_changed_here:
+        return ConfigurationError(f"gradients were changed between backward and step(): {rule}")
+    return PeerAbortedError(f"rank {changed_by[0]} has changed gradients between backward and step(): {rule}")
 
 
 def _unowned(during: weakref.ref[DuringBackward]) -> Callable[[Tensor], None]:

@@ -132,13 +132,14 @@ class AdasumOptimizer(AcrossRanks):
         Raises:
             ConfigurationError: The gradients are the same on all ranks, or `overlap` cannot be with a closure or a
                 GradScaler: nothing was changed. Or gradients were changed after they had been used.
+            PeerAbortedError: They were on another rank: the step was dropped on all.
             PeerLostError: A rank died or hangs. The parameters are those of before; so is the state with `overlap`,
                 else it is one step ahead.
         """
         self._check_overlap(closure)
         self._check_parameters_are_adopted()
         if self._during is not None and self._during.has_launched:
-            self._during.finish(self._await)
+            self._during.finish(self._await, self._tell)
             self._apply()
             return None
         self._check_gradients_are_local()
@@ -184,6 +185,10 @@ class AdasumOptimizer(AcrossRanks):
     def _await(self, launched: Sequence[Pending]) -> None:
         for pending in launched:
             self._peers.wait(pending, f"combining the updates of step {self._num_steps + 1}")
+
+    def _tell(self, is_changed: bool) -> list[bool]:
+        """Every rank's answer. Collective; blocks."""
+        return [answer != b"\0" for answer in self._gather(bytes([is_changed]))]
 
     @torch.no_grad()
     def _apply(self) -> None:

@@ -334,7 +334,7 @@ class ProcessGroup(dist.ProcessGroup):
             try:
                 # Outputs, and memory that is kept for the next collective, may have been made in inference mode: only
                 # in that mode may they be written as well as others, whichever thread performs this.
-                with torch.inference_mode():
+                with torch._C._InferenceMode(True):  # which is what `inference_mode` enters
                     perform()
             except BaseException as error:
                 self._error = error
@@ -372,6 +372,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _split(self, kind: str, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
         """Cut along the first dimension: into rows of these sizes, or into equal ones if there are none."""
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         num_rows = tensor.shape[0]
         if (sum(sizes) if sizes else num_rows // self._size * self._size) != num_rows or (
             sizes and len(sizes) != self._size
@@ -381,8 +383,8 @@ class ProcessGroup(dist.ProcessGroup):
                 f"{sizes or 'equal parts'} for {self._size} ranks."
             )
         if not sizes and num_rows:
-            return list(tensor.detach().chunk(self._size))  # in a third of the time of `split`
-        return list(tensor.detach().split(sizes or [0] * self._size))
+            return list(tensor.chunk(self._size))  # in a third of the time of `split`
+        return list(tensor.split(sizes or [0] * self._size))
 
     def _check_rows(self, kind: str, rows: Sequence[Tensor], num_elements: int) -> None:
         if len(rows) != self._size or any(row.numel() != num_elements for row in rows):

@@ -17,6 +17,7 @@ from paceline.process_group.executor import flat_view, flat_views
 from paceline.process_group.folds import PREMULTIPLIED, Fold, factor_of, fold_of, op_name
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.shared_vectors import SharedVectors
+from paceline.process_group.staging import MOST_NUMBERS
 from paceline.transports.shared_memory import Host
 
 
@@ -120,14 +121,12 @@ class BlockingCollectives:
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Exchange rows, one for each rank; lengths may differ, dtypes may not."""
-        if not self._alone:
+        if not self._alone or self._num_ranks >= MOST_NUMBERS:
             self._all_to_all_over_gloo(outputs, inputs)
             return
         what = Descriptor(self._next(), "all-to-all", dtype_name(inputs[0].dtype))
         with flat_views(outputs, are_outputs=True) as places, flat_views(inputs, are_outputs=False) as rows:
-            self._here.all_to_all(
-                what, [place.view(torch.uint8) for place in places], [row.view(torch.uint8) for row in rows]
-            )
+            self._here.all_to_all(what, places, rows)
 
     def _all_to_all_over_gloo(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Through flat buffers: Gloo has it for one tensor only."""

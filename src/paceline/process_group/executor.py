@@ -265,20 +265,10 @@ def flat_view(tensor: Tensor, is_output: bool) -> AbstractContextManager[Tensor]
 
     It is the tensor's own memory where that is contiguous and on the host; else a copy, pinned for a GPU.
     """
-    if _is_at_hand(tensor):
-        return nullcontext(_flattened(tensor))
+    if tensor.is_cpu and tensor.is_contiguous():
+        is_flat = tensor.dim() == 1 and not tensor.requires_grad
+        return nullcontext(tensor if is_flat else tensor.detach().view(-1))
     return _flat_copy(tensor, is_output)
-
-
-def _is_at_hand(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous()
-
-
-def _flattened(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's values in one dimension, without autograd; itself if it is that."""
-    if tensor.dim() == 1 and not tensor.requires_grad:
-        return tensor
-    return tensor.detach().view(-1)
 
 
 @contextmanager
@@ -292,9 +282,12 @@ def _flat_copy(tensor: Tensor, is_output: bool) -> Iterator[Tensor]:
 
 def flat_views(tensors: Sequence[Tensor], are_outputs: bool) -> AbstractContextManager[list[Tensor]]:
     """As `flat_view`, of several."""
-    if all(map(_is_at_hand, tensors)):
-        return nullcontext(list(map(_flattened, tensors)))
-    return _flat_copies(tensors, are_outputs)
+    flat = []
+    for tensor in tensors:  # no call of ours for each: a small collective by itself is made of calls
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            return _flat_copies(tensors, are_outputs)
+        flat.append(tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1))
+    return nullcontext(flat)
 
 
 @contextmanager

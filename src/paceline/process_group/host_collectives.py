@@ -21,19 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from paceline.errors import CollectiveMismatchError
 from paceline.process_group.descriptor import Descriptor
 from paceline.process_group.folds import Fold, fold_of
 from paceline.process_group.shared_vectors import SharedVectors
-from paceline.process_group.staging import PIECE_BYTES, Span, Staging, spans_of
+from paceline.process_group.staging import Span, Staging, spans_of
 from paceline.transports.shared_memory import Host, HostBarrier
 
 CHUNK_BYTES = 512 * 1024  # folded and handed on while it is in the cache
 SMALL_BYTES = 64 * 1024
-_HEADER_BYTES = 64  # of a row on its way from one rank to another: its length
 
 Across = Callable[[Tensor], None]  # reduces one share over the hosts, in place
 
@@ -187,49 +185,40 @@ class HostCollectives:
             others = [slots[index].view(num_ranks, -1)[me] for index in foreign]
             fold.all_of([rows[me][first:last], *others], output[first:last], self._num_averaged)
 
-        self._staging.exchange(what, len(spans), enter, work)
+        self._staging.exchange(what, (len(spans),), enter, work)
 
     def all_to_all(self, what: Descriptor, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Fill `outputs`, one a rank, with what each of them has for this one; `inputs` is for them. All are bytes.
+        """Fill `outputs`, one a rank, with what each of them has for this one; `inputs` is for them.
+
+        Args:
+            what: The collective.
+            outputs: Contiguous, 1-D, of one dtype on all ranks.
+            inputs: Likewise.
 
         Raises:
             CollectiveMismatchError: A rank has a row of another length for this one.
         """
-        me, num_ranks = self._me, len(inputs)
-        lane_bytes = PIECE_BYTES // num_ranks // _HEADER_BYTES * _HEADER_BYTES
-        step = lane_bytes - _HEADER_BYTES
-        foreign = [index for index in range(num_ranks) if index != me]
-
-        def slot(index: int, turn: int) -> tuple[Tensor, Tensor]:
-            """A rank's slot as bytes, and as integers, of which the first of each lane is its header."""
-            size_bytes = num_ranks * lane_bytes
-            whole = self._staging.slots(turn, torch.uint8, size_bytes)[index]
-            return whole, self._staging.slots(turn, torch.int64, size_bytes // 8)[index]
+        me, width, staging = self._me, inputs[0].dtype.itemsize, self._staging
+        lengths, expected = list(map(Tensor.numel, inputs)), list(map(Tensor.numel, outputs))
+        step = staging.lane_bytes // width
+        num_pieces = max(-(-max(*lengths, *expected) // step), 1)
+        for_others, from_others = [*inputs[:me], *inputs[me + 1 :]], [*outputs[:me], *outputs[me + 1 :]]
 
         def enter(number: int, turn: int) -> int:
-            (mine, integers), num_bytes = slot(me, turn), 0
-            for index in foreign:
-                part = inputs[index][number * step : (number + 1) * step]
-                first = index * lane_bytes + _HEADER_BYTES
-                integers[index * lane_bytes // 8] = inputs[index].numel()
-                mine[first : first + part.numel()].copy_(part)
-                num_bytes += part.numel()
-            return num_bytes
+            parts = for_others if num_pieces == 1 and not number else _parts(for_others, number, step)
+            return _copy(staging.lanes(turn, parts, are_mine=True), parts)
 
         def work(number: int, turn: int) -> None:
-            first = me * lane_bytes + _HEADER_BYTES
-            for index in foreign:
-                (theirs, integers), output = slot(index, turn), outputs[index]
-                sent = int(integers[me * lane_bytes // 8])
-                if sent != output.numel():
-                    raise self._unequal(what, index, sent, output.numel())
-                part = output[number * step : (number + 1) * step]
-                part.copy_(theirs[first : first + part.numel()])
-            if number == 0:
-                outputs[me].copy_(inputs[me])
+            parts = from_others if num_pieces == 1 and not number else _parts(from_others, number, step)
+            _copy(parts, staging.lanes(turn, parts, are_mine=False))
 
-        longest = max(max(row.numel() for row in rows) for rows in (inputs, outputs))
-        self._staging.exchange(what, max(-(-longest // step), 1), enter, work)
+        def check(announced: Sequence[Sequence[int]]) -> None:
+            for index, theirs in enumerate(announced):
+                if theirs[1 + me] != expected[index]:
+                    raise self._unequal(what, index, theirs[1 + me] * width, expected[index] * width)
+            outputs[me].copy_(inputs[me])
+
+        staging.exchange(what, (num_pieces, *lengths), enter, work, check)
 
     def _unequal(self, what: Descriptor, index: int, sent: int, expected: int) -> CollectiveMismatchError:
         return CollectiveMismatchError(
@@ -269,7 +258,14 @@ def _enter_whole(piece: Tensor, slot: Tensor) -> int:
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> int:
     """Copy some tensors; returns how many bytes."""
+    num_bytes = 0
     for target, source in zip(targets, sources, strict=True):
-        if target.numel():
+        if size_bytes := source.nbytes:
             target.copy_(source)
-    return sum(source.nbytes for source in sources)
+            num_bytes += size_bytes
+    return num_bytes
+
+
+def _parts(rows: Sequence[Tensor], number: int, length: int) -> list[Tensor]:
+    """The part of this number of each row, `length` elements or what there is."""
+    return [row[number * length : (number + 1) * length] for row in rows]

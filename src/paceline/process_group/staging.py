@@ -24,11 +24,14 @@ from paceline.process_group.descriptor import NUM_INTEGERS, Descriptor, check_ag
 from paceline.process_group.executor import KeptMemory
 from paceline.transports.shared_memory import Host, HostBarrier
 from paceline.transports.shared_memory.arena import Place
+from paceline.transports.shared_memory.status import NUM_ANNOUNCED
 
 PIECE_BYTES = 1024 * 1024  # a slot's; in the cache until it is copied out. Less only adds calls and barriers
 STAGING_BYTES = 2 * PIECE_BYTES
 _STAGED, _GIVES_NOTHING = -1, -2
 _MOST_KNOWN = 64  # views of slots that are kept
+_ALIGNMENT = 64  # of a lane
+MOST_NUMBERS = NUM_ANNOUNCED - NUM_INTEGERS  # that a rank announces beside a descriptor
 
 Span = tuple[int, int]  # elements [first, last) of a message
 Copy = Callable[[Tensor, Tensor], int]  # between a piece of a message and its slot; returns how many bytes
@@ -43,6 +46,7 @@ class Staging:
 
     Attributes:
         copied_bytes: Into and out of staging so far; a bucket that lives in the arena adds nothing.
+        lane_bytes: Of a slot that has a lane for each rank.
     """
 
     def __init__(self, host: Host, barrier: HostBarrier) -> None:
@@ -57,6 +61,8 @@ class Staging:
         self._whole = KeptMemory(lambda num_bytes: host.me.arena.allocate(num_bytes, torch.uint8))
         self._turn = 0  # which slot the next piece takes
         self._known_slots: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+        self._known_lanes: dict[tuple[object, ...], list[Tensor]] = {}
+        self.lane_bytes = PIECE_BYTES // len(self._ranks) // _ALIGNMENT * _ALIGNMENT
         self.copied_bytes = 0
 
     def gather(self, what: Descriptor, flat: Tensor, enters: bool = True) -> list[Tensor]:
@@ -157,21 +163,26 @@ class Staging:
     def exchange(
         self,
         what: Descriptor,
-        num_pieces: int,
+        numbers: Sequence[int],
         enter: Callable[[int, int], int],
         work: Callable[[int, int], None],
+        check: Callable[[Sequence[Sequence[int]]], None] | None = None,
     ) -> None:
         """Perform a collective in which all stage their inputs, in as many pieces as the rank with the most has.
 
         Args:
             what: The collective.
-            num_pieces: That this rank has.
+            numbers: First how many pieces this rank has; up to MOST_NUMBERS in all, on all ranks as many.
             enter: Copies a piece, by its number, into the slot of a turn; returns how many bytes.
             work: Takes a piece, by its number, from the slots of a turn.
+            check: Is given every rank's `numbers` before anything is taken; may raise.
         """
-        if num_pieces:
+        if numbers[0]:
             self.copied_bytes += enter(0, self._turn)
-        most = max(self.open(what, num_pieces))
+        announced = self._open(what, numbers)
+        if check is not None:
+            check(announced)
+        most = max(announced)[0]
         for number in range(most):
             self._turn ^= 1
             if number + 1 < most:
@@ -191,13 +202,44 @@ class Staging:
             found = self._known_slots[key] = [arena.tensor(place, dtype) for arena in self._areas]
         return found
 
+    def lanes(self, turn: int, rows: Sequence[Tensor], are_mine: bool) -> list[Tensor]:
+        """Where rows, one for each other rank, lie in slots, which have a lane of `lane_bytes` for each rank.
+
+        Args:
+            turn: Of the slots.
+            rows: Contiguous, 1-D, of one dtype; the views are as long as they are.
+            are_mine: Of this rank's slot the lanes for the others; else of theirs those for this rank.
+        """
+        if not rows:
+            return []
+        key = (turn, are_mine, rows[0].dtype, *map(Tensor.numel, rows))
+        found = self._known_lanes.get(key)
+        if found is None:
+            if len(self._known_lanes) >= _MOST_KNOWN:
+                self._known_lanes.clear()
+            found = self._known_lanes[key] = self._view_lanes(turn, rows, are_mine)
+        return found
+
+    def _view_lanes(self, turn: int, rows: Sequence[Tensor], are_mine: bool) -> list[Tensor]:
+        others = [index for index in range(len(self._ranks)) if index != self._me]
+        views = []
+        for other, row in zip(others, rows, strict=True):
+            owner, lane = (self._me, other) if are_mine else (other, self._me)
+            place = Place(self._start + turn * PIECE_BYTES + lane * self.lane_bytes, row.nbytes)
+            views.append(self._areas[owner].tensor(place, row.dtype))
+        return views
+
     def open(self, what: Descriptor, number: int = _GIVES_NOTHING) -> list[int]:
         """Wait for all, compare descriptors, and return every rank's `number`."""
-        self._barrier.announce([*what.to_integers(), number])
+        return [integers[0] for integers in self._open(what, (number,))]
+
+    def _open(self, what: Descriptor, numbers: Sequence[int]) -> list[list[int]]:
+        """As `open`, of several numbers."""
+        self._barrier.announce([*what.to_integers(), *numbers])
         self.wait(what)
-        announced = self._barrier.announcements(NUM_INTEGERS + 1)
+        announced = self._barrier.announcements(NUM_INTEGERS + len(numbers))
         check_agreement(what, self._me, self._ranks, announced)
-        return [integers[NUM_INTEGERS] for integers in announced]
+        return [integers[NUM_INTEGERS:] for integers in announced]
 
     def wait(self, what: Descriptor) -> None:
         self._barrier.wait(lambda: f"in {what}")

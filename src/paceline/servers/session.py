@@ -26,6 +26,9 @@ from paceline.servers.wire import KEY, WIDTHS, Frame, Kind, pack, pack_state, un
 
 MOST_HELD_BYTES = 1 << 30
 
+_BEGINS = {"account of the last step": ("used", "unused"), "settings of the optimizer": ("groups",)}
+"""What ranks agree on when a step begins, and by which words."""
+
 Outgoing = list[tuple[int, Frame]]
 """To which rank, what."""
 
@@ -138,9 +141,7 @@ class Session:
         if frame.kind in (Kind.JOIN, Kind.SUM):
             return self._join(rank, frame) if frame.kind is Kind.JOIN else self._announce(rank, frame, now_s)
         if frame.kind is Kind.BEGIN:
-            if self._agree("settings of the optimizer", rank, bytes(body)) == self.num_ranks:
-                del self._said["settings of the optimizer"]
-                self._stepping().begin(unpack(body))
+            self._begin(rank, unpack(body))
         elif frame.kind is Kind.PARAMETERS:
             keys, values = _keys_and_rest(frame)
             self._stepping().set_parameters(np.frombuffer(keys, "<u4").tolist(), values)
@@ -159,6 +160,16 @@ class Session:
         else:
             raise ProtocolError(f"a server does not take a frame of kind {frame.kind.name}")
         return []
+
+    def _begin(self, rank: int, words: dict[str, Any]) -> None:
+        """A rank begins a step; the last one does so here."""
+        num_ranks = 0
+        for subject, names in _BEGINS.items():
+            num_ranks = self._agree(subject, rank, pack({name: words[name] for name in names}))
+        if num_ranks == self.num_ranks:
+            for subject in _BEGINS:
+                del self._said[subject]
+            self._stepping().begin(words)
 
     def _push(self, rank: int, frame: Frame, now_s: float) -> Outgoing:
         keys, values = _keys_and_rest(frame)
@@ -259,8 +270,8 @@ class Session:
         if words != said:
             raise ConfigurationError(
                 f"rank {rank} has another {subject} than rank {first}: {bytes(said[:300]).decode(errors='replace')} "
-                f"instead of {bytes(words[:300]).decode(errors='replace')}. All ranks make the same one, and change "
-                "its settings (the rate, say) at the same step."
+                f"instead of {bytes(words[:300]).decode(errors='replace')}. All ranks make the same one, change its "
+                "settings (the rate, say) at the same step, and complete the same steps."
             )
         ranks.add(rank)
         return len(ranks)

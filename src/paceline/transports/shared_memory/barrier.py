@@ -74,7 +74,7 @@ class HostBarrier:
             for _ in range(_NUM_LOOKS):
                 if other.status.has_arrived(self._number):
                     return
-            futex.let_others_run()
+            futex.let_threads_run()
         slice_s = min(SLICE_S, self.timeout_s)
         next_check_s = start_s + slice_s
         while not other.status.wait_for(self._number, slice_s):

@@ -43,12 +43,14 @@ def wake(address: int) -> None:
     _syscall(_NUMBER, address, _WAKE, _ALL_WAITERS, None, None, 0)
 
 
-def let_others_run() -> None:
-    """Let go of the interpreter's lock and offer the core to whoever waits for it: half a microsecond if nobody does.
+def let_threads_run() -> None:
+    """Let go of the interpreter's lock, for whoever waits for it in this process: half a microsecond if nobody does.
 
-    `time.sleep(0)` sets a timer, which the kernel may let be late by 50 microseconds: as slow as sleeping.
+    Not of the core: what `sched_yield` gives away on a busy machine is a whole slice, 3 ms, again and again, while who
+    sleeps on a futex is put first when woken. And `time.sleep(0)` sets a timer, which the kernel may let be late by 50
+    microseconds: as slow as sleeping.
     """
-    _libc.sched_yield()
+    _libc.getpid()
 
 
 def fence() -> None:

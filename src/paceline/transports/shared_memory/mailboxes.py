@@ -144,7 +144,7 @@ class SharedMemoryTransport(Transport):
                 if has_moved:
                     idle_since_s = now_s
                 elif now_s - idle_since_s < self._patience_s:
-                    futex.let_others_run()
+                    futex.let_threads_run()
                 else:
                     doorbell.sleep(seen, min(SLICE_S, max(deadline_s - now_s, 0.0)))
                 if now_s >= min(next_check_s, deadline_s):

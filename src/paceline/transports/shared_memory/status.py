@@ -4,7 +4,7 @@
     0          nonce            16 random bytes, by which a peer checks that it has mapped this very memory
     64         arrivals         at how many barriers its owner has arrived, modulo 2^32; peers wait for it to grow
     128        given_up         0, or 1 + the rank that its owner considers lost, or that its owner has left
-    192, 448   announcements    integers for the ranks that meet at a barrier: for even and for odd numbers, 32 each
+    192, 2112  announcements    integers for the ranks that meet at a barrier: for even and for odd numbers, 240 each
 
 A rank is never more than one barrier ahead of the slowest, so two announcements suffice.
 """
@@ -19,7 +19,7 @@ from paceline.transports.shared_memory.arena import Arena
 
 SIZE_BYTES = 4096
 NONCE_BYTES = 16
-NUM_ANNOUNCED = 32
+NUM_ANNOUNCED = 240
 _ROW_BYTES = 8 * NUM_ANNOUNCED
 _HAS_LEFT = 2**32 - 1
 _ARRIVALS, _GIVEN_UP, _ANNOUNCEMENTS = 64, 128, 192
