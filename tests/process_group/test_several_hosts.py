@@ -94,6 +94,33 @@ def test_reductions_over_hosts(hosts, only):
         assert scattered == [float(num_ranks * rank + sum(range(num_ranks)))] * 2
 
 
+def the_rest(rank, num_ranks, hosts):
+    """What is not cut into columns across hosts: a reduction to one rank, a scaled one, an exchange of unequal rows."""
+    with group_on(hosts, rank) as ours:
+        to_one = torch.full((5,), rank + 1.0, dtype=torch.bfloat16)
+        dist.reduce(to_one, 1, dist.ReduceOp.AVG, group=ours)
+        scattered = torch.zeros(2)
+        rows = [torch.full((2,), float(r)) for r in range(num_ranks)]
+        dist.reduce_scatter(scattered, rows, dist._make_nccl_premul_sum(0.5), group=ours)
+        mine = [torch.full((r,), float(rank)) for r in range(num_ranks)]
+        received = [torch.zeros(rank) for _ in range(num_ranks)]
+        dist.all_to_all(received, mine, group=ours)
+    return (
+        to_one.tolist(),
+        scattered.tolist(),
+        [row.tolist() for row in received],
+        [row[:1].tolist() for row in rows],
+    )
+
+
+def test_other_collectives_over_hosts():
+    for rank, (to_one, scattered, received, rows) in enumerate(pool(4).run(the_rest, "0011")):
+        assert rank != 1 or to_one == [2.5] * 5
+        assert scattered == [0.5 * 4 * rank] * 2
+        assert received == [[float(source)] * rank for source in range(4)]
+        assert rows == [[float(r)] for r in range(4)]  # what was scaled was a copy
+
+
 def train(rank, num_ranks, hosts, seed):
     with group_on(hosts, rank) as ours:
         return train_linear(rank, num_ranks, seed, (300, 200), 3, process_group=ours)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from paceline.errors import PeerLostError, ProtocolError
+from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
+from paceline.servers.datagram_sums import DatagramSums
 from paceline.servers.session import Session
 from paceline.servers.stepping import SteppedKeys
 from paceline.servers.wire import Frame, Kind, pack, unpack
@@ -130,3 +131,18 @@ def test_a_sum_before_joining_is_refused():
     session = Session(1, TIMEOUT_S, SteppedKeys)
     told = failure(session.receive(0, announce(0), 0.0))
     assert "has not joined" in told[0]["words"]
+
+
+def test_what_ranks_say_of_datagrams_has_to_fit():
+    """Before a socket is open: an address of IPv4, the same servers and paths on all ranks, sums once they have met."""
+    with pytest.raises(
+        ConfigurationError, match="datagrams go by IPv4, and ranks reach this parameter server at ::1"
+    ):
+        DatagramSums(2, TIMEOUT_S, "::1")
+    sums, card = DatagramSums(2, TIMEOUT_S, "127.0.0.1"), {"number": 0, "servers": 1, "ports": 1, "mtu": 1500}
+    assert sums.join(0, card) is None
+    with pytest.raises(ConfigurationError, match="rank 1 sums by datagrams with ports=2, and another"):
+        sums.join(1, card | {"ports": 2})
+    with pytest.raises(ProtocolError, match="announced before all ranks had joined"):
+        sums.launch(0, {"dtype": "float32"})
+    sums.close()

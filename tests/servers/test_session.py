@@ -11,7 +11,7 @@ from paceline.servers import ELEMENTWISE
 from paceline.servers.ordered_sum import OrderedSum
 from paceline.servers.session import Session
 from paceline.servers.stepping import SteppedKeys
-from paceline.servers.wire import HEADER, KEY, DType, Frame, Kind, header_of, pack, unpack
+from paceline.servers.wire import HEADER, KEY, DType, Frame, Kind, header_of, pack, unpack, unpack_state
 
 TIMEOUT_S = 5.0
 
@@ -237,3 +237,18 @@ def test_an_optimizer_refuses_what_it_was_not_made_for():
         server.step([0], raw(torch.zeros(5)))
     with pytest.raises(ValueError, match="complex64"):
         SteppedKeys(words_of(optimizer, [[0, 0, 6, "torch.complex64"]]))
+
+
+def test_what_no_rank_of_ours_says_is_a_fault_of_whoever_says_it():
+    """The same piece twice, sums by datagrams where there are none, words that are a state, a state that is words."""
+    at = session()
+    at.receive(2, push(torch.ones(5)), 0.0)
+    twice = said(at.receive(2, push(torch.ones(5)), 0.0))
+    assert "rank 2 pushed piece 0 twice" in twice[0]["words"]
+    joins = said(session().receive(0, Frame(Kind.JOIN, body=(pack({}),)), 0.0))
+    assert "this session sums nothing by datagrams" in joins[1]["words"]
+    for nonsense in (b"[1]", b"{", b"\xff" * 9):
+        with pytest.raises(ProtocolError, match="words were expected, and something else was received"):
+            unpack(nonsense)
+        with pytest.raises(ProtocolError, match="was received"):
+            unpack_state(nonsense)

@@ -1,0 +1,109 @@
+"""What the backend refuses: in words, on the rank that asked, before anything is launched; and the group goes on."""
+
+import os
+import sys
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline  # noqa: F401  registers the backend
+from paceline.errors import ConfigurationError
+from paceline.process_group import connections
+from paceline.process_group.folds import fold_of
+from ranks import pool
+
+TIMEOUT = timedelta(seconds=20)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "says"),
+    [
+        ("MEDIAN", torch.float32, "the operations are "),
+        ("BAND", torch.float32, "bitwise operations are for integers and booleans"),
+        ("MAX", torch.complex64, "complex numbers have no order"),
+        ("SUM", torch.float8_e5m2, "cast to bfloat16 first"),
+        ("AVG", torch.uint16, "cast to int64 first"),
+        ("AVG", torch.bool, "booleans have no mean; cast first"),
+    ],
+)
+def test_an_operation_that_a_dtype_has_not(name, dtype, says):
+    with pytest.raises(ConfigurationError, match=f"cannot reduce {dtype} by {name}: .*{says}"):
+        fold_of(name, dtype)
+
+
+def refused(_rank, num_ranks):
+    """The words of each refusal; then what a sum on the same group is."""
+    ours = dist.new_group(backend="paceline", timeout=TIMEOUT)
+    two, rows = torch.ones(2), [torch.zeros(2) for _ in range(num_ranks)]
+    words = []
+    for ask in (
+        lambda: ours.all_gather_single(torch.zeros(5), two),
+        lambda: ours.all_gather_single(torch.zeros(2, num_ranks).t(), two),
+        lambda: ours.allgather([rows[1:]], [two]),
+        lambda: ours.broadcast([two, two], dist.BroadcastOptions()),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            ask()
+        words.append(str(caught.value))
+    dist.all_reduce(two, group=ours)
+    return words, two.tolist()
+
+
+def test_shapes_that_do_not_fit():
+    for rank, (words, total) in enumerate(pool(2).run(refused)):
+        assert "the large tensor has 5 elements, which is not 2 (ranks) times 2" in words[0]
+        assert f"all-gather on rank {rank}: the large tensor must be contiguous" in words[1]
+        assert "needs 2 tensors of 2 elements; it got [2]" in words[2]
+        assert "takes one tensor a rank, not 2" in words[3]
+        assert total == [2.0, 2.0]
+
+
+def several_at_once(rank, num_ranks):
+    """Gathered and scattered lists of tensors, as torch's coalescing asks for them."""
+    ours = dist.new_group(backend="paceline", timeout=TIMEOUT)
+    mine = [torch.full((size,), float(rank + size)) for size in (1, 3)]
+    gathered = [torch.zeros(num_ranks * len(each)) for each in mine]
+    ours.allgather_into_tensor_coalesced(gathered, mine).wait()
+    by_rank = [[torch.zeros(len(each)) for each in mine] for _ in range(num_ranks)]
+    ours.allgather_coalesced(by_rank, mine).wait()
+    scattered = [torch.zeros(len(each)) for each in mine]
+    ours.reduce_scatter_tensor_coalesced(scattered, gathered).wait()
+    return [[t.tolist() for t in each] for each in (gathered, *by_rank, scattered)]
+
+
+def test_several_tensors_in_one_collective():
+    first, second = pool(2).run(several_at_once)
+    assert first[:-1] == second[:-1] == [[[1, 2], [3, 3, 3, 4, 4, 4]], [[1], [3, 3, 3]], [[2], [4, 4, 4]]]
+    assert (first[-1], second[-1]) == ([[2], [6, 6, 6]], [[4], [8, 8, 8]])
+
+
+def test_without_numba_it_says_what_to_install():
+    without = {
+        f"paceline.transports.bounded_loss.{name}": None
+        for name in ("lossy_link", "datagram_loop", "datagram_transport", "udp_socket")
+    }
+    store = dist.HashStore()
+    with mock.patch.dict(sys.modules, without):
+        for ask in (
+            lambda: connections.open_lossy_transport(store, 0, 1, TIMEOUT),
+            lambda: connections.introduce("127.0.0.1"),
+            lambda: connections.open_datagram_transport(store, 0, 1, TIMEOUT),
+            lambda: connections.check_datagrams(1),
+        ):
+            with pytest.raises(
+                ConfigurationError, match=r"needs the package numba: pip install 'paceline\[lossy\]'"
+            ):
+                ask()
+
+
+def test_the_address_that_other_hosts_are_told():
+    """The route's to the master; none where an interface is named, or nobody knows the master."""
+    with mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "", "MASTER_ADDR": "127.0.0.1"}):
+        assert connections.address_towards(1) == connections.address_towards(2) == "127.0.0.1"
+        with mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "lo"}):
+            assert connections.address_towards(2) == ""
+        with mock.patch("socket.getaddrinfo", side_effect=OSError("no such name")):
+            assert connections.address_towards(2) == ""
