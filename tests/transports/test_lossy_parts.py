@@ -1,9 +1,16 @@
-"""A long vector is summed in parts: what is lost of it is told as of one."""
+"""A long vector is summed in parts: what is lost of it is told as of one. And what else is small about transports."""
+
+from unittest import mock
 
 import numpy as np
+import pytest
 
+from paceline.errors import ConfigurationError, PeerLostError
 from paceline.transports import Bound, Sum
+from paceline.transports.bounded_loss import udp_socket
+from paceline.transports.bounded_loss.key_agreement import _PRIME, KeyAgreement
 from paceline.transports.bounded_loss.lossy_link import PART_BYTES, _cuts, _Launched
+from paceline.transports.c10d import C10dTransport
 from paceline.transports.lossy_transport import Losses
 
 
@@ -35,3 +42,39 @@ def test_a_vector_with_a_priority_is_one_part():
     vector = np.zeros(3 * PART_BYTES, np.float32)
     assert _cuts(Sum(vector, Bound(0.1, priority=1))) == [0, len(vector)]
     assert _cuts(Sum(vector[:1], Bound(0.1))) == [0, 1]
+
+
+@pytest.mark.parametrize("public", [0, 1, _PRIME - 1, _PRIME, _PRIME + 1])
+def test_a_number_that_gives_the_secret_away_is_refused(public):
+    """With 0, 1 or -1 as the other's part, whoever reads the store knows what two ranks agree on."""
+    with pytest.raises(ValueError, match="is not a member of the group"):
+        KeyAgreement().secret_with(f"{public:x}")
+
+
+def test_an_interface_that_takes_no_datagrams_is_named():
+    with pytest.raises(ConfigurationError, match="there is no interface 'nosuch0' on this host; there are "):
+        udp_socket._address_of("nosuch0")
+    without_address = mock.patch.object(udp_socket.fcntl, "ioctl", side_effect=OSError("none is set"))
+    with without_address, pytest.raises(ConfigurationError, match="'lo' has no IPv4 address: none is set"):
+        udp_socket._address_of("lo")
+    assert udp_socket._address_of("lo") == "127.0.0.1"
+    assert udp_socket._mtu_of("192.0.2.1") == 1500  # nobody's here
+
+
+@pytest.mark.parametrize(
+    ("gloo", "says"),
+    [
+        (
+            "Timed out waiting 1000ms",
+            "rank 1 heard nothing from rank 0 for 5 s: it is stuck, stopped or unreachable",
+        ),
+        ("Connection closed by peer", "rank 1 lost rank 0, which ended or gave up"),
+    ],
+)
+def test_what_gloo_says_of_a_peer_is_said_in_our_words(gloo, says):
+    transport = C10dTransport.__new__(C10dTransport)
+    transport.rank = 1
+    work = mock.Mock(wait=mock.Mock(side_effect=RuntimeError(gloo)))
+    with pytest.raises(PeerLostError, match=says) as caught:
+        transport._wait(work, 0, 0.0, 5.0)
+    assert caught.value.peer == 0
