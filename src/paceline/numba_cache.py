@@ -87,6 +87,8 @@ def _in_a_fork(work: Callable[[Any], Any], signature: Any) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
+        # Else a rank's connections would stay open in its fork, and peers miss the rank late if it dies meanwhile.
+        os.closerange(3, max(os.sysconf("SC_OPEN_MAX"), 1 << 16))
         work(signature)
     finally:
         os._exit(0)
