@@ -77,7 +77,10 @@ def _in_a_fork(work: Callable[[Any], Any], signature: Any) -> None:
         return
     with warnings.catch_warnings():  # of other threads, which the fork has not: it waits for none of them
         warnings.simplefilter("ignore", DeprecationWarning)
-        process = os.fork()
+        try:
+            process = os.fork()
+        except OSError:  # no memory, or no process more: then one after the other
+            return
     if process:
         threading.Thread(target=os.waitpid, args=(process, 0), daemon=True).start()
         return
