@@ -42,7 +42,7 @@ test: $(STAMP)
 
 # The long tests of `lab`: whole benchmarks, peers, papers' studies. Nothing in the product imports what they test.
 test-lab: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m lab $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --hypothesis-profile=explore -m lab $(ARGS)
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m quick $(ARGS)

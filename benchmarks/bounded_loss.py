@@ -6,7 +6,8 @@ smallest retransmission timeout of 5 ms; each is a cluster of its own (`--tcp` f
     python -m benchmarks.bounded_loss --hosts 4 --rate 100mbit --loss 1% --megabytes 1
 
 With `--layers 6` it is instead how long the first layer's gradient takes, which is launched last, behind so many
-others of `--megabytes` each, while a TCP connection loads the network: with priorities, and without. With
+others of `--megabytes` each, while a TCP connection loads the network: with priorities, and without; where ports do not
+know them (`--without-switch`) that connection takes most of a port, and all layers take some 4 s: few `--repeats`. With
 `--compute-s 0.4` it is a training step of a VGG-16 whose layers sleep so long, with `--megabytes` of gradients. With
 `--second-rate 40mbit` hosts have two links, among which the kernel chooses by ports, the second one of that rate: by
 one port of each rank, and by eight.

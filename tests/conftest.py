@@ -16,8 +16,12 @@ import pytest
 
 import warm
 
-# An example may take as long as the machine takes for it.
-hypothesis.settings.register_profile("paceline", deadline=None)
+# An example, and finding one, may take as long as the machine takes for it. They are the same every time, so that what
+# one machine finds red is red on others; `--hypothesis-profile=explore` looks for new ones.
+hypothesis.settings.register_profile(
+    "explore", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile("paceline", hypothesis.settings.get_profile("explore"), derandomize=True)
 hypothesis.settings.load_profile("paceline")
 
 # Commands, clusters, timeouts, compilers; and what takes more than a few seconds of a processor.

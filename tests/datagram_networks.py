@@ -178,6 +178,7 @@ def time_of_sums(
     payload: int = 1432,
     turn_us: int = 400,
     more: Sequence[Switch] = (),
+    servers: int = 0,
 ) -> tuple[list[int], list[Endpoint]]:
     """Sum the vectors, one after the other, in virtual time.
 
@@ -190,12 +191,13 @@ def time_of_sums(
         payload: Bytes of a chunk.
         turn_us: Time between two turns of a host.
         more: What each further port of the hosts leads to: other switches, or one of these again.
+        servers: How many ranks, the first ones, sum for the others.
 
     Returns:
         Microseconds that each sum took, from the first rank's start to the last one's end; and the endpoints.
     """
     behind = [switch, *more]
-    ends = endpoints(switch.ranks, payload=payload, ports=len(behind))
+    ends = endpoints(switch.ranks, payload=payload, ports=len(behind), servers=servers)
     mailer = Mailer(ends[0])
     turns = [(1000 + 37 * rank, rank) for rank in range(switch.ranks)]
     heapq.heapify(turns)

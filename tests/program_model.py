@@ -172,7 +172,20 @@ def _twice(x: Tensor, weight: Tensor) -> Tensor:
     return x + linear(linear(x, weight), weight.t())
 
 
-class Net(nn.Module):
+class Listed(nn.Module):
+    """Finds its parameters once: walking the tree at each comparison is a fifth of what random programs compute."""
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        if prefix or not (recurse and remove_duplicate):
+            return super().named_parameters(prefix, recurse, remove_duplicate)
+        if "_listed" not in self.__dict__:
+            self.__dict__["_listed"] = list(super().named_parameters())
+        return iter(self.__dict__["_listed"])
+
+
+class Net(Listed):
     """A trunk, blocks and two heads that can be left out; leaves its outputs where they may not be found."""
 
     def __init__(self, width: int, blocks: Sequence[str], place: str = "plain") -> None:
@@ -220,7 +233,7 @@ class Net(nn.Module):
         return kept if self.place == "attribute" else getattr(returned, "values", returned)
 
 
-class Generator(nn.Module):
+class Generator(Listed):
     """What makes samples of noise."""
 
     def __init__(self, width: int) -> None:

@@ -50,6 +50,8 @@ import warm
 GROUP_TIMEOUT_S = 30.0
 DEADLINE_S = 60.0
 STOPPED_CHECK_S = 0.5
+_STACK = "(most recent call first)"  # of what faulthandler writes
+LIMIT_S = 30.0  # for what is about to happen, on a busy machine
 MARK = "PACELINE_TEST_MARK"
 BACKEND = "PACELINE_TEST_BACKEND"  # which c10d backend the pools open; gloo by default
 _PR_SET_PDEATHSIG = 1
@@ -368,7 +370,7 @@ class Ranks:
             return self._pipes[rank].recv()  # type: ignore[no-any-return]
         except (EOFError, ConnectionResetError):
             process = self._processes[rank]
-            process.join(5.0)
+            process.join(LIMIT_S)
             return Outcome(rank, exit_code=process.exitcode, log=self._log(rank))
 
     def _log(self, rank: int) -> str:
@@ -378,9 +380,15 @@ class Ranks:
 
     def _stack(self, rank: int) -> str:
         """The log of a rank that hangs, after asking it to write its stack there."""
+        process, until_s = self._processes[rank], time.monotonic() + LIMIT_S
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        self._processes[rank].join(0.5)
+            os.kill(process.pid, signal.SIGUSR1)
+        log, before = "", None
+        while process.is_alive() and not _is_stopped(process.pid) and time.monotonic() < until_s:
+            if _STACK in log and log == before:
+                break
+            process.join(0.1)
+            log, before = self._log(rank), log
         return self._log(rank)
 
     def _kill(self) -> None:
@@ -390,12 +398,12 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         for process in processes:
-            process.join(10.0)
+            process.join(LIMIT_S)
         for pipe in pipes:
             pipe.close()
         left = [process.pid for process in processes if process.is_alive()]
         if left:
-            raise OrphanError(f"ranks {left} survived SIGKILL for 10 s")
+            raise OrphanError(f"ranks {left} survived SIGKILL for {LIMIT_S:g} s")
 
 
 _pools: dict[int, Ranks] = {}
@@ -454,9 +462,13 @@ def torchrun(
 
 
 def run_job(
-    command: Sequence[str], *, env: Mapping[str, str] | None = None, deadline_s: float = 120.0
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    deadline_s: float = 120.0,
+    grace_s: float = LIMIT_S,
 ) -> Job:
-    """Run `command` in a session of its own and make sure that nothing of it is left."""
+    """Run `command` in a session of its own and make sure that nothing of it is left, `grace_s` after its end."""
     mark = uuid.uuid4().hex
     full = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark}
     process = subprocess.Popen(
@@ -475,7 +487,7 @@ def run_job(
         raise RanksFailedError(
             f"{command} passed its deadline\n{stdout[-4000:]}\n{stderr[-8000:]}"
         ) from error
-    left = list(_after_grace(mark))
+    left = list(_after_grace(mark, grace_s))
     if left:
         _end(left)
         raise OrphanError(f"{command} left processes {left}")
@@ -493,7 +505,7 @@ def marked(mark: str) -> Iterator[int]:
                 yield int(entry.name)
 
 
-def _after_grace(mark: str, grace_s: float = 3.0) -> Iterator[int]:
+def _after_grace(mark: str, grace_s: float) -> Iterator[int]:
     deadline = time.monotonic() + grace_s
     while (left := list(marked(mark))) and time.monotonic() < deadline:
         time.sleep(0.05)  # polling another process's end: there is nothing to wait on

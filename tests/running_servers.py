@@ -32,7 +32,7 @@ def in_threads(number: int, token: str = "") -> Iterator[list[str]]:
         for end in ends[::2]:
             end.close()
         for thread in threads:
-            thread.join(5.0)
+            thread.join(30.0)
         assert not any(thread.is_alive() for thread in threads), "a server does not end"
         for end in ends[1::2]:
             end.close()

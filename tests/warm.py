@@ -23,6 +23,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import inspect
 import marshal
 import os
 import random
@@ -42,6 +43,8 @@ import uuid
 import weakref
 from pathlib import Path
 from typing import Any
+
+import huge_pages
 
 PRELOADED = (
     "pytest",
@@ -134,6 +137,7 @@ def serve(folder: Path, owner: int) -> None:
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         if finalizer.peek()[1].__module__ == "torch.library":  # it takes back 170 operators at exit, in 40 ms
             finalizer.atexit = False
+    _leave_out_what_forks_would_repeat()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen(128)
@@ -144,6 +148,7 @@ def serve(folder: Path, owner: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     gc.collect()
     gc.freeze()
+    huge_pages.take()
     print("ready", flush=True)
     children: dict[int, socket.socket] = {}
     while True:
@@ -185,6 +190,22 @@ def serve(folder: Path, owner: int) -> None:
             for fd in fds:
                 os.close(fd)
             children[pid] = line
+
+
+def _leave_out_what_forks_would_repeat() -> None:
+    """Typer makes the tree of our commands, for 60 ms. Torch formats stacks, each with the lines of its source.
+
+    `torch.manual_seed` formats three, for a message should it fail later on a device: a tenth of what small tests
+    compute. A launch formats eighteen, for the names of its functions in records that nobody keeps: 0.2 s.
+    """
+    app, torch = (importlib.import_module(name) for name in ("paceline.cli.app", "torch"))
+    app.command_of = functools.cache(app.command_of)  # type: ignore[attr-defined]
+    app.command_of(app.app)
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        device.traceback = types.SimpleNamespace(format_stack=list)
+    without_source = types.SimpleNamespace(stack=functools.partial(inspect.stack, 0))
+    for name in ("events", "rendezvous.dynamic_rendezvous"):
+        importlib.import_module(f"torch.distributed.elastic.{name}").inspect = without_source  # type: ignore[attr-defined]
 
 
 def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:

@@ -20,6 +20,11 @@ MODULES = {"paceline": "paceline", "torchrun": "torch.distributed.run"}
 HARMLESS = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}  # variables
 
 
+def without_byte_code(words: list[str]) -> list[str]:
+    """Without -B, which multiprocessing passes on where PYTHONDONTWRITEBYTECODE is set: a fork has its modules."""
+    return words[1:] if words[:1] == ["-B"] else words
+
+
 def needs_a_real_one(name: str, words: list[str]) -> bool:
     """Whether a fork would not be what is asked for."""
     if name == "python" and (not words or (words[0].startswith("-") and words[0] not in ("-u", "-c", "-m"))):
@@ -53,9 +58,17 @@ def become_a_real_one(name: str, words: list[str]) -> None:
     os.execv(real, [real, *(["-m", MODULES[name]] if name in MODULES else []), *words])
 
 
+def pass_on(server: socket.socket, received: int) -> None:
+    """Let the fork have a signal; it may have ended meanwhile."""
+    try:
+        server.sendall(bytes([received]))
+    except OSError:  # the answer, which says how it ended, is on its way
+        return
+
+
 def main() -> None:
     """Send the command line and the open files, pass signals on, end as the fork does."""
-    name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
+    name, words = os.path.basename(sys.argv[0]), without_byte_code(sys.argv[1:])
     server = socket.socket(socket.AF_UNIX)
     try:
         if needs_a_real_one(name, words):
@@ -67,12 +80,14 @@ def main() -> None:
     request = marshal.dumps(
         {"name": name, "words": words, "cwd": os.getcwd(), "env": dict(os.environ), "files": numbers}
     )
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # or its byte would be taken for one of the request
     for passed in PASSED_ON:
         if signal.getsignal(passed) != signal.SIG_IGN:
-            signal.signal(passed, lambda received, _: server.sendall(bytes([received])))
+            signal.signal(passed, lambda received, _: pass_on(server, received))
     files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers).tobytes())]
     server.sendmsg([len(request).to_bytes(4, "big")], files)
     server.sendall(request)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     answer = server.recv(2)
     if answer[:1] == b"b":  # begun: the fork has the files, and nobody waits for our closing them
         for fd in numbers[3:]:

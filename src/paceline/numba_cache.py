@@ -11,16 +11,25 @@ Rules
 4. Within a process numba's own lock comes first, so only one thread waits or compiles.
 5. Who stores holds one more lock, of the function: numba picks the next free file by an index that it reads before and
    writes after, so two processes would store for different types in one file.
-6. A process that is stopped while it compiles is not waited for beyond `_AT_MOST_S`, once.
+6. Nothing looks for garbage while numba compiles: it makes some million objects that last until the function is done,
+   and each look passes through all that torch and others have imported. That was a fifth of the compiler's time.
+7. What is needed next, a fork may compile meanwhile (`keep`, `meanwhile`): it stores that, and whoever needs it waits.
+8. A process that is stopped while it compiles is not waited for beyond `_AT_MOST_S`, once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
+import math
+import os
+import signal
+import threading
 import time
+import warnings
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,11 +45,54 @@ def stamp_of(files: Iterable[Path]) -> Stamp:
     return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(set(files)))
 
 
-def keep(function: Any, stamp: Stamp) -> None:
-    """Let the code of a function made by `numba.njit(cache=True)` be stored for this stamp, once a host. Local."""
+def keep(function: Any, stamp: Stamp, meanwhile: Callable[[Any], Any] | None = None) -> None:
+    """Let the code of a function made by `numba.njit(cache=True)` be stored for this stamp, once a host. Local.
+
+    Args:
+        function: Changed.
+        stamp: What the code depends on.
+        meanwhile: Called in a fork, with the types of the arguments, when this process begins to compile the function:
+            calls others that will be needed.
+    """
     with contextlib.suppress(AttributeError):  # another numba keeps it elsewhere: then as numba does it
         function._cache._cache_file._source_stamp = stamp
-        _OneProcess(function)
+        _OneProcess(function, meanwhile)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's cyclic garbage collector is off; what others turned off stays off."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _in_a_fork(work: Callable[[Any], Any], signature: Any) -> None:
+    """Begin `work` in a fork of this process, which says nothing; not at all where there is one core only."""
+    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
+        return
+    with warnings.catch_warnings():  # of other threads, which the fork has not: it waits for none of them
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            process = os.fork()
+        except OSError:  # no memory, or no process more: then one after the other
+            return
+    if process:
+        threading.Thread(target=os.waitpid, args=(process, 0), daemon=True).start()
+        return
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(math.ceil(_AT_MOST_S))  # whatever it waits for, nobody waits longer for it
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        work(signature)
+    finally:
+        os._exit(0)
 
 
 class _OneProcess:
@@ -48,7 +100,7 @@ class _OneProcess:
 
     _waits = True  # until a wait was in vain
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, meanwhile: Callable[[Any], Any] | None) -> None:
         from numba.core.compiler_lock import global_compiler_lock  # noqa: PLC0415  numba takes a while
 
         cache, self._threads = function._cache, global_compiler_lock
@@ -57,12 +109,13 @@ class _OneProcess:
             Path(cache._cache_file._index_path),
         )
         self._lock: IO[bytes] | None = None
+        self._meanwhile = meanwhile
         self._load, self._store, self._compile = cache.load_overload, cache.save_overload, function.compile
         cache.load_overload, cache.save_overload, function.compile = self.load, self.store, self.compile
 
     def compile(self, signature: Any) -> Any:
         """Load or compile; afterwards the lock is free, whatever happened."""
-        with self._threads:
+        with self._threads, _no_collection():
             try:
                 return self._compile(signature)
             finally:
@@ -73,6 +126,8 @@ class _OneProcess:
         found = self._load(signature, target)
         if found is None and self._acquire(signature):
             found = self._load(signature, target)
+            if found is None and self._meanwhile is not None:
+                _in_a_fork(self._meanwhile, signature)
         return found
 
     def store(self, signature: Any, data: Any) -> None:

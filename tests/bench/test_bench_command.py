@@ -110,8 +110,8 @@ def test_nothing_is_left_after_sigkill(tmp_path: Path) -> None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Ask again until it holds or half a minute has passed."""
-    deadline_s = time.monotonic() + 30
+    """Ask again until it holds or most of a minute has passed."""
+    deadline_s = time.monotonic() + 50
     while not condition():
         assert time.monotonic() < deadline_s
         select.select([], [], [], 0.05)
@@ -140,7 +140,7 @@ def test_mpi_gets_the_sum(tmp_path: Path) -> None:
     assert "alternating launches" in done.out
 
 
-STEP, ALL = ["bench", "step"], ["bench", "allreduce"]
+STEP, ALL = ["bench", "step", "--workload", "tiny"], ["bench", "allreduce"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ RECEIVE = """
 import json, socket
 udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 udp.bind(("0.0.0.0", 0))
-udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
+try:
+    udp.setsockopt(socket.SOL_SOCKET, 33, 8 << 20)  # SO_RCVBUFFORCE: room for all, however late this process is
+except OSError:
+    udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
 udp.setsockopt(socket.IPPROTO_IP, socket.IP_RECVTOS, 1)
 print(udp.getsockname()[1], flush=True)
 arrived = []

@@ -20,6 +20,8 @@ from paceline.errors import ConfigurationError, EmulationError
 from paceline.lab.emulation import ClusterSpec, EmulatedCluster, namespaces
 
 CS7, ECT = 7 << 5, 2
+# Devices that some kernels make in every new network, where the module of their tunnels is loaded.
+FALLBACKS = {"tunl0", "gre0", "gretap0", "erspan0", "sit0", "ip_vti0", "ip6_vti0", "ip6tnl0", "ip6gre0"}
 WHO = "import json, os, socket; print(json.dumps([socket.gethostname(), os.getpid(), os.getcwd()]))"
 
 
@@ -48,7 +50,7 @@ def test_a_host_has_its_own_name_processes_and_address(cluster, tmp_path, monkey
     devices = python(
         made.hosts[0], "import socket; print(*sorted(name for _, name in socket.if_nameindex()))"
     )
-    assert devices == "eth0 lo"
+    assert set(devices.split()) - FALLBACKS == {"eth0", "lo"}
 
 
 def test_exit_codes_and_signals_pass_through_the_command(cluster):
@@ -179,11 +181,15 @@ def test_packets_have_the_asked_size(cluster):
 def test_connections_use_the_asked_congestion_control_and_timeout(
     cluster, algorithm, min_rto, least_ms, most_ms
 ):
-    """Both ends of a connection, whatever the machine's default is; the timeout as the kernel has it for the socket."""
+    """Both ends of a connection, whatever the machine's default is; the timeout as the kernel has it for the socket.
+
+    It grows with the time that an answer takes: the least of twenty exchanges counts.
+    """
     made = cluster(hosts=2, congestion_control=algorithm, min_rto=min_rto)
     show = (
-        "s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1); s.send(b'x'); s.recv(1); "
-        "rto_us = int.from_bytes(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 12)[8:], sys.byteorder); "
+        "s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1); "
+        "rto_us = min((s.send(b'x'), s.recv(1), int.from_bytes("
+        "s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 12)[8:], sys.byteorder))[2] for _ in range(20)); "
         "print(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b'\\0').decode(), "
         "rto_us // 1000, flush=True)"
     )
@@ -276,10 +282,17 @@ with IPRoute() as ip:
 """
 
 
+def _parent(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+
+
 def _rates(made, host):
     """What the kernel says of a host's end of its link, and of the switch's port towards it."""
-    found = []
-    for pid, device in ((made.hosts[host]._made["pid"], "eth0"), (made._laboratory.pid, f"p{host}")):
+    found, first = [], made.hosts[host]._made["pid"]
+    laboratory = _parent(
+        _parent(first)
+    )  # which forks who makes the host; `_laboratory` stands for it (`warm.py`)
+    for pid, device in ((first, "eth0"), (laboratory, f"p{host}")):
         words = [str(Path(namespaces.__file__).parent), str(pid), device]
         done = subprocess.run([sys.executable, "-c", RATES, *words], capture_output=True, check=True)
         found.append({int(rate) for rate in done.stdout.split()})

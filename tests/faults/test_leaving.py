@@ -19,7 +19,7 @@ from paceline import DistributedDataParallel
 from paceline.comm import peers, rendezvous
 from paceline.comm.sealed_store import TOKEN, SealedStore
 from paceline.errors import PeerLostError
-from paceline.host.processes import ProcessCard
+from paceline.host.processes import GONE, ProcessCard
 from paceline.transports.shared_memory import neighbours
 from ranks import Ranks
 from terminal import TORCHS_ABORT, run
@@ -94,6 +94,22 @@ def test_who_did_not_come():
     assert told.peer == 2
 
 
+def test_who_ends_after_its_last_words_is_not_missing():
+    """They come between two looks, at the store and at the process: the words count."""
+    store = dist.HashStore()
+    words = SealedStore(store, "rendezvous")
+    words.set("process/1", ProcessCard.of_this_process().words)
+
+    def says_it_and_ends(_card):
+        words.set("x/1", "there")
+        return GONE
+
+    ours = rendezvous.Rendezvous(store, 0, 2, timedelta(seconds=60), "joining a group")
+    ours.publish("x", "here")
+    with mock.patch.object(ProcessCard, "state", says_it_and_ends):
+        assert ours.collect("x") == [b"here", b"there"]
+
+
 SCRIPT = """
     import os, signal, sys, time, torch, torch.distributed as dist
     from datetime import timedelta
@@ -120,14 +136,15 @@ SCRIPT = """
 def run_alone(num_ranks, condition, act, shared, end=""):
     """Start ranks without a launcher, whose store rank 0 hosts; returns what each survivor was told."""
     script = textwrap.dedent(SCRIPT).format(condition=condition, act=act, end=end)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Bound all the while, so that the kernel gives this port to nobody else; with this option a store may listen on it.
+    port_holder = socket.socket()
+    port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port_holder.bind(("127.0.0.1", 0))
     environment = {
         **os.environ,
         "PATH": f"{warm.folder()}{os.pathsep}{os.environ['PATH']}",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(port_holder.getsockname()[1]),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -149,6 +166,7 @@ def run_alone(num_ranks, condition, act, shared, end=""):
     finally:
         for process in processes:
             process.kill()
+        port_holder.close()
     told = {
         rank: line
         for rank, output in enumerate(outputs)

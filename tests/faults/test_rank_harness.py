@@ -82,7 +82,7 @@ def test_a_hang_ends_at_the_deadline_with_the_stack():
     with Ranks(2) as ranks:
         ranks.run(sum_of_ranks)
         pids = ranks.pids
-        stuck, fine = ranks.outcomes(hang_on, 0, deadline_s=1.0)
+        stuck, fine = ranks.outcomes(hang_on, 0, deadline_s=4.0)
         assert fine.clean
         assert stuck.missed_deadline
         assert "hang_on" in stuck.log
@@ -103,5 +103,5 @@ def test_a_command_that_leaves_a_process_is_caught():
     """`run_job` finds a child that outlived its command, ends it and says so."""
     leave = "import subprocess as s, sys; s.Popen(['sleep', '600'], stdout=s.DEVNULL, stderr=s.DEVNULL)"
     with pytest.raises(OrphanError):
-        run_job([sys.executable, "-c", leave])
+        run_job([sys.executable, "-c", leave], grace_s=1.0)
     assert run_job([sys.executable, "-c", "print(6 * 7)"]).checked().stdout == "42\n"

@@ -1,11 +1,16 @@
 """A command that a fork runs (`warm.py`) is, from outside, the process that was asked for."""
 
+import contextlib
+import marshal
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +50,7 @@ def test_torch_is_there_at_once_and_processes_that_it_starts_are_warm_too(tmp_pa
     code = "import sys; known = 'torch' in sys.modules; import subprocess as s; print(known, flush=True)\n"
     again = f"s.run([sys.executable, '-c', {code!r}], check=True)"
     assert run(["python", "-c", code + again], cwd=tmp_path).out == "True\nTrue\n"
+    assert run(["python", "-B", "-c", code + again], cwd=tmp_path).out == "True\nTrue\n"
     assert run(["python", "-I", "-c", code], cwd=tmp_path).out == "False\n"
     assert run(["python", "-c", code], cwd=tmp_path, cold=True).out == "False\n"
 
@@ -59,8 +65,8 @@ def test_a_signal_ends_it_and_the_fork(number, tmp_path):
         assert fork != process.pid
         with os.fdopen(os.pidfd_open(fork)) as ended:
             process.send_signal(number)
-            assert process.wait(timeout=30) == -number
-            ready, _, _ = select.select([ended], [], [], 30)
+            assert process.wait(timeout=60) == -number
+            ready, _, _ = select.select([ended], [], [], 60)
         assert ready
 
 
@@ -69,7 +75,7 @@ def test_a_handler_of_its_own_runs(tmp_path):
     with started(["python", "-c", code], tmp_path) as process:
         assert process.stdout.readline() == "ready\n"
         process.terminate()
-        assert process.wait(timeout=30) == 3
+        assert process.wait(timeout=60) == 3
 
 
 def test_open_files_are_passed_on_by_number_and_closed_where_it_closes_them():
@@ -93,6 +99,35 @@ def test_who_is_killed_while_asking_leaves_the_server_to_others(tmp_path):
             asks.connect(str(warm.folder() / "socket"))
             asks.sendall(words)
     assert run(["python", "-c", "import sys; print('torch' in sys.modules)"], cwd=tmp_path).out == "True\n"
+
+
+def test_a_signal_while_it_asks_comes_after_the_request_and_one_too_late_is_dropped():
+    """Here with a server that reads nothing for a while, so that asking takes as long; then hears nothing any more."""
+    words = ["x" * 100_000] * 5  # more than the socket holds
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
+        (Path(folder) / "python").write_text((warm.folder() / "python").read_text())
+        (Path(folder) / "python").chmod(0o700)
+        server.bind(f"{folder}/socket")
+        server.listen()
+        command = [f"{folder}/python", "-c", "", *words]
+        with subprocess.Popen(command) as process, contextlib.ExitStack() as stack:
+            stack.callback(process.kill)
+            line, _ = server.accept()
+            size, fds, _, _ = socket.recv_fds(line, 4, 64)
+            select.select([line], [], [])  # it has begun
+            process.terminate()
+            time.sleep(0.1)  # an interruption would be served by now
+            request = line.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+            assert marshal.loads(request)["words"] == ["-c", "", *words]
+            assert line.recv(1) == bytes([signal.SIGTERM])
+            line.shutdown(socket.SHUT_RD)
+            process.terminate()
+            time.sleep(0.1)
+            line.sendall(bytes([ord("e"), 3]))
+            assert process.wait(60) == 3
+        for fd in fds:
+            os.close(fd)
+        line.close()
 
 
 def test_without_the_server_it_is_a_real_one(tmp_path):

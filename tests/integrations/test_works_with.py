@@ -57,7 +57,7 @@ def train_with(feature, group, rank):
     model = DistributedDataParallel(Mlp(16), process_group=group)
     if feature == "hook":
         model.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    run = torch.compile(model, backend="aot_eager") if feature == "compile" else model
+    run = torch.compile(model, backend="eager") if feature == "compile" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     joins = feature == "join"
     with model.join() if joins else contextlib.nullcontext():

@@ -17,7 +17,7 @@ import torch
 from paceline.cli import main
 from paceline.launch import parse
 from paceline.launch.keeper import marked
-from terminal import REPOSITORY, alive, paceline, run, started
+from terminal import DEADLINE_S, REPOSITORY, alive, paceline, run, started
 
 HELLO = """\
 import os, sys
@@ -96,7 +96,10 @@ if "init" in sys.argv:
     dist.init_process_group("gloo")
 folder, = Path(os.environ["TMPDIR"]).glob("paceline-run-*")  # its name says who launched this
 files = Path(f"/proc/{folder.name.split('.')[1]}/fd")
-inodes = {os.readlink(fd)[8:-1] for fd in files.iterdir() if os.readlink(fd).startswith("socket:")}
+def target(fd):
+    try: return os.readlink(fd)
+    except OSError: return ""  # the launcher has closed it meanwhile
+inodes = {link[8:-1] for link in map(target, files.iterdir()) if link.startswith("socket:")}
 rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
 listening = {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 sys.stdout.write(f"listening on {sorted(listening)} master {os.environ['MASTER_ADDR']}\\n")
@@ -109,6 +112,7 @@ sys.stdout.write(f"listening on {sorted(listening)} master {os.environ['MASTER_A
         [],
         ["--standalone"],
         ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+        ["--rdzv-backend=static", "--master-addr=127.0.0.1", "--master-port=0"],
         ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--nnodes=1:2", "--local-addr=127.0.0.1"],
     ],
     ids=" ".join,
@@ -158,7 +162,7 @@ def test_cores_are_shared_among_the_ranks_and_it_says_so(scripts):
     """Where OMP_NUM_THREADS is unset; torchrun would give every rank one thread and a banner."""
     code = "import os; os.environ.pop('OMP_NUM_THREADS'); from paceline.cli import main; main()"
     with started(["python", "-c", code, "run", "--nproc-per-node", "2", "hello.py"], scripts) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=DEADLINE_S)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert f"on {threads}\n" in out
     assert err.startswith(f"paceline run: OMP_NUM_THREADS is not set; each rank gets {threads} ")
@@ -266,6 +270,12 @@ def test_a_rank_that_dies_is_named_in_one_paragraph(how, says, scripts):
     assert _temporary_files(scripts) == []
 
 
+def _launcher(folder):
+    """The process itself, not what stands for it (`warm_python.py`): the folder of its launch has its number."""
+    (name,) = _temporary_files(folder)
+    return int(name.split(".")[1])
+
+
 @pytest.mark.parametrize(
     ("received", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
@@ -273,13 +283,10 @@ def test_a_rank_that_dies_is_named_in_one_paragraph(how, says, scripts):
 )
 def test_a_stopped_launcher_leaves_nothing(received, code, scripts):
     """Not even a rank's own child in a session of its own, and not even after SIGKILL."""
-    python = (
-        sys.executable if received == signal.SIGKILL else "python"
-    )  # it must be the launcher that is killed
-    with started([python, "-m", "paceline", "run", "--nproc-per-node", "2", "sleeps.py"], scripts) as process:
+    with started(["paceline", "run", "--nproc-per-node", "2", "sleeps.py"], scripts) as process:
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
         assert len(alive(process)) >= 5  # launcher, two ranks, their two children
-        process.send_signal(received)
+        os.kill(_launcher(scripts), received)
         assert process.wait(timeout=60) == code
         # After SIGKILL the keeper does it, a moment later. Asking again until a deadline is not a sleep to get lucky.
         deadline_s = time.monotonic() + 30
@@ -309,19 +316,18 @@ def test_what_a_killed_launch_left_goes_with_the_next(scripts):
     """Launcher and keeper killed together leave a folder; not taken for it: a launch that runs, another container's."""
     environment = {"TMPDIR": str(scripts / "tmp")}
     (scripts / "tmp").mkdir(exist_ok=True)
-    with started(
-        [sys.executable, "-m", "paceline", "run", "sleeps.py"], scripts, env=environment
-    ) as launcher:
-        assert launcher.stdout.readline() == "ready\n"
+    with started(["paceline", "run", "sleeps.py"], scripts, env=environment) as process:
+        assert process.stdout.readline() == "ready\n"
         (left,) = _temporary_files(scripts)
         namespace, pid, _, launch_id = left.removeprefix("paceline-run-").split(".")
-        assert int(pid) == launcher.pid
+        assert Path(f"/proc/{pid}/ns/pid").readlink().name == f"pid:[{namespace}]"
         assert paceline("run", "hello.py", cwd=scripts).code == 0
         assert _temporary_files(scripts) == [left]  # its owner lives
         keepers = [int(p.name) for p in Path("/proc").glob("[0-9]*") if launch_id in _command(p)]
-        for number in [*keepers, launcher.pid, *marked(launch_id)]:
-            os.kill(number, signal.SIGKILL)
-        launcher.wait()
+        for number in [*keepers, int(pid), *marked(launch_id)]:
+            with contextlib.suppress(ProcessLookupError):  # it has ended because of another's end
+                os.kill(number, signal.SIGKILL)
+        process.wait()
     elsewhere = f"paceline-run-{int(namespace) + 1}.{pid}.1.{launch_id}"
     (scripts / "tmp" / elsewhere).mkdir()
     assert _temporary_files(scripts) == sorted([left, elsewhere])

@@ -6,7 +6,6 @@ with the mean of the copies' gradients; a parameter that no copy used must keep 
 """
 
 import contextlib
-import copy
 import threading
 import warnings
 
@@ -366,23 +365,27 @@ CHANGES_THE_GRAPH = {
 def drive(rank, num_ranks, name, seed, options, width=6):
     """What is wrong: round, parameter, and how its gradient differs from the mean of the bare copies'."""
     warnings.simplefilter("ignore")
-    torch.manual_seed(seed)
-    origin = Branches(width).double()
-    model = DistributedDataParallel(copy.deepcopy(origin), **options)
-    copies = [copy.deepcopy(origin) for _ in range(num_ranks)]
+
+    def make():
+        torch.manual_seed(seed)
+        return Branches(width).double()
+
+    model = DistributedDataParallel(make(), **options)
+    copies = [make() for _ in range(num_ranks)]
+    names = [key for key, _ in model.module.named_parameters()]
     wrong = []
     for round_ in range(NUM_ROUNDS):
         SCENARIOS[name](model, rank, seed * 100 + round_)
         for r, one in enumerate(copies):
             SCENARIOS[name](one, r, seed * 100 + round_)
-        for key, parameter in model.module.named_parameters():
-            grads = [dict(one.named_parameters())[key].grad for one in copies]
-            present = [grad for grad in grads if grad is not None]
+        everywhere = zip(names, model.module.parameters(), *(one.parameters() for one in copies), strict=True)
+        for key, parameter, *others in everywhere:
+            present = [one.grad for one in others if one.grad is not None]
             if (parameter.grad is None) != (not present):
                 wrong.append((round_, key, "is None" if parameter.grad is None else "is not None"))
             elif present:
                 difference = (parameter.grad - sum(present) / num_ranks).abs().max().item()
-                if difference > TOLERANCE:
+                if not difference <= TOLERANCE:
                     wrong.append((round_, key, f"off by {difference:.3g}"))
         for one in [model, *copies]:
             one.zero_grad(set_to_none=round_ % 2 == 0)

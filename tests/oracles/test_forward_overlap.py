@@ -8,9 +8,9 @@ import copy
 import dataclasses
 import functools
 import io
+import itertools
 import os
 import pickle
-import time
 import warnings
 
 import pytest
@@ -565,7 +565,6 @@ def where_it_is_on(rank, num_ranks):
     return found
 
 
-@pytest.mark.clock
 def test_it_is_off_where_nothing_can_be_gained():
     """On one host it is never on; elsewhere the ranks measure three steps, and it is on if that predicts a gain."""
     for found in pool(2).run(where_it_is_on):
@@ -576,8 +575,24 @@ def test_it_is_off_where_nothing_can_be_gained():
         }
 
 
+class Told:
+    """Stands for the timings of a module's steps: those that were put off last 1 s or 2 s, on rank 1 a bit longer."""
+
+    def __init__(self, timings, put_off, is_shorter, rank):
+        self._timings = timings
+        lasted_s = [(1.0 if (each == "x") == is_shorter else 2.0) + rank / 8 for each in put_off]
+        self._started_s = [0.0, *itertools.accumulate(lasted_s)]
+
+    def recent(self, number):
+        real = list(self._timings.recent(number))
+        assert len(real) == number
+        started_s = self._started_s[: len(self._timings)][-number:]
+        return [dataclasses.replace(step, started_s=at_s) for step, at_s in zip(real, started_s, strict=True)]
+
+
 def what_comparing_decides(rank, num_ranks):
     """By whether steps with it are the shorter ones: which steps were put off, whether it stays, what was seen."""
+    compare = agreement.Agreement._compare
     warnings.simplefilter("ignore")
     found = {}
     for is_shorter in (True, False):
@@ -587,27 +602,28 @@ def what_comparing_decides(rank, num_ranks):
             patch.setattr(agreement, "agree", functools.partial(agree_on, Gain(1.0, 0.5)))
             patch.setattr(agreement, "TRIED_STEPS", 7)
             patch.setattr(agreement, "COMPARED_STEPS", 4)
-            run, put_off = Run(rank, True), ""
+            run, put_off = Run(rank, True), []
+
+            def told(self, timings, put_off=put_off, is_shorter=is_shorter):
+                compare(self, Told(timings, put_off, is_shorter, rank))
+
+            patch.setattr(agreement.Agreement, "_compare", told)
             for step in range(17):
                 run.optimizer.zero_grad()
                 run.backward(step)
                 run.step()
-                is_put_off = run.model.forward_overlap.has_outstanding
-                put_off += "x" if is_put_off else "."
-                if is_put_off != is_shorter:
-                    time.sleep(0.03)
+                put_off.append("x" if run.model.forward_overlap.has_outstanding else ".")
         steps = run.model.forward_overlap
-        found[is_shorter] = (put_off, steps.is_on, steps.gain, steps.seen)
+        found[is_shorter] = ("".join(put_off), steps.is_on, steps.gain, steps.seen)
     return found
 
 
-@pytest.mark.clock
 def test_a_predicted_gain_stays_only_if_it_is_seen():
     first, second = pool(2).run(what_comparing_decides)
     assert first == second  # all ranks see the same
     put_off, is_on, gain, seen = first[True]
     assert (put_off, is_on, gain) == ("...xxxxxxx....xxx", True, Gain(1.0, 0.5))
-    assert seen.with_s < seen.without_s
+    assert seen == Gain(without_s=2.125, with_s=1.125)  # the slower rank's
     put_off, is_on, gain, seen = first[False]
     assert (put_off, is_on, gain) == ("...xxxxxxx.......", False, Gain(1.0, 0.5))
-    assert seen.with_s > seen.without_s
+    assert seen == Gain(without_s=1.125, with_s=2.125)

@@ -79,11 +79,11 @@ class Ahead:
 
 
 def balanced(rank, num_ranks):
-    """Rank 1 is four times slower; rank 0 fetches further ahead."""
+    """Rank 1 is ten times slower; rank 0 fetches further ahead."""
     shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch((5, 5)))
     loader = Ahead(DataLoader(dataset(), batch_sampler=shuffle), num_batches=3 - 2 * rank)
     model = DistributedDataParallel(
-        Slow((0.002, 0.008)[rank]), batch_sampler=shuffle, balance=Balance(num_ignored=1)
+        Slow((0.002, 0.02)[rank]), batch_sampler=shuffle, balance=Balance(num_ignored=1)
     )
     seen, _ = train_epochs(model, shuffle, loader, 3)
     return {

@@ -109,5 +109,5 @@ def test_a_mutant_that_launches_by_readiness_is_caught():
 
 def test_the_mutants_control_is_right():
     """Launching the same pairs by index is right, so it is the order that the mutant was caught for."""
-    with Ranks(2, group_timeout_s=5.0) as ranks:
+    with Ranks(2) as ranks:
         assert max(ranks.run(error_of_mutant, 0, False)) < 1e-12

@@ -147,7 +147,7 @@ def other_reductions(rank, num_ranks):
 
     # Error feedback: what is lost in one step is sent later, in the same units, though shares move.
     model = DistributedDataParallel(make(), compression="onebit")
-    rows, num_steps, total = list(range(15)), 200, 0.0
+    rows, num_steps, total = list(range(15)), 80, 0.0
     draw = seeded("shares")
     for _ in range(num_steps):
         cuts = sorted(draw.randint(0, 15) for _ in range(3))
@@ -172,7 +172,7 @@ def noise_of_changing_shares(rank, num_ranks):
     noise = GradientNoiseScale(memory_steps=1e9)
     wrapped = DistributedDataParallel(model, reduction=noise)
     draw, source = seeded("noise"), torch.Generator().manual_seed(rank)
-    for _ in range(120):
+    for _ in range(40):
         cuts = sorted(draw.randint(0, 16) for _ in range(num_ranks - 1))
         size = [b - a for a, b in zip((0, *cuts), (*cuts, 16), strict=True)][rank]
         # The gradient of one sample's loss is its row: mean 1, variance 4.

@@ -18,15 +18,16 @@ import paceline  # noqa: F401  registers the backend
 from paceline.process_group.staging import Staging
 from ranks import Ranks, pool
 
-TIMEOUT_S = 3.0
+STOPPED_TIMEOUT_S = 6.0  # that passes where a rank is stopped
+SOON_S = 30.0  # on a busy machine; who is dead is named long before the timeout
 
 
-def group(timeout_s=TIMEOUT_S):
+def group(timeout_s=60.0):
     return dist.new_group(backend="paceline", timeout=timedelta(seconds=timeout_s))
 
 
 def lose(rank, _num_ranks, how, victim, num_elements, asynchronous):
-    ours = group()
+    ours = group(STOPPED_TIMEOUT_S if how == signal.SIGSTOP else 60.0)
     tensor = torch.ones(num_elements)
     dist.all_reduce(tensor, group=ours)
     if rank == victim:
@@ -69,7 +70,7 @@ def die_at_third(wait):
 def test_a_lost_rank_is_named(how, word, num_elements, asynchronous):
     """Killed, ended or stopped, between collectives or in one: the others name it, their collective and its size."""
     with Ranks(3) as ranks:
-        outcomes = ranks.outcomes(lose, how, 1, num_elements, asynchronous, deadline_s=30)
+        outcomes = ranks.outcomes(lose, how, 1, num_elements, asynchronous)
     for outcome in (outcomes[0], outcomes[2]):
         kind, message, waited_s = outcome.value
         assert kind == "PeerLostError"
@@ -77,7 +78,7 @@ def test_a_lost_rank_is_named(how, word, num_elements, asynchronous):
         assert word in message
         assert f"of {num_elements} elements of float32" in message
         assert "all-reduce number" in message
-        assert waited_s < TIMEOUT_S + 5
+        assert waited_s < SOON_S
 
 
 def disagree(rank, _num_ranks, case):
@@ -217,8 +218,8 @@ def use(rank):
 def footprint():
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what has been freed is not held against anyone
-    status = Path("/proc/self/status").read_text()
-    resident_kib = int(status.split("VmRSS:")[1].split()[0])
+    # Not that of `status`, which is a sum of counters per core: on 16 cores it is wrong by up to 2 MiB.
+    resident_kib = int(Path("/proc/self/smaps_rollup").read_text().split("Rss:")[1].split()[0])
     maps = Path("/proc/self/maps").read_text()
     return (
         len(list(Path("/proc/self/fd").iterdir())),
@@ -246,22 +247,22 @@ def test_forty_groups_leave_nothing():
         assert after[3] <= resident_kib + 1_600
 
 
-def hold(rank, _num_ranks):
+def hold(rank, _num_ranks, folder):
     ours = group()
     resident = ours.allocate_tensor(1_000_000, dtype=torch.float32, device=torch.device("cpu"))
     dist.all_reduce(resident, group=ours)
+    (Path(folder) / f"maps{rank}").write_text(Path("/proc/self/maps").read_text())
+    dist.all_reduce(resident, group=ours)  # the other has done so, too
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def shared_memory():
-    """What has a name; not others' semaphores, which a test beside this one may make."""
-    return {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
-
-
-def test_nothing_is_left_when_every_rank_is_killed():
+def test_nothing_is_left_when_every_rank_is_killed(tmp_path):
     """Shared memory has no name, so it goes with its last user."""
-    before = shared_memory()
     with Ranks(2) as ranks:
-        outcomes = ranks.outcomes(hold, deadline_s=30)
+        outcomes = ranks.outcomes(hold, str(tmp_path))
     assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
-    assert shared_memory() <= before
+    for rank in range(2):
+        rows = [line.split(maxsplit=5) for line in (tmp_path / f"maps{rank}").read_text().splitlines()]
+        shared = {row[5] for row in rows if len(row) == 6 and row[1] == "rw-s"}
+        assert any(name.startswith("/memfd:paceline") for name in shared)
+        assert not [name for name in shared if Path(name).exists()]

@@ -348,6 +348,7 @@ def counted(rank, _num_ranks):
             dist.barrier(group)
             before = wire_bytes()
             squares(model(torch.randn(4, 500, generator=generator(step, rank)))).backward()
+            dist.barrier(group)  # what others have not received yet, this one's kernel may not have sent
             sent = wire_bytes() - before
         traffic = model.reduction.last_step
         assert model.reduction.bytes_sent == 2 * traffic.sent_bytes

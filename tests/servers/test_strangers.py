@@ -18,9 +18,19 @@ from paceline.servers.session import Session
 from paceline.servers.wire import HEADER, DType, Frame, Kind, header_of, pack
 from running_servers import in_threads
 
+LIMIT_S = 30.0  # for what is about to happen, on a busy machine
+
 
 def rank(token="secret", number=0, num_ranks=1, session="s"):
-    return Rank(number, num_ranks, session, 5.0, token)
+    return Rank(number, num_ranks, session, LIMIT_S, token)
+
+
+def wait_for(condition):
+    """Ask again until it holds."""
+    until_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 def wait_until_still(links):
@@ -31,10 +41,17 @@ def wait_until_still(links):
         time.sleep(0.1)  # no synchronization: whether anything still moves
 
 
+def push_alone(link, number):
+    """Push a piece to one server by its only rank, and have the answer."""
+    answers, body = Answers(1), bytearray(8)
+    link.ask(0, Frame(Kind.PUSH, number, 0, DType.FLOAT64, (b"\0" * 8,)), answers, [body])
+    assert answers.wait(LIMIT_S)
+
+
 def talk(address, words):
     """What a server says to these words before it closes the connection."""
     host, port = address.split(":")
-    with socket.create_connection((host, int(port)), 5.0) as stranger:
+    with socket.create_connection((host, int(port)), LIMIT_S) as stranger:
         heard = stranger.recv(FROM_SERVER)
         stranger.sendall(words)
         with pytest.raises((ConnectionResetError, ConnectionAbortedError, StopIteration)):
@@ -54,9 +71,7 @@ def test_strangers_are_dropped_and_the_job_goes_on():
             assert talk(addresses[0], words).startswith(GREETING)
         with pytest.raises(RefusedError, match="another PACELINE_TOKEN"):
             Link(addresses, rank("guess"))
-        answers, body = Answers(1), bytearray(8)
-        link.ask(0, Frame(Kind.PUSH, 0, 0, DType.FLOAT64, (b"\0" * 8,)), answers, [body])
-        assert answers.wait(5.0)
+        push_alone(link, 0)
         link.close(2.0)
 
 
@@ -80,7 +95,7 @@ def test_something_else_at_the_address_is_refused():
     listener = listen("127.0.0.1", 0)
     try:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        listener.settimeout(5.0)
+        listener.settimeout(LIMIT_S)
 
         def greet():
             connected, _ = listener.accept()
@@ -96,8 +111,10 @@ def test_something_else_at_the_address_is_refused():
         listener.close()
     with pytest.raises(ConfigurationError, match="is no address of a parameter server"):
         Link(["nowhere:x"], rank())
-    with pytest.raises(ServerLostError, match="cannot be reached"):
-        Link([address], rank())
+    with socket.socket() as deaf:  # bound, so that nobody else listens there
+        deaf.bind(("127.0.0.1", 0))
+        with pytest.raises(ServerLostError, match="cannot be reached"):
+            Link([f"127.0.0.1:{deaf.getsockname()[1]}"], rank())
 
 
 def test_serving_refuses_what_cannot_be(monkeypatch):
@@ -122,10 +139,9 @@ def test_serving_refuses_what_cannot_be(monkeypatch):
 def test_who_knows_the_token_and_says_nonsense_does_not_end_the_server(words):
     with in_threads(1, "secret") as addresses:
         host, port = addresses[0].split(":")
-        with socket.create_connection((host, int(port)), 5.0) as liar:
+        with socket.create_connection((host, int(port)), LIMIT_S) as liar:
             enter(liar, "secret", "the server")
             liar.sendall(Frame(Kind.HELLO, body=(words,)).header + words)
-            liar.settimeout(5.0)
             with pytest.raises((ConnectionResetError, ConnectionAbortedError, StopIteration)):
                 if not liar.recv(100):
                     raise StopIteration
@@ -137,26 +153,26 @@ HELLO = pack(
 )
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_who_says_nothing_or_too_little_is_dropped_after_a_while_and_nobody_else(monkeypatch):
-    monkeypatch.setattr("paceline.servers.server.PATIENCE_S", 0.3)
+    monkeypatch.setattr("paceline.servers.server.PATIENCE_S", 600.0)
     with in_threads(1, "secret") as addresses:
         link = Link(addresses, rank())
         host, port = addresses[0].split(":")
-        strangers = [socket.create_connection((host, int(port)), 10.0) for _ in range(5)]
+        strangers = [socket.create_connection((host, int(port)), LIMIT_S) for _ in range(5)]
         _silent, half, *known = strangers
         half.sendall(b"x" * (FROM_RANK - 1))
         for each in known:  # who knows the token, and
             enter(each, "secret", "the server")
         known[1].sendall(Frame(Kind.HELLO, body=(HELLO,)).header[:-1])  # begins a frame
         known[2].sendall(Frame(Kind.HELLO, body=(HELLO,)).header + HELLO)  # is refused, and stays
+        push_alone(link, 0)  # so the server has read what was sent before
+        monkeypatch.setattr("paceline.servers.server.PATIENCE_S", 0.0)
         for stranger in strangers:
             with stranger:
                 while stranger.recv(1000):
                     pass
-        answers, body = Answers(1), bytearray(8)
-        link.ask(0, Frame(Kind.PUSH, 0, 0, DType.FLOAT64, (b"\0" * 8,)), answers, [body])
-        assert answers.wait(5.0)
+        push_alone(link, 1)
         link.close(2.0)
 
 
@@ -183,7 +199,7 @@ class _NoneLeft:
         return self._listener.accept()
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_a_server_without_file_descriptors_goes_on_and_does_not_spin():
     listener = _NoneLeft(listen("127.0.0.1", 0))
     server = Server(listener, "")
@@ -193,13 +209,14 @@ def test_a_server_without_file_descriptors_goes_on_and_does_not_spin():
     began_s = time.monotonic()
     thread.start()
     try:
-        with socket.create_connection(listener.getsockname(), 10.0) as connected:
-            connected.settimeout(0.7)
-            with pytest.raises(TimeoutError):
+        with socket.create_connection(listener.getsockname(), LIMIT_S) as connected:
+            wait_for(lambda: listener.num_tries >= 3)
+            assert listener.num_tries <= 2 + (time.monotonic() - began_s) / 0.25
+            connected.setblocking(False)
+            with pytest.raises(BlockingIOError):
                 connected.recv(100)
-            assert 1 <= listener.num_tries <= 2 + (time.monotonic() - began_s) / 0.25
             listener.are_some = True
-            connected.settimeout(10.0)
+            connected.settimeout(LIMIT_S)
             assert connected.recv(FROM_SERVER).startswith(GREETING)
     finally:
         mine.close()
@@ -229,7 +246,8 @@ def test_ranks_that_are_far_ahead_wait_in_the_network_and_not_in_the_servers_mem
         waiting = []
         for number, link in enumerate(links):
             if number == 2:
-                wait_until_still(links)
+                wait_for(lambda: held and held[-1] >= most)
+                wait_until_still(links)  # or it would hold more
             waiting.append(Answers(num_pieces))
             for piece in range(num_pieces):
                 frame = Frame(Kind.PUSH, piece, 0, DType.FLOAT32, (values,))
@@ -246,7 +264,7 @@ def test_ranks_that_are_far_ahead_wait_in_the_network_and_not_in_the_servers_mem
 def test_more_ranks_than_may_be_strangers_come_at_once():
     with in_threads(1, "secret") as addresses:
         host, port = addresses[0].split(":")
-        waiting = [socket.create_connection((host, int(port)), 5.0) for _ in range(70)]
+        waiting = [socket.create_connection((host, int(port)), LIMIT_S) for _ in range(70)]
         for connected in waiting:
             enter(connected, "secret", "the server")
             connected.close()

@@ -85,12 +85,35 @@ LOADS = """
 from functions import *
 print(inner(3, 1.0), inner(3, 1), sum(inner.stats.cache_misses.values()), flush=True)
 """
+MEANWHILE = """
+from functions import *
+import os
+if sys.argv[1] == "stuck": numba_cache._AT_MOST_S = 1.0
+if sys.argv[1] == "alone": os.sched_getaffinity = lambda _: {0}
+def meanwhile(types):
+    print("nobody hears this", flush=True)
+    if sys.argv[1] == "forked": inner(3, 1.0), inner(3, 1)
+    Path("new").write_text(f"{os.getpid()} {types}")
+    Path("new").rename("forked")
+    if sys.argv[1] == "stuck": time.sleep(600)
+def _first(x): return x + 1
+first = numba.njit(cache=True, _nrt=False)(_first)
+numba_cache.keep(first, numba_cache.stamp_of([Path(__file__)]), meanwhile)
+print(first(1))
+while first.stats.cache_misses and sys.argv[1] != "alone" and not Path("forked").exists(): time.sleep(0.01)
+print(*(inner(3, x) for x in (1.0, 1)), sum(inner.stats.cache_misses.values()), first(2))
+if sys.argv[1] == "stuck":
+    pid = int(Path("forked").read_text().split()[0])
+    while Path(f"/proc/{pid}").exists(): time.sleep(0.01)
+    print("gone")
+"""
 
 
 @pytest.fixture
 def start(tmp_path):
     """Starts a program in a folder with the functions and an empty cache; all end here."""
     programs = {"calls": CALLS_ALL, "stays": STAYS, "waits": WAITS, "stores": STORES, "loads": LOADS}
+    programs["meanwhile"] = MEANWHILE
     for name, text in {"functions": FUNCTIONS, **programs}.items():
         (tmp_path / f"{name}.py").write_text(text)
     with contextlib.ExitStack() as running:
@@ -158,3 +181,21 @@ def test_without_a_lock_it_compiles(start, tmp_path):
     for path in locks:
         path.mkdir()
     assert start("calls", "outer").communicate("go\n") == ("here\n4\n", None)
+
+
+def test_a_fork_compiles_what_is_needed_next(start, tmp_path):
+    """Meanwhile: who needs it then loads it. Only one of both compiles the first, and the fork says nothing."""
+    assert start("meanwhile", "forked").communicate() == ("2\n4.0 4 0 3\n", None)
+    assert (tmp_path / "forked").read_text().endswith("(int64,)")
+    (tmp_path / "forked").unlink()
+    assert start("meanwhile", "forked").communicate() == ("2\n4.0 4 0 3\n", None)
+    assert not (tmp_path / "forked").exists()  # nothing to compile
+
+
+def test_one_core_does_without_a_fork(start, tmp_path):
+    assert start("meanwhile", "alone").communicate() == ("2\n4.0 4 2 3\n", None)
+    assert not (tmp_path / "forked").exists()
+
+
+def test_a_fork_that_is_stuck_ends(start):
+    assert start("meanwhile", "stuck").communicate() == ("2\n4.0 4 2 3\ngone\n", None)

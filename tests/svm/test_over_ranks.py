@@ -351,7 +351,7 @@ def die_in_mid_fit(rank, _num_ranks, victim):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_in_mid_fit_is_named(victim):
-    with Ranks(3, group_timeout_s=5.0) as ranks:
+    with Ranks(3, group_timeout_s=50.0) as ranks:
         outcomes = ranks.outcomes(die_in_mid_fit, victim)
     for outcome in outcomes:
         if outcome.rank == victim:

@@ -75,6 +75,13 @@ def test_within_a_bound_nothing_more_is_lost_than_the_paths_lose():
         assert not any(mask.any() for mask in masks)
 
 
+def test_paths_that_lose_much_are_not_taken_for_one_way_streets():
+    """All ports are silent now and then, but not for long: answers keep to the ports of what they answer."""
+    paths = [Switch(RANKS, 100e6, lose=0.2, seed=seed) for seed in (1, 2)]
+    _, ends = _sums(paths[0], paths[1:])
+    assert all((end.tables.peers[:, e.P_ANSWERS_BY] == 0).all() for end in ends)
+
+
 class OneWay(Switch):
     """A path that nothing takes from these ranks."""
 
@@ -106,3 +113,22 @@ def test_one_way_streets_do_not_keep_ranks_from_knowing_what_arrived():
     repeated = sum(int(end.tables.numbers[e.REPEATED]) for end in ends)
     chunks = 2 * (RANKS - 1) * ELEMENTS * 4 // PAYLOAD
     assert repeated < 0.05 * chunks, (repeated, chunks)
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize("elements", [1, ELEMENTS])
+@pytest.mark.parametrize("closed_by_first", [0, 1])
+def test_ways_that_are_open_in_one_direction_each_are_enough(closed_by_first, elements, servers):
+    """By one port only rank 0 reaches rank 1, by the other only rank 1 reaches rank 0.
+
+    A server has nothing of its own to lose there before everything was pushed; of one datagram there is no other.
+    """
+    paths = [OneWay(2, 50e6, {rank}) for rank in (closed_by_first, 1 - closed_by_first)]
+    vectors = [[np.full(elements, rank + 1, np.float32)] for rank in range(2)]
+    (took_us,), ends = time_of_sums(paths[0], vectors, 0.0, PAYLOAD, more=paths[1:], servers=servers)
+    assert all((of_rank[0] == (2 if servers else 3)).all() for of_rank in vectors)
+    assert took_us < 1_000_000 + 2 * elements * 4 * 8 / 50, took_us
+    if elements > 1:
+        for end in ends:
+            silent = end.tables.ways[2 * (1 - end.rank) :][:2, e.W_BACKOFF] > 0
+            assert silent.tolist() == [closed_by_first == end.rank, closed_by_first != end.rank]

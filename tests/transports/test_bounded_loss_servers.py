@@ -102,3 +102,19 @@ def test_what_nobody_gave_is_zero(is_scaled):
     result = np.empty(3)
     add_survivors(result, None, staged, arrived, 5, 1, is_scaled)
     assert result.tolist() == [11, 40 if is_scaled else 20, 0]
+
+
+def test_a_server_reports_its_own_shard_whatever_an_earlier_sum_left_in_its_memory():
+    """Of other servers' shards it hears nothing, and a larger sum before had its own losses where theirs would be."""
+    ends = endpoints(4, servers=2)
+    for end in ends:
+        end.begin(np.ones(40, np.float32), Bound(0.5), 1000)
+    for server in ends[:2]:
+        server._buffers[0][2][:] = 255
+    mailer, told = Mailer(ends[0]), [[] for _ in ends]
+    for now_us in range(1000, 100 * TICK_US, TICK_US):
+        for rank, end in enumerate(ends):
+            for peer, datagram in mailer.take(end, now_us):
+                mailer.hand(ends[peer], [datagram], now_us)
+            told[rank] += end.take_finished()
+    assert [sum(losses.missing) for (losses,) in told] == [0, 0, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import types
 
 import numpy as np
@@ -12,6 +13,7 @@ from paceline.transports import Bound
 from paceline.transports.bounded_loss import datagram_loop as loop
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss import system_calls
+from paceline.transports.bounded_loss.udp_socket import socket_addresses
 
 PORTS = (40, 41, 42, 43)  # descriptors
 WAKE = 50
@@ -121,3 +123,20 @@ def test_what_a_full_port_could_not_take_is_not_sent_by_another(drive):
     kernel.sent.clear()
     drive(kernel, end, io, 0)
     assert kernel.sent[0] == PORTS[2]
+
+
+def test_each_call_of_the_kernel_takes_the_messages_of_one_port():
+    """Real sockets, and the compiled calls: a receiver sees two datagrams by each of two ports."""
+    receiver, *senders = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(3))
+    for each in (receiver, *senders):
+        each.bind(("127.0.0.1", 0))
+    batch = system_calls.new_batch(8, 64, socket_addresses([receiver.getsockname()]))
+    batch.sizes[:4], batch.ways[:4] = 64, [0, 0, 1, 1]
+    made = system_calls.prepare_messages(batch, 4, 1, 2)
+    descriptors = np.array([each.fileno() for each in senders], np.int64)
+    assert made == 4
+    assert [system_calls.send_messages(descriptors, batch, first, made) for first in (0, 2)] == [2, 2]
+    by = [receiver.recvfrom(64)[1] for _ in range(4)]
+    assert by == [senders[0].getsockname()] * 2 + [senders[1].getsockname()] * 2
+    for each in (receiver, *senders):
+        each.close()

@@ -34,15 +34,19 @@ def _inside(store):
     return dist.PrefixStore("paceline launch job", store)
 
 
-def hold(*coming, store=None, quiet_s=0.0):
-    """Every machine's cards, or the words of its error, and what was said meanwhile."""
-    store, notes = store or dist.HashStore(), []
+def hold(*coming, store=None, quiet_s=0.0, each_waits=False, notes=None):
+    """Every machine's cards, or the words of its error, and what was said meanwhile.
+
+    With `each_waits` one comes only once the one before it has said that it waits.
+    """
+    store, notes = store or dist.HashStore(), [] if notes is None else notes
     come = threading.Barrier(len(coming))
 
     def one(number, rendezvous):
         come.wait()
-        while _inside(store).add("machines", 0) < number:  # in this order
-            pass
+        num_told = number if each_waits else 0
+        while _inside(store).add("machines", 0) < number or len(notes) < num_told:  # in this order
+            time.sleep(0.001)
         try:
             return [card.name for card in rendezvous.hold(store, is_server=number == 0, note=notes.append)]
         except MachinesDifferError as error:
@@ -57,12 +61,11 @@ def hold(*coming, store=None, quiet_s=0.0):
         return list(threads.map(one, range(len(coming)), coming)), notes
 
 
-@pytest.mark.clock  # the note comes from another thread
 def test_machines_that_fit_learn_of_each_other():
     """Those of another launch in the same store do not count."""
     store = dist.HashStore()
     hold(replace(machine("x", num_machines=1), job="another"), store=store)
-    found, notes = hold(machine("a", 4), machine("b", 2), machine("c"), store=store)
+    found, notes = hold(machine("a", 4), machine("b", 2), machine("c"), store=store, each_waits=True)
     assert found == [["a", "b", "c"]] * 3
     assert "all 3 machines are there, 7 ranks: a (4 rank(s)), b (2 rank(s)), c (1 rank(s))" in notes
 
@@ -136,9 +139,18 @@ def test_a_machine_too_many_and_one_that_comes_back():
 
 
 def test_machines_that_do_not_come():
-    found, notes = hold(machine("a", timeout_s=0.2), machine("b", timeout_s=0.2))
+    notes, looks = [], threading.local()
+
+    def monotonic():
+        """Leaps for a machine that has looked again since both had said that they wait."""
+        looks.number = getattr(looks, "number", 0) + (len(notes) == 2)
+        return time.monotonic() + 1000 * (looks.number > 1)
+
+    coming = machine("a", timeout_s=500.0), machine("b", timeout_s=500.0)
+    with mock.patch.object(machines, "time", mock.Mock(monotonic=monotonic, sleep=time.sleep)):
+        found, _ = hold(*coming, each_waits=True, notes=notes)
     assert all(
-        words.startswith("only 2 of 3 machines came to 10.0.0.1:29400 within 0 s: a (1") for words in found
+        words.startswith("only 2 of 3 machines came to 10.0.0.1:29400 within 500 s: a (1") for words in found
     )
     assert "a (1 rank(s)), b (1 rank(s)) at 10.0.0.1:29400; 1 more of 3 machine(s) to come" in notes
     assert hold(machine("a", waits=False))[0] == [["a"]]  # an elastic job begins with whoever is there

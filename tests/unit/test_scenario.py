@@ -160,7 +160,7 @@ def test_each_scene_waits_for_its_own_words_and_for_the_scene_before_it():
     ]
 
     def say(director, line, values):
-        for _ in range(100):  # a scene's words count from when the one before it is done
+        for _ in range(1000):  # a scene's words count from when the one before it is done
             if done == values:
                 return
             director.hear(line)

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numba
-
+from paceline import linked_code
 from paceline.numba_cache import keep, stamp_of
 
 LANES = 64  # of SIMD: so many numbers the compiler treats alike, some vector registers full
@@ -29,27 +28,35 @@ _OPTIONS: dict[str, Any] = {
     "fastmath": {"nnan", "ninf", "nsz", "arcp", "contract"},
     "error_model": "numpy",
     "nogil": True,
-    "cache": True,
+    "_nrt": False,
 }
 _SOURCES = stamp_of(
-    path for path in Path(__file__).parent.glob("*.py") if b"paceline.svm.compiled" in path.read_bytes()
+    [
+        Path(linked_code.__file__),
+        *(
+            path
+            for path in Path(__file__).parent.glob("*.py")
+            if b"paceline.svm.compiled" in path.read_bytes()
+        ),
+    ]
 )
 
 
-def compiled(function: _F) -> _F:
+def compiled(function: _F, meanwhile: Callable[[Any], Any] | None = None) -> _F:
     """Compile when first called from Python, and keep the code on disk.
 
     References are not counted, so nothing can be allocated: counting takes two atomic operations a slice, and several
     times as long to compile. numba compiles some functions of its own so; its users' manual does not name the option.
+
+    Args:
+        function: To compile.
+        meanwhile: As in `numba_cache.keep`.
     """
-    made = cast("Any", numba.njit)(_nrt=False, **_OPTIONS)(function)
-    keep(made, _SOURCES)
+    made = linked_code.entry(function, _OPTIONS)
+    keep(made, _SOURCES, meanwhile)
     return cast("_F", made)
 
 
 def inner(function: _F) -> _F:
-    """As `compiled`, for what only compiled code calls: without the code that unpacks Python's arguments."""
-    options = {**_OPTIONS, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    made = cast("Any", numba.njit)(**options)(function)
-    keep(made, _SOURCES)
-    return cast("_F", made)
+    """As `compiled`, for what only compiled code calls: it becomes part of its callers' code (`linked_code.py`)."""
+    return cast("_F", linked_code.inner(function, _OPTIONS))

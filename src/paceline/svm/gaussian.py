@@ -57,8 +57,10 @@ def values_single(
     bits, power, p = scratch[0][:N], scratch[1][:N], scratch[2][:N]
     for t in range(N):
         z = scale * _f32(dots[t]) + (w + half * _f32(squares[t]))
-        z = min(_f32(0.0), z)
-        z = max(_f32(-126.0), z)
+        if z > _f32(0.0):
+            z = _f32(0.0)
+        if z < _f32(-126.0):
+            z = _f32(-126.0)
         n = np.int32(z - _f32(0.5))
         r = z - _f32(n)
         q = _f32(_T5) + r * (_f32(_T6) + r * _f32(_T7))
@@ -85,8 +87,10 @@ def values_double(
     bits, power, p = scratch[0][:N], scratch[1][:N], scratch[2][:N]
     for t in range(N):
         z = scale * dots[t] + (w + half * squares[t])
-        z = min(0.0, z)
-        z = max(-1022.0, z)
+        if z > 0.0:
+            z = 0.0
+        if z < -1022.0:
+            z = -1022.0
         n = np.int64(z - 0.5)
         r = z - _f64(n)
         q = _T10 + r * (_T11 + r * (_T12 + r * _T13))

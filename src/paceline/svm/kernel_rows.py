@@ -130,7 +130,7 @@ def _dense_products(
             which[num] = f
             num += 1
     for t0 in range(0, n, 1024):
-        L = min(1024, n - t0)
+        L = 1024 if n - t0 > 1024 else n - t0
         at = first + t0
         o = out[t0 : t0 + L]
         for t in range(L):
@@ -225,7 +225,7 @@ class RowStore(NamedTuple):
         owner: Sample of this problem in each row of `rows`, or -1.
         slot_of: By sample of this problem, row of `rows` or -1.
         next_slot: Where the next row goes, shape (1,).
-        shared: What other problems may use of them, a `Shared`; None if there is one range.
+        shared: What other problems may use of them, a `Shared`; None if there are no other problems.
         room: For rows of P.
     """
 
@@ -314,7 +314,8 @@ def _compute(
                 for k in range(len(own)):
                     known[k] = own[k]
                 shared.num[0] += 1
-        kernel_row(source, p, other_first, other_last, room, other)
+        if other_first < other_last:
+            kernel_row(source, p, other_first, other_last, room, other)
     return num_values
 
 

@@ -171,7 +171,7 @@ def add_rows(
     M = len(slots)
     width = 4096
     for t0 in range(0, N, width):
-        L = min(width, N - t0)
+        L = width if width < N - t0 else N - t0
         o = total[t0 : t0 + L]
         k = 0
         while k + 4 <= M:

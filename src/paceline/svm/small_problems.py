@@ -31,9 +31,10 @@ from paceline.svm.kernel_rows import (
     source_of,
 )
 from paceline.svm.kernels import Kernel
+from paceline.svm.next_compiled import compile_prediction
 from paceline.svm.problem import Progress, SolverSettings
 from paceline.svm.sample_forms import DenseSamples, GramSamples, Samples
-from paceline.svm.smo import LaneMemory, Variables, lane_memory, lanes_of, solve
+from paceline.svm.smo import LaneMemory, Variables, lane_memory, lanes_of, solve_inside
 
 STEPS_A_CALL = 200_000  # pair updates, after which compiled code returns
 # Columns of `outcomes`: extremes of the gradients (`FAR` if there are none), sum and number of those of variables
@@ -154,13 +155,12 @@ class DirectSolver:
         widest = -(-int(sizes.max()) // LANES) * LANES
         self._memory = Memory.of(max(rooms), len(problems.linear), widest, self._source)
         ranges = problems.bounds[:, 1::2] - problems.bounds[:, ::2]
-        self._shared: Shared | None = None
-        if ranges[:, 1].any():
-            is_shared = len(ranges) > 1 and not isinstance(samples, GramSamples)
-            width = int(ranges.max()) if is_shared else 0
-            num_shared = min(num, int(cache_bytes * _SHARED_RATIO / (8 * width))) if width else 0
-            unknown = np.full(num, -1, np.int64)
-            self._shared = Shared(np.empty((num_shared, width)), unknown, np.zeros(1, np.int64))
+        has_pairs = bool(ranges[:, 1].any()) and len(ranges) > 1
+        width = int(ranges.max()) if has_pairs and not isinstance(samples, GramSamples) else 0
+        num_shared = min(num, int(cache_bytes * _SHARED_RATIO / (8 * width))) if width else 0
+        unknown = np.full(num, -1, np.int64)
+        # Empty rather than None: one range of samples is compiled as two are.
+        self._shared = Shared(np.empty((num_shared, width)), unknown, np.zeros(1, np.int64))
 
     def solve(self, which: NDArray[np.int64]) -> None:
         """Solve some; reports progress after every 200,000 pair updates, and at the end of each problem."""
@@ -204,15 +204,14 @@ def num_rows(num: int, cache_bytes: float) -> int:
     return max(3, min(num, int(cache_bytes // (8 * width))))
 
 
-@compiled
-def solve_some(
+def _solve_some(
     source: Source,
     diagonal: NDArray[np.float64],
     problems: SmallProblems,
     which: NDArray[np.int64],
     limits: Limits,
     memory: Memory,
-    shared: Shared | None,
+    shared: Shared,
     outcomes: NDArray[np.float64],
 ) -> int:
     """Solve problems until all are solved, or `STEPS_A_CALL` pair updates were made: call again to go on.
@@ -242,6 +241,9 @@ def solve_some(
     return len(which)
 
 
+solve_some = compiled(_solve_some, meanwhile=compile_prediction)
+
+
 @inner
 def _go_on(
     source: Source,
@@ -250,7 +252,7 @@ def _go_on(
     number: int,
     limits: Limits,
     memory: Memory,
-    shared: Shared | None,
+    shared: Shared,
     outcomes: NDArray[np.float64],
 ) -> bool:
     """Go on with one problem; returns whether it is done."""
@@ -273,7 +275,11 @@ def _go_on(
         d_own[t] = 0.0
         if t < n:
             d_own[t] = diagonal[a + t if t < b - a else c + t - (b - a)]
-    num = max(3, min(n, limits.num_values // P))
+    num = limits.num_values // P
+    if num > n:
+        num = n
+    if num < 3:
+        num = 3
     rows = memory.rows[: num * P].reshape((num, P))
     unknown, free = memory.slot_of[:n], memory.owner[:num]
     for t in range(n):
@@ -305,9 +311,11 @@ def _go_on(
             closed.least,
             closed.most,
         )
-        most = min(limits.max_steps - int(out[STEPS]), STEPS_A_CALL)
+        most = limits.max_steps - int(out[STEPS])
+        if most > STEPS_A_CALL:
+            most = STEPS_A_CALL
         lanes = lanes_of(store, variables, part)
-        steps, _, num_values = solve(source, store, variables, lanes, part, limits.tol, most)
+        steps, _, num_values = solve_inside(source, store, variables, lanes, part, limits.tol, most)
         out[WORKING_SETS] += 1
         out[STEPS] += steps
         out[VALUES] += num_values
@@ -345,9 +353,11 @@ def _evaluate(
         objective += 0.5 * beta[v] * (f + linear[v])
         may_grow, may_shrink = beta[v] < upper[v], beta[v] > lower[v]
         if may_grow:
-            least = min(least, f)
+            if f < least:
+                least = f
         if may_shrink:
-            most = max(most, f)
+            if f > most:
+                most = f
         if may_grow and may_shrink:
             total += f
             num_free += 1

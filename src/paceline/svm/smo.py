@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.svm.compiled import FAR, LANES, compiled, inner
 from paceline.svm.kernel_rows import RowStore, Source, fetch
+from paceline.svm.next_compiled import compile_next
 
 _LEAST_CURVATURE = 1e-12
 _f64 = np.float64
@@ -110,8 +111,7 @@ def lanes_of(store: RowStore, variables: Variables, memory: LaneMemory) -> LaneA
     )
 
 
-@compiled
-def solve(
+def _solve(
     source: Source,
     store: RowStore,
     variables: Variables,
@@ -148,6 +148,10 @@ def solve(
         if missing < 0:
             return steps, decrease, num_values
         num_values += fetch(source, store, missing)
+
+
+solve = compiled(_solve, meanwhile=compile_next)
+solve_inside = inner(_solve)  # for compiled code
 
 
 @inner
@@ -227,10 +231,16 @@ def _update_pairs(
         if other < 0:
             return steps, decrease, j % P
         Kj = lanes.rows[other]
-        curvature = max(_f64(di) + diagonal[j % P] - 2.0 * rows[slot, j % P], _LEAST_CURVATURE)
+        curvature = _f64(di) + diagonal[j % P] - 2.0 * rows[slot, j % P]
+        if curvature < _LEAST_CURVATURE:
+            curvature = _LEAST_CURVATURE
         slope = _f64(F[j]) - m
         room_i, room_j = upper[i] - beta[i], beta[j] - lower[j]
-        delta = min(slope / curvature, room_i, room_j)
+        delta = slope / curvature
+        if room_i < delta:
+            delta = room_i
+        if room_j < delta:
+            delta = room_j
         # Exactly at the bound, or rounding would leave a variable an unusable sliver away from it.
         old_i, old_j = beta[i], beta[j]
         beta[i] = upper[i] if delta == room_i else beta[i] + delta
@@ -257,8 +267,12 @@ def extremes(
     for s in range(len(F)):
         g, cu, cd = F[s], closed_up[s], closed_down[s]
         for lane in range(LANES):
-            least[lane] = min(least[lane], g[lane] + cu[lane])
-            most[lane] = max(most[lane], g[lane] + cd[lane])
+            a = g[lane] + cu[lane]
+            b = g[lane] + cd[lane]
+            if a < least[lane]:
+                least[lane] = a
+            if b > most[lane]:
+                most[lane] = b
 
 
 @inner
@@ -280,8 +294,10 @@ def follow(
             g[lane] = t
             a = t + cu[lane]
             b = t + cd[lane]
-            least[lane] = min(least[lane], a)
-            most[lane] = max(most[lane], b)
+            if a < least[lane]:
+                least[lane] = a
+            if b > most[lane]:
+                most[lane] = b
 
 
 @inner
@@ -301,12 +317,15 @@ def gains(
         x, g, d, cd, h = Ki[s], F[s], diagonal[s], closed_down[s], gain[s]
         for lane in range(LANES):
             t = g[lane] + cd[lane] - least
-            t = max(zero, t)
+            if t < zero:
+                t = zero
             curvature = di + d[lane] - two * x[lane]
-            curvature = max(least_curvature, curvature)
+            if curvature < least_curvature:
+                curvature = least_curvature
             t = t * t / curvature
             h[lane] = t
-            most[lane] = max(most[lane], t)
+            if t > most[lane]:
+                most[lane] = t
 
 
 @inner
@@ -314,8 +333,22 @@ def least_of(lanes: NDArray[Any]) -> Any:
     """The smallest; four chains of comparisons, for each waits for the one before."""
     a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
     for k in range(4, LANES, 4):
-        a, b, c, d = min(a, lanes[k]), min(b, lanes[k + 1]), min(c, lanes[k + 2]), min(d, lanes[k + 3])
-    return min(a, b, c, d)
+        e, f, g, h = lanes[k], lanes[k + 1], lanes[k + 2], lanes[k + 3]
+        if e < a:
+            a = e
+        if f < b:
+            b = f
+        if g < c:
+            c = g
+        if h < d:
+            d = h
+    if b < a:
+        a = b
+    if d < c:
+        c = d
+    if c < a:
+        a = c
+    return a
 
 
 @inner
@@ -323,5 +356,19 @@ def largest_of(lanes: NDArray[Any]) -> Any:
     """The largest."""
     a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
     for k in range(4, LANES, 4):
-        a, b, c, d = max(a, lanes[k]), max(b, lanes[k + 1]), max(c, lanes[k + 2]), max(d, lanes[k + 3])
-    return max(a, b, c, d)
+        e, f, g, h = lanes[k], lanes[k + 1], lanes[k + 2], lanes[k + 3]
+        if e > a:
+            a = e
+        if f > b:
+            b = f
+        if g > c:
+            c = g
+        if h > d:
+            d = h
+    if b > a:
+        a = b
+    if d > c:
+        c = d
+    if c > a:
+        a = c
+    return a

@@ -273,10 +273,12 @@ def _violations(
             f = g[i] + linear[s, i]
             up, down = FAR, FAR
             if beta[s, i] < upper[s, i]:
-                least = min(least, f)
+                if f < least:
+                    least = f
                 up = f
             if beta[s, i] > lower[s, i]:
-                most = max(most, f)
+                if f > most:
+                    most = f
                 down = -f
             num_free += up < FAR and down < FAR
             up_table[s, i] = FAR if left_out[s, i] else up

@@ -1,7 +1,7 @@
 """Hosts of a simulated network that run the bounded-loss protocol: the transport's own `Endpoint`, in virtual time.
 
 A host takes turns as `datagram_loop` does: it takes what has arrived, sends what its own queue has room for (by the
-same function), and rests. What is done for a datagram is compiled, a turn is Python.
+same functions), and rests. What is done for a datagram is compiled, a turn is Python.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class DatagramHosts:
             for plan in jobs
             for host in plan.hosts
         }
+        self._drain = {host: np.zeros(3) for host in self._local}
         self.now_us = 1000
         ranks = [(job, rank) for job in self._jobs for rank in range(len(job.ends))]
         self._turns = [
@@ -166,8 +167,12 @@ class DatagramHosts:
         targets = np.asarray(job.plan.hosts)
         spine = SPRAYED if job.plan.is_sprayed else job.flow + rank
         for _ in range(_BATCHES):
-            most = loop._room(self._local[host], engine.queued_bytes(net, host), self._rows.shape[1])
+            local, queued = self._local[host], engine.queued_bytes(net, host)
+            end.tables.local_us[0] = loop._note_drain(self._drain[host], queued, self.now_us)
+            most = loop._room(local, queued, self._rows.shape[1])
             count = end.transmit(self._rows, self._sizes, self._peers, self.now_us, most)
+            if end.room_left[0] == 0:
+                local[loop._WAS_FULL] = 1
             if count == 0:
                 break
             engine.send_datagrams(

@@ -4,6 +4,8 @@ Rules
 1. What is said by way of one port concerns the peer's port of that number; it leaves by the same port, unless that is
    silent.
 2. What a peer waits for takes the ports in turn: one of them may lead nowhere, and the peer will ask again.
+3. A peer that says that it hears nothing is answered by the next port, and from then on by that one: the ports by which
+   its datagrams come may be open in one direction only.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ _ASK_EVERY_US = 200_000
 
 @inner
 def heard_ports(t: Any, peer: int) -> int:
-    """The ports whose ways to a peer are not silent, a bit each; all, if all are silent."""
+    """The ports whose ways to a peer are not silent, a bit each; if all are, those with the fewest timeouts."""
     ports = t.numbers[e.PORTS]
     found = 0
+    fewest = t.ways[peer * ports, e.W_BACKOFF]
     for port in range(ports):
-        found |= np.int64(t.ways[peer * ports + port, e.W_BACKOFF] == 0) << port
-    return found or (1 << ports) - 1
+        timeouts = t.ways[peer * ports + port, e.W_BACKOFF]
+        if timeouts < fewest:
+            fewest, found = timeouts, 0
+        found |= np.int64(timeouts == fewest) << port
+    return found
 
 
 @inner
@@ -50,7 +56,8 @@ def reply(t: Any, peer: int, words: Any, sizes: Any, ways: Any, count: int, now_
             w[e.W_TELL_NOW] = 1
         if w[e.W_TELL_NOW] and w[e.W_RX_LARGEST] >= 0:
             count = _write_feedback(t, peer, port, words, sizes, ways, count, now_us)
-    way = _way_to(t, peer, n[e.TURN] % n[e.PORTS])
+    by = p[e.P_ANSWERS_BY] - 1
+    way = _way_to(t, peer, by if by >= 0 else n[e.TURN] % n[e.PORTS])
     for slot in range(e.SLOTS):
         for phase in range(2):
             incoming = t.incoming[slot, phase, peer]
@@ -117,6 +124,7 @@ def _write_feedback(
         if t.seen[way, (largest - back) % e.WINDOW]:
             word[first + (back - 1) // 32] |= np.uint32(1) << np.uint32((back - 1) % 32)
     echo = w[e.W_RX_TIME] + (now_us - w[e.W_RX_TIME_AT])
+    leaving = t.peers[peer, e.P_ANSWERS_BY] - 1
     d.write_header(
         word,
         d.FEEDBACK,
@@ -131,7 +139,10 @@ def _write_feedback(
         w[e.W_RX_COUNT],
         w[e.W_RX_MARKED],
     )
-    sizes[count], ways[count] = d.HEADER_BYTES + bits // 8, _way_to(t, peer, port)
+    sizes[count], ways[count] = (
+        d.HEADER_BYTES + bits // 8,
+        _way_to(t, peer, leaving if leaving >= 0 else port),
+    )
     w[e.W_RX_UNTOLD] = w[e.W_TELL_NOW] = 0
     return count + 1
 

@@ -40,8 +40,9 @@ MOST_PAYLOAD_BYTES = 8928
 DATA, END, FEEDBACK, NACK, DONE, STATUS = 1, 2, 3, 4, 5, 6
 """A chunk; every chunk was sent; what arrived; what is missing; enough arrived; a sign of life."""
 
-GATHER, PROTECTED, ASK, DROPPABLE = 1, 2, 4, 64
-"""Flags: phase 1; the chunk must not be lost; answer this; switches may drop this first."""
+GATHER, PROTECTED, ASK, DROPPABLE, UNHEARD = 1, 2, 4, 64, 128
+"""Flags: phase 1; the chunk must not be lost; answer this; switches may drop this first; no answer
+by any port has come for long."""
 
 CLASS_SHIFT = 3
 """From here on three bits of the flags are the class selector, which goes into the IP header, too."""

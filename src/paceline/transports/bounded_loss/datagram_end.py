@@ -41,6 +41,7 @@ class DatagramEnd(ABC):
 
     Attributes:
         tables: Its memory, for compiled code.
+        room_left: Of the chunks that might leave by each port, how many did not in the last `transmit`; shape (ports,).
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class DatagramEnd(ABC):
             self.tables.keys[peer] = np.frombuffer(sends + receives, np.uint64)
         for way in range(num_ranks * num_ports):
             window.reset(self.tables.ways[way], self.tables.rates[way])
-        self._most = np.zeros(num_ports, np.int64)
+        self.room_left = np.zeros(num_ports, np.int64)
 
     @property
     def row_bytes(self) -> int:
@@ -96,8 +97,8 @@ class DatagramEnd(ABC):
         `most` of them are chunks, by each port, or by the one and the other.
         """
         words, longs = d.words_of(rows)
-        self._most[:] = most
-        count: int = transmit(self.tables, words, longs, sizes, ways, now_us, self._most)
+        self.room_left[:] = most
+        count: int = transmit(self.tables, words, longs, sizes, ways, now_us, self.room_left)
         self.go_on(now_us)
         return count
 

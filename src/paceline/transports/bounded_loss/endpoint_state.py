@@ -93,7 +93,9 @@ UNSENT, FLYING, DELIVERED, QUEUED, FORGIVEN = range(5)
 NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
 
 # peers: counts, times in microseconds; SENDING and RECEIVING are the transfers that have begun here, ORDER numbers all
-# DATA and END to this peer, whichever way they take, PAUSE is the time after which it repeats an END
+# DATA and END to this peer, whichever way they take, PAUSE is the time after which it repeats an END; IS_UNHEARD says
+# that nothing by any port was answered for long, ANSWERS_BY is 1 more than the port that answers take since the peer
+# said so, and 0 if it never did; TURNED_AT is when it took the next port
 (
     P_BEGUN,
     P_EARLY,
@@ -108,8 +110,11 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     P_IS_NEEDED,
     P_ORDER,
     P_PAUSE,
+    P_IS_UNHEARD,
+    P_ANSWERS_BY,
+    P_TURNED_AT,
     NUM_P,
-) = range(14)
+) = range(17)
 
 # ways: from this rank to a peer by one of this rank's ports, and the same of the peer's; counts, times in microseconds
 (
@@ -181,9 +186,7 @@ class Tables(NamedTuple):
     stash: Bytes  # peer, entry, bytes
     stash_sizes: Numbers
     local_us: Numbers  # by port: how long what is sent now waits in this host's own queue, if that is known
-    order: (
-        Numbers  # of the transfers that may be under way to a peer, the oldest being 0: which is served first
-    )
+    order: Numbers  # of transfers to a peer, first served first: 2 * collective + phase, the oldest possible being 0
 
 
 def new_tables(
@@ -217,7 +220,7 @@ def new_tables(
         stash=np.zeros((num_ranks, STASH, header_bytes + payload_bytes), np.uint8),
         stash_sizes=zeros(num_ranks, STASH),
         local_us=zeros(num_ports),
-        order=np.arange(SLOTS),
+        order=np.arange(2 * SLOTS),
         **_per_chunk(num_ranks, chunks),
     )
 

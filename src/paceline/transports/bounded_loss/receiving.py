@@ -22,6 +22,7 @@ from paceline.transports.bounded_loss.shards import chunk_bytes, num_chunks
 
 _GRACE_US = 2000
 _REMEMBER_US = 10_000_000
+_TURN_US = 100_000  # so long answers take a port before the next is tried: longer than a round trip
 _PROMPT, _LEAST_PROMPT = (
     16,
     4,
@@ -118,6 +119,9 @@ def _take_numbered(
 ) -> None:
     """Take a DATA or an END."""
     n, p, w = t.numbers, t.peers[peer], t.ways[way]
+    is_unheard = np.int64(word[d.SENDER_KIND]) >> 24 & d.UNHEARD
+    if is_unheard and now_us - p[e.P_TURNED_AT] > _TURN_US:
+        p[e.P_ANSWERS_BY], p[e.P_TURNED_AT] = p[e.P_ANSWERS_BY] % n[e.PORTS] + 1, now_us
     number = d.widened(np.int64(word[d.NUMBER]), max(w[e.W_RX_LARGEST], 0))
     largest = w[e.W_RX_LARGEST]
     if number < 0 or number <= largest - e.WINDOW or (number <= largest and t.seen[way, number % e.WINDOW]):

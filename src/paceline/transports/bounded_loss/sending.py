@@ -1,9 +1,10 @@
 """What an endpoint sends, and when; compiled, many datagrams at a time.
 
 Rules
-1. Collectives go in their order, those of a higher priority first; of one, repetitions first, then chunks that were
-   never sent, then an END, and soon another: nothing follows whose arrival would tell that the first was lost, and the
-   answer may be lost as well.
+1. Collectives go in their order, those of a higher priority first, and of equal ones what is to be summed before sums:
+   others wait for it, and at the end of several collectives nobody then waits for the last one's sums. Of one,
+   repetitions go first, then chunks that were never sent, then an END, and soon another: nothing follows whose arrival
+   would tell that the first was lost, and the answer may be lost as well.
 2. The first chunk of a transfer differs from collective to collective, so that no part of a vector is always the last
    one, which losses hit more often.
 3. Ranks are served in turn, by bursts of a few datagrams: a small switch buffer holds a burst from everybody.
@@ -12,6 +13,8 @@ Rules
 6. Each port of this rank is a way of its own to a peer, with its own numbers, window and pace; a chunk takes whichever
    has room, so each way carries what it can. What a silent way carries is sent by another one, too, until it is heard
    of again; every way that is not silent says END behind its own chunks.
+7. If all of several ways stay silent, each may still lead there, and answers be lost on their way back: then what is
+   sent says so, and answers come by other ports (`answering`, rule 3).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ _LEAST_TIMEOUT_US = 10_000
 _FIRST_TIMEOUT_US = 40_000
 _MOST_BACKOFF = 5
 _MOST_TIMEOUTS = 12
+_UNHEARD_US = 200_000  # several timeouts: a path that leads there and back is not silent for so long
 _AGAIN_US = 1000
 _ENDED = -1
 _NOTHING = -2
@@ -116,11 +120,16 @@ def transmit(t: Any, words: Any, longs: Any, sizes: Any, ways: Any, now_us: int,
 def _watch(t: Any, peer: int, now_us: int) -> None:
     """Do what is due by the clock: timeouts, grace, signs of life."""
     n, p = t.numbers, t.peers[peer]
-    stuck = 0
+    stuck = silent = 0
+    silent_since = np.int64(0)
     for way in range(peer * n[e.PORTS], (peer + 1) * n[e.PORTS]):
         _watch_way(t, peer, way, now_us)
         w = t.ways[way]
         stuck += w[e.W_BACKOFF] > _MOST_TIMEOUTS and now_us - w[e.W_STUCK_SINCE] > n[e.SILENCE_US]
+        silent += w[e.W_BACKOFF] > 0
+        silent_since = max(silent_since, w[e.W_STUCK_SINCE])
+    is_silent = silent == n[e.PORTS] and silent > 1
+    p[e.P_IS_UNHEARD] = is_silent and now_us - silent_since > _UNHEARD_US
     if stuck == n[e.PORTS] and now_us - p[e.P_HEARD_AT] < n[e.SILENCE_US] // 2:
         n[e.STUCK_PEER] = peer  # it speaks, and nothing that is longer than what it says reaches it
     is_needed = False
@@ -196,27 +205,24 @@ def _send_burst(
         budget = min(budget, 1 - w[e.W_FLYING])
     sent = 0
     newest = p[e.P_SENDING]
-    for place_of in range(e.SLOTS):
-        collective = newest - e.SLOTS + t.order[place_of]
-        if collective < 0:
-            continue
+    for place_of in range(2 * e.SLOTS):
+        collective, phase = newest - e.SLOTS + t.order[place_of] // 2, t.order[place_of] % 2
         slot = collective % e.SLOTS
-        for phase in range(2):
-            outgoing = t.outgoing[slot, phase, peer]
-            if outgoing[e.O_NUMBER] != collective or not outgoing[e.O_ACTIVE]:
-                continue
-            while sent < budget:
-                if p[e.P_BEGUN] <= collective and p[e.P_EARLY] >= e.STASH:
-                    break
-                chunk = _next_chunk(t, slot, phase, peer, port, now_us)
-                if chunk == _NOTHING or (chunk == _ENDED and not is_heard):
-                    break
-                p[e.P_EARLY] += p[e.P_BEGUN] <= collective
-                _write_chunk(t, slot, phase, way, chunk, words[count], sizes, ways, count, now_us)
-                if not is_heard:
-                    queue(t, slot, phase, peer, chunk)
-                count += 1
-                sent += 1
+        outgoing = t.outgoing[slot, phase, peer]
+        if collective < 0 or outgoing[e.O_NUMBER] != collective or not outgoing[e.O_ACTIVE]:
+            continue
+        while sent < budget:
+            if p[e.P_BEGUN] <= collective and p[e.P_EARLY] >= e.STASH:
+                break
+            chunk = _next_chunk(t, slot, phase, peer, port, now_us)
+            if chunk == _NOTHING or (chunk == _ENDED and not is_heard):
+                break
+            p[e.P_EARLY] += p[e.P_BEGUN] <= collective
+            _write_chunk(t, slot, phase, way, chunk, words[count], sizes, ways, count, now_us)
+            if not is_heard:
+                queue(t, slot, phase, peer, chunk)
+            count += 1
+            sent += 1
     if sent:
         pause_us = window.pause_us(w, rate)
         rate[e.R_NEXT_AT] = max(rate[e.R_NEXT_AT], now_us - BURST * pause_us) + sent * pause_us
@@ -289,7 +295,7 @@ def _write_chunk(
         word,
         kind,
         port,
-        flags,
+        flags | (d.UNHEARD if p[e.P_IS_UNHEARD] else 0),
         n[e.RANK],
         collective,
         number,
