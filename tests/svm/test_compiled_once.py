@@ -89,7 +89,7 @@ MEANWHILE = """
 from functions import *
 import os
 if sys.argv[1] == "stuck": numba_cache._AT_MOST_S = 1.0
-if sys.argv[1] == "alone": os.sched_getaffinity = lambda _: {0}
+os.sched_getaffinity = lambda _: {0} if sys.argv[1] == "alone" else {0, 1}
 def meanwhile(types):
     print("nobody hears this", flush=True)
     Path("files").write_text(" ".join(sorted(os.listdir("/proc/self/fd"))))
