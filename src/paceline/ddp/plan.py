@@ -88,7 +88,7 @@ class BucketCaps:
     def default(cls, size_bytes: int, any_on_cpu: bool, on_one_host: bool, num_ranks: int = 2) -> BucketCaps:
         """1 MiB, then 25 MiB; for CPUs of several hosts a 48th of all gradients, the last bucket half a MiB.
 
-        That 48th is at least 1 MiB (with more than 4 ranks half a MiB for each), and at most 5 MiB or that.
+        That 48th is at least 1 MiB (with more than 4 ranks half a MiB for each, up to 25), and at most 5 MiB or that.
 
         Nothing hides the last bucket, and the wire idles until the first two are full. With n equal buckets that
         costs an nth of the overlap, so n should be large; what bounds it is the size at which a reduction is
@@ -110,7 +110,9 @@ class BucketCaps:
         """
         if on_one_host or not any_on_cpu:
             return cls((DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE))
-        least = num_ranks * MANY_RANKS_BYTES_EACH if num_ranks > FEW_RANKS else MEBIBYTE
+        least = MEBIBYTE
+        if num_ranks > FEW_RANKS:
+            least = min(num_ranks * MANY_RANKS_BYTES_EACH, DEFAULT_BUCKET_CAP_MB * MEBIBYTE)
         share = min(max(size_bytes // MANY_HOSTS_BUCKETS, least), max(least, MANY_HOSTS_CAP_MB * MEBIBYTE))
         return cls((LAST_BUCKET_BYTES, share), from_end=True)
 
