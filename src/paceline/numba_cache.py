@@ -77,7 +77,10 @@ def _in_a_fork(work: Callable[[Any], Any], signature: Any) -> None:
         return
     with warnings.catch_warnings():  # of other threads, which the fork has not: it waits for none of them
         warnings.simplefilter("ignore", DeprecationWarning)
-        process = os.fork()
+        try:
+            process = os.fork()
+        except OSError:  # no memory, or no process more: then one after the other
+            return
     if process:
         threading.Thread(target=os.waitpid, args=(process, 0), daemon=True).start()
         return
@@ -87,6 +90,11 @@ def _in_a_fork(work: Callable[[Any], Any], signature: Any) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
+        # Else a rank's connections would stay open in its fork, and peers miss the rank late if it dies meanwhile.
+        for path in list(Path("/proc/self/fd").iterdir()):  # not all up to the limit, which may be a billion
+            if int(path.name) > 2:
+                with contextlib.suppress(OSError):  # the listing's own
+                    os.close(int(path.name))
         work(signature)
     finally:
         os._exit(0)

@@ -45,15 +45,22 @@ def total(values, n, kind):
 """
 PROGRAM = """
 from functions import *
+import gc
 import numpy as np
 from numba.core import event
 class Names(event.Listener):
-    def on_start(self, e): names.append(e.data["dispatcher"].py_func.__name__)
+    def on_start(self, e):
+        names.append(e.data["dispatcher"].py_func.__name__)
+        assert not gc.isenabled()
     def on_end(self, e): pass
 names, values = [], np.array([2.0, 3.0])
 with event.install_listener("numba:compile", Names()):
     print(total(values, 2, None), total(values, 2, 10.0), both(2.0, 3, None))
 print(*names)
+assert gc.isenabled()
+gc.disable()
+both(1, 1, None)
+assert not gc.isenabled()
 """
 
 

@@ -33,7 +33,8 @@ DEFAULT_FIRST_BUCKET_BYTES = MEBIBYTE
 LAST_BUCKET_BYTES = MEBIBYTE // 2  # between hosts
 MANY_HOSTS_CAP_MB = 5
 MANY_HOSTS_BUCKETS = 48
-MANY_HOSTS_BYTES_EACH = MEBIBYTE // 2  # of a bucket, for each rank
+FEW_RANKS = 4  # among which buckets of 1 MiB are as good as of 2, or better
+MANY_RANKS_BYTES_EACH = MEBIBYTE // 2  # of a bucket, for each rank
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class BucketCaps:
     def default(cls, size_bytes: int, any_on_cpu: bool, on_one_host: bool, num_ranks: int = 2) -> BucketCaps:
         """1 MiB, then 25 MiB; for CPUs of several hosts a 48th of all gradients, the last bucket half a MiB.
 
-        That 48th is at least half a MiB a rank, and at most 5 MiB or that.
+        That 48th is at least 1 MiB (with more than 4 ranks half a MiB for each), and at most 5 MiB or that.
 
         Nothing hides the last bucket, and the wire idles until the first two are full. With n equal buckets that
         costs an nth of the overlap, so n should be large; what bounds it is the size at which a reduction is
@@ -96,8 +97,8 @@ class BucketCaps:
         the cores that compute, overlap gains nothing, and many reductions cost some (benchmarks/LOG.md).
 
         Between hosts every reduction costs rounds of messages, however small it is, twice as many for twice the ranks.
-        So a bucket is as large as there are ranks to cut it into messages. Backward hides rounds, but not those of what
-        is ready last. So buckets are cut from the end: what remains, which may be next to nothing, is the first one and
+        So the more ranks cut it into messages, the larger is a bucket. Backward hides rounds, but not those of what is
+        ready last. So buckets are cut from the end: what remains, which may be next to nothing, is the first one and
         not the last.
 
         Args:
@@ -109,7 +110,7 @@ class BucketCaps:
         """
         if on_one_host or not any_on_cpu:
             return cls((DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE))
-        least = max(num_ranks * MANY_HOSTS_BYTES_EACH, MEBIBYTE)
+        least = num_ranks * MANY_RANKS_BYTES_EACH if num_ranks > FEW_RANKS else MEBIBYTE
         share = min(max(size_bytes // MANY_HOSTS_BUCKETS, least), max(least, MANY_HOSTS_CAP_MB * MEBIBYTE))
         return cls((LAST_BUCKET_BYTES, share), from_end=True)
 

@@ -1,4 +1,4 @@
-"""What a fit of a large problem needs after its pair updates, compiled by another process while these are."""
+"""What is needed after pair updates, compiled by another process meanwhile: dense rows and a Gaussian kernel."""
 
 from __future__ import annotations
 
@@ -11,20 +11,38 @@ from paceline.svm.row_cache import add_rows
 
 
 def compile_next(types: Any) -> None:
-    """Call them with one sample, as a fit of dense rows with a Gaussian kernel does; others find theirs not compiled.
+    """Blocks of kernel values, in double precision for the check of the optimum and for predictions; and their sums.
 
     Args:
         types: numba's, of the arguments of `smo.solve`.
     """
-    source, variables = types[0], types[2]
-    if str(source.types[source.fields.index("gaussian")]) != "float64":
-        return
-    number = np.dtype(str(variables.types[0].dtype))
-    none, slot, one = np.zeros(0), np.zeros(1, np.int64), np.ones(1)
-    for dtype in dict.fromkeys([number, np.dtype(np.float64)]):
-        row = np.ones(1, dtype)
-        block = row.reshape(1, 1)
-        gaussian_rows(
-            block, (row, row), 1.0, scratch_for(1, dtype), row.copy(), block.copy(), slot, 0, none, none
-        )
-    add_rows(np.ones((1, 1), number), slot, one, one.copy())
+    number = _gaussian_number(types)
+    if number is not None:
+        for dtype in dict.fromkeys([number, np.dtype(np.float64)]):
+            _block(dtype)
+        add_rows(np.ones((1, 1), number), np.zeros(1, np.int64), np.ones(1), np.ones(1))
+
+
+def compile_prediction(types: Any) -> None:
+    """What predicts.
+
+    Args:
+        types: numba's, of the arguments of `small_problems.solve_some`.
+    """
+    if _gaussian_number(types) is not None:
+        _block(np.dtype(np.float64))
+
+
+def _gaussian_number(types: Any) -> np.dtype[Any] | None:
+    """The precision of dense rows whose kernel is Gaussian; None of others."""
+    source = dict(zip(types[0].fields, types[0].types, strict=True))
+    is_this = str(source["dense"]) != "none" and str(source["gaussian"]) != "none"
+    return np.dtype(str(source["squares"].dtype)) if is_this else None
+
+
+def _block(dtype: Any) -> None:
+    """One kernel value."""
+    row, slot, nothing = np.ones(1, dtype), np.zeros(1, np.int64), np.zeros(0)
+    block = row.reshape(1, 1)
+    scratch = scratch_for(1, dtype)
+    gaussian_rows(block, (row, row), 1.0, scratch, row.copy(), block.copy(), slot, 0, nothing, nothing)

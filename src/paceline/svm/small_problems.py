@@ -31,6 +31,7 @@ from paceline.svm.kernel_rows import (
     source_of,
 )
 from paceline.svm.kernels import Kernel
+from paceline.svm.next_compiled import compile_prediction
 from paceline.svm.problem import Progress, SolverSettings
 from paceline.svm.sample_forms import DenseSamples, GramSamples, Samples
 from paceline.svm.smo import LaneMemory, Variables, lane_memory, lanes_of, solve_inside
@@ -203,8 +204,7 @@ def num_rows(num: int, cache_bytes: float) -> int:
     return max(3, min(num, int(cache_bytes // (8 * width))))
 
 
-@compiled
-def solve_some(
+def _solve_some(
     source: Source,
     diagonal: NDArray[np.float64],
     problems: SmallProblems,
@@ -239,6 +239,9 @@ def solve_some(
         if steps >= STEPS_A_CALL:  # so that an interrupt is heard
             return k + 1
     return len(which)
+
+
+solve_some = compiled(_solve_some, meanwhile=compile_prediction)
 
 
 @inner
