@@ -90,6 +90,11 @@ def _in_a_fork(work: Callable[[Any], Any], signature: Any) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
+        # Else a rank's connections would stay open in its fork, and peers miss the rank late if it dies meanwhile.
+        for path in list(Path("/proc/self/fd").iterdir()):  # not all up to the limit, which may be a billion
+            if int(path.name) > 2:
+                with contextlib.suppress(OSError):  # the listing's own
+                    os.close(int(path.name))
         work(signature)
     finally:
         os._exit(0)

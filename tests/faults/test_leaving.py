@@ -19,7 +19,7 @@ from paceline import DistributedDataParallel
 from paceline.comm import peers, rendezvous
 from paceline.comm.sealed_store import TOKEN, SealedStore
 from paceline.errors import PeerLostError
-from paceline.host.processes import ProcessCard
+from paceline.host.processes import GONE, ProcessCard
 from paceline.transports.shared_memory import neighbours
 from ranks import Ranks
 from terminal import TORCHS_ABORT, run
@@ -92,6 +92,22 @@ def test_who_did_not_come():
 
     told = together(3, 0, 60.0, lambda store: store.set("failed", "2 rank 2 has died"))
     assert told.peer == 2
+
+
+def test_who_ends_after_its_last_words_is_not_missing():
+    """They come between two looks, at the store and at the process: the words count."""
+    store = dist.HashStore()
+    words = SealedStore(store, "rendezvous")
+    words.set("process/1", ProcessCard.of_this_process().words)
+
+    def says_it_and_ends(_card):
+        words.set("x/1", "there")
+        return GONE
+
+    ours = rendezvous.Rendezvous(store, 0, 2, timedelta(seconds=60), "joining a group")
+    ours.publish("x", "here")
+    with mock.patch.object(ProcessCard, "state", says_it_and_ends):
+        assert ours.collect("x") == [b"here", b"there"]
 
 
 SCRIPT = """

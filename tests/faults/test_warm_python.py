@@ -65,8 +65,8 @@ def test_a_signal_ends_it_and_the_fork(number, tmp_path):
         assert fork != process.pid
         with os.fdopen(os.pidfd_open(fork)) as ended:
             process.send_signal(number)
-            assert process.wait(timeout=30) == -number
-            ready, _, _ = select.select([ended], [], [], 30)
+            assert process.wait(timeout=60) == -number
+            ready, _, _ = select.select([ended], [], [], 60)
         assert ready
 
 
@@ -75,7 +75,7 @@ def test_a_handler_of_its_own_runs(tmp_path):
     with started(["python", "-c", code], tmp_path) as process:
         assert process.stdout.readline() == "ready\n"
         process.terminate()
-        assert process.wait(timeout=30) == 3
+        assert process.wait(timeout=60) == 3
 
 
 def test_open_files_are_passed_on_by_number_and_closed_where_it_closes_them():
@@ -124,7 +124,7 @@ def test_a_signal_while_it_asks_comes_after_the_request_and_one_too_late_is_drop
             process.terminate()
             time.sleep(0.1)
             line.sendall(bytes([ord("e"), 3]))
-            assert process.wait(30) == 3
+            assert process.wait(60) == 3
         for fd in fds:
             os.close(fd)
         line.close()

@@ -1,13 +1,16 @@
 """`paceline plan` as a user types it: a script is recorded, predicted and scored; bad input before any work."""
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from paceline.cli import main
 from paceline.lab.bench.layer_profile import default_profile
+from paceline.lab.planner import script_recording
 from terminal import paceline
 
 SCRIPT = """
@@ -60,6 +63,15 @@ def test_a_script_is_recorded_predicted_and_scored(tmp_path: Path) -> None:
     assert score["worst"] == "train on 4 ranks"
     assert score["worst_error"] == pytest.approx(record["points"][2]["step_s"] / 0.3 - 1)
     assert paceline("plan", "--score", "--json", cwd=tmp_path).out == scored.out
+
+
+def test_the_port_of_a_recorded_script_is_kept_for_it() -> None:
+    """Nobody else is given it while the script starts, for seconds; its own store may listen there."""
+    with script_recording._one_rank() as environment:
+        port = int(environment["MASTER_PORT"])
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        assert dist.TCPStore("127.0.0.1", port, 1, is_master=True).port == port
 
 
 def test_scripts_that_cannot_be_recorded(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def test_a_recording_is_the_models(tmp_path: Path) -> None:
     assert (found.name, found.samples_per_step, len(found.relative_steps)) == ("slow", 32, 6)
     assert [(x.name, x.gradient_bytes) for x in found.layers] == [("last", (64, 8)), ("first", (128, 32))]
     assert found.order == (0, 1)
-    assert 0 < found.forward_s < 1
-    assert 0 < found.backward_s < 1
+    assert 0 < found.forward_s < 60
+    assert 0 < found.backward_s < 60
     assert measured_steps(path).num_ranks == 1
     before = path.read_text()
     train(model, 2)  # the hooks are gone

@@ -31,6 +31,7 @@ input()  # until all are: a push waits for all ranks, and no longer than the tim
 for number in range(10**9):
     if number == 20:
         print("ready", flush=True)
+        input()  # nothing is under way: a server that stops between two answers would make ranks miss each other
     if number == 22 and fatal:  # all have pushed piece 21, so all are ready
         os.kill(os.getpid(), fatal)
     answers, begun_s = Answers(len(addresses)), time.monotonic()
@@ -64,12 +65,11 @@ def test_all_are_told_who_is_lost(victim, number):
         ]
         try:
             assert [rank.stdout.readline() for rank in ranks] == ["connected\n"] * 3
-            for rank in ranks:
-                rank.stdin.write("go\n")
-                rank.stdin.close()
+            _go(ranks)
             assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * 3
             if victim == "server":
                 os.kill(servers[1].pid, number)
+            _go(ranks)
             others = ranks if victim == "server" else [ranks[0], ranks[2]]
             # Not communicate(), which passes over what readline() has read ahead.
             heard = [rank.stdout.read() for rank in others]
@@ -77,6 +77,7 @@ def test_all_are_told_who_is_lost(victim, number):
             for rank in ranks:
                 rank.kill()
                 rank.wait()
+                rank.stdin.close()
                 rank.stdout.close()
         for words in heard:
             seconds, kind, peer, said = words.split(" ", 3)
@@ -92,6 +93,12 @@ def test_all_are_told_who_is_lost(victim, number):
                 words
             )  # neither the timeout of the killed nor the patience at the start
         assert [server.poll() for server in servers if server is not servers[1]] == [None], "servers go on"
+
+
+def _go(ranks):
+    for rank in ranks:
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
 
 
 def test_who_is_told_of_a_loss_is_not_blamed_for_leaving(monkeypatch):

@@ -10,7 +10,16 @@ import pytest
 
 from paceline import version
 from paceline.errors import ConfigurationError, ProtocolError, ServerLostError
-from paceline.servers.handshake import FROM_RANK, FROM_SERVER, GREETING, RefusedError, ServerSide, enter
+from paceline.servers.connection import Connection
+from paceline.servers.handshake import (
+    CODE_BYTES,
+    FROM_RANK,
+    FROM_SERVER,
+    GREETING,
+    RefusedError,
+    ServerSide,
+    enter,
+)
 from paceline.servers.link import Answers, Link, Rank
 from paceline.servers.process import listen, serve_on
 from paceline.servers.server import Server
@@ -115,6 +124,31 @@ def test_something_else_at_the_address_is_refused():
         deaf.bind(("127.0.0.1", 0))
         with pytest.raises(ServerLostError, match="cannot be reached"):
             Link([f"127.0.0.1:{deaf.getsockname()[1]}"], rank())
+
+
+def test_who_only_greets_like_a_server_is_refused():
+    """It takes whatever a rank says; that it does not know the token is seen by its answer."""
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        mine.settimeout(LIMIT_S)
+        theirs.sendall(ServerSide("a guess").first_words + bytes(CODE_BYTES))
+        with pytest.raises(RefusedError, match="does not know the job's token: it is no server of this job"):
+            enter(mine, "secret", "somewhere")
+
+
+def test_an_answer_goes_nowhere_but_where_it_fits():
+    """A server that sends more, or less, than what was asked for has not overwritten anything."""
+    room = bytearray(8)
+    for num_bytes in (4, 12):
+        mine, theirs = socket.socketpair()
+        with mine, theirs:
+            connection = Connection(mine, lambda *_: (room,))
+            theirs.sendall(
+                Frame(Kind.PUSH, 1, 0, DType.FLOAT32, (b"x" * num_bytes,)).header + b"x" * num_bytes
+            )
+            with pytest.raises(ProtocolError, match=f"an answer of {num_bytes} bytes does not fit"):
+                connection.receive()
+    assert room == bytearray(8)
 
 
 def test_serving_refuses_what_cannot_be(monkeypatch):

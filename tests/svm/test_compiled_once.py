@@ -89,9 +89,10 @@ MEANWHILE = """
 from functions import *
 import os
 if sys.argv[1] == "stuck": numba_cache._AT_MOST_S = 1.0
-if sys.argv[1] == "alone": os.sched_getaffinity = lambda _: {0}
+os.sched_getaffinity = lambda _: {0} if sys.argv[1] == "alone" else {0, 1}
 def meanwhile(types):
     print("nobody hears this", flush=True)
+    Path("files").write_text(" ".join(sorted(os.listdir("/proc/self/fd"))))
     if sys.argv[1] == "forked": inner(3, 1.0), inner(3, 1)
     Path("new").write_text(f"{os.getpid()} {types}")
     Path("new").rename("forked")
@@ -186,6 +187,8 @@ def test_without_a_lock_it_compiles(start, tmp_path):
 def test_a_fork_compiles_what_is_needed_next(start, tmp_path):
     """Meanwhile: who needs it then loads it. Only one of both compiles the first, and the fork says nothing."""
     assert start("meanwhile", "forked").communicate() == ("2\n4.0 4 0 3\n", None)
+    # Nothing that this process had open but its own words, none of which arrives; and what lists this.
+    assert (tmp_path / "files").read_text() == "0 1 2 3"
     assert (tmp_path / "forked").read_text().endswith("(int64,)")
     (tmp_path / "forked").unlink()
     assert start("meanwhile", "forked").communicate() == ("2\n4.0 4 0 3\n", None)

@@ -46,6 +46,28 @@ def test_the_front_layer_overtakes_what_was_launched_before():
     assert {tos for kind, collective, tos in kinds_of(sent) if (kind, collective) == (d.DATA, 2)} == {5 << 5}
 
 
+def test_what_is_to_be_summed_leaves_before_sums_of_what_is_older():
+    """Of two collectives, both phases: the sum of the first would be ready while the second's parts still leave."""
+    ends = endpoints(2)
+    for end in ends:
+        for _ in range(2):
+            end.begin(np.ones(3000, np.float32), Bound(0.0), 1000)
+    mailer, sent, now_us = Mailer(ends[0]), [], 1000
+    while not ends[0].is_idle or not ends[1].is_idle:
+        for end, other in (ends, ends[::-1]):
+            for _, datagram in mailer.take(end, now_us):
+                sent += [datagram] if end.rank == 0 else []
+                mailer.hand(other, [datagram], now_us)
+            end.take_finished()
+        now_us += 500
+        assert now_us < 1_000_000
+    words = [datagram.view(np.uint32) for datagram in sent]
+    data = [word for word in words if int(word[d.SENDER_KIND]) >> 16 & 0xF == d.DATA]
+    order = [(int(word[d.SENDER_KIND]) >> 24 & d.GATHER, int(word[d.COLLECTIVE])) for word in data]
+    assert len(set(order)) == 4
+    assert order == sorted(order)
+
+
 def test_what_must_arrive_is_never_droppable():
     """Protected chunks, repetitions, ENDs, sums and answers are ECN-capable, and with p = 0 everything is."""
     seen = {}

@@ -75,6 +75,13 @@ def test_within_a_bound_nothing_more_is_lost_than_the_paths_lose():
         assert not any(mask.any() for mask in masks)
 
 
+def test_paths_that_lose_much_are_not_taken_for_one_way_streets():
+    """All ports are silent now and then, but not for long: answers keep to the ports of what they answer."""
+    paths = [Switch(RANKS, 100e6, lose=0.2, seed=seed) for seed in (1, 2)]
+    _, ends = _sums(paths[0], paths[1:])
+    assert all((end.tables.peers[:, e.P_ANSWERS_BY] == 0).all() for end in ends)
+
+
 class OneWay(Switch):
     """A path that nothing takes from these ranks."""
 

@@ -137,6 +137,16 @@ def test_default_caps(size_mb, on_cpu, on_one_host, later_cap_mb):
     assert BucketCaps.from_arguments(None, None) is None
 
 
+@pytest.mark.parametrize(
+    ("size_mb", "num_ranks", "cap_mb"),
+    [(12, 2, 1), (12, 4, 1), (12, 8, 4), (240, 8, 5), (1300, 16, 8), (1300, 256, 25)],
+)
+def test_more_ranks_have_larger_buckets_between_hosts(size_mb, num_ranks, cap_mb):
+    """Half a MiB a rank beyond 4, up to 25 MiB, as a reduction costs twice the rounds among twice the ranks."""
+    caps = BucketCaps.default(size_mb * MEBIBYTE, any_on_cpu=True, on_one_host=False, num_ranks=num_ranks)
+    assert caps.caps_bytes == (MEBIBYTE // 2, cap_mb * MEBIBYTE)
+
+
 def between_hosts(sizes_bytes):
     """The default buckets of gradients that become ready in this order, on CPUs of several hosts."""
     specs = [GradientSpec(size, key=None) for size in sizes_bytes]

@@ -158,6 +158,12 @@ def network(
     placements: Annotated[
         int, typer.Option(min=1, help="How often jobs, ways and losses are placed anew.")
     ] = 5,
+    all_questions: Annotated[
+        bool,
+        typer.Option(
+            "--all-questions", help="Of the smallest network spraying, layers, sums, small ports, too."
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the first placement; the same one, the same times.")] = 1,
     at_most_s: Annotated[float, typer.Option(help="After that, no further case is begun.")] = 3600.0,
     quick: Annotated[bool, typer.Option("--quick", help="16 hosts, one push: seconds.")] = False,
@@ -180,6 +186,7 @@ def network(
         flow_bytes=_factors("--flow-bytes", flow_bytes),
         repeats=repeats,
         placements=placements,
+        all_questions=all_questions,
         seed=seed,
         at_most_s=at_most_s,
     )

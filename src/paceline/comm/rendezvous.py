@@ -93,20 +93,24 @@ class Rendezvous:
                     RuntimeError
                 ):  # the slice has passed; or `get` says that the store is gone
                     self._store.wait(key, timedelta(seconds=max(min(SLICE_S, left_s), 0.01)))
+                is_late = time.monotonic() >= until_s  # before looking: who comes meanwhile is not missing
                 rest = range(rank, self._num_ranks)
                 missing = [other for other in rest if self._store.get(f"{topic}/{other}") is None]
-                self._raise_if_lost(missing, is_late=time.monotonic() >= until_s)
+                self._raise_if_lost(topic, missing, is_late)
             words.append(found)
         return words
 
-    def _raise_if_lost(self, missing: Sequence[int], *, is_late: bool) -> None:
+    def _raise_if_lost(self, topic: str, missing: Sequence[int], is_late: bool) -> None:
         failed = self._store.get(_FAILED)
         if failed is not None:
             lost, words = failed.decode().split(" ", 1)
             self._fail(int(lost), words)
         for rank in missing:
             card = self._card(rank)
-            if card is not None and card.state() == GONE:
+            if card is None or card.state() != GONE:
+                continue
+            has_come = self._store.get(f"{topic}/{rank}") is not None  # since, and ended
+            if not has_come:
                 self._fail(rank, f"rank {rank} {card} has died. Look at its output first")
         if is_late and missing:
             stories = "; ".join(f"rank {rank} {self._story(rank)}" for rank in missing)

@@ -33,6 +33,8 @@ DEFAULT_FIRST_BUCKET_BYTES = MEBIBYTE
 LAST_BUCKET_BYTES = MEBIBYTE // 2  # between hosts
 MANY_HOSTS_CAP_MB = 5
 MANY_HOSTS_BUCKETS = 48
+FEW_RANKS = 4  # among which buckets of 1 MiB are as good as of 2, or better
+MANY_RANKS_BYTES_EACH = MEBIBYTE // 2  # of a bucket, for each rank
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,10 @@ class BucketCaps:
         return None
 
     @classmethod
-    def default(cls, size_bytes: int, any_on_cpu: bool, on_one_host: bool) -> BucketCaps:
-        """1 MiB, then 25 MiB; for CPUs of several hosts a 48th of all gradients, 1 to 5 MiB, the last one half a MiB.
+    def default(cls, size_bytes: int, any_on_cpu: bool, on_one_host: bool, num_ranks: int = 2) -> BucketCaps:
+        """1 MiB, then 25 MiB; for CPUs of several hosts a 48th of all gradients, the last bucket half a MiB.
+
+        That 48th is at least 1 MiB (with more than 4 ranks half a MiB for each, up to 25), and at most 5 MiB or that.
 
         Nothing hides the last bucket, and the wire idles until the first two are full. With n equal buckets that
         costs an nth of the overlap, so n should be large; what bounds it is the size at which a reduction is
@@ -92,19 +96,24 @@ class BucketCaps:
         (figures 7 and 8) finds 5 MB best for Gloo and 25 MB for NCCL. On one host there is no wire: Gloo takes
         the cores that compute, overlap gains nothing, and many reductions cost some (benchmarks/LOG.md).
 
-        Between hosts every reduction costs rounds of messages, however small it is. Backward hides that, but not of
-        what is ready last. So buckets are cut from the end: what remains, which may be next to nothing, is the first
-        one and not the last.
+        Between hosts every reduction costs rounds of messages, however small it is, twice as many for twice the ranks.
+        So the more ranks cut it into messages, the larger is a bucket. Backward hides rounds, but not those of what is
+        ready last. So buckets are cut from the end: what remains, which may be next to nothing, is the first one and
+        not the last.
 
         Args:
             size_bytes: Of all gradients.
             any_on_cpu: Whether any rank's are on a CPU. Ranks have to agree on that (`replicas.verify`): by its own
                 device each would cut other buckets.
             on_one_host: Whether all ranks are.
+            num_ranks: How many there are.
         """
         if on_one_host or not any_on_cpu:
             return cls((DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE))
-        share = min(max(size_bytes // MANY_HOSTS_BUCKETS, MEBIBYTE), MANY_HOSTS_CAP_MB * MEBIBYTE)
+        least = MEBIBYTE
+        if num_ranks > FEW_RANKS:
+            least = min(num_ranks * MANY_RANKS_BYTES_EACH, DEFAULT_BUCKET_CAP_MB * MEBIBYTE)
+        share = min(max(size_bytes // MANY_HOSTS_BUCKETS, least), max(least, MANY_HOSTS_CAP_MB * MEBIBYTE))
         return cls((LAST_BUCKET_BYTES, share), from_end=True)
 
     def of(self, bucket_number: int) -> int:

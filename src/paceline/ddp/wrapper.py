@@ -225,7 +225,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.dim = dim
         self.device = self._module_parameters[0].device
         self.device_type = self.device.type
-        self._caps = given_caps or self._default_caps(any_on_cpu=self.device_type == "cpu")
+        self._any_on_cpu = self.device_type == "cpu"
+        self._caps = given_caps or self._default_caps(self._any_on_cpu)
         how = "searched" if self._searches_caps else "default"
         self._chosen_caps = given_caps or f"{how} on {'one host' if _is_on_one_host() else 'several hosts'}"
         self.bucket_bytes_cap_default = given_caps is None
@@ -282,7 +283,8 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         more = (("broadcast_buffers", init_sync_buffers), ("overlap_forward", overlap_forward))
         on_cpu = steps.verify(managed, *more) if init_sync else []
         if on_cpu and self.bucket_bytes_cap_default:
-            self._caps = setting.caps = self._default_caps(any(on_cpu))
+            self._any_on_cpu = any(on_cpu)
+            self._caps = setting.caps = self._default_caps(self._any_on_cpu)
         # Where only some ranks have their gradients in host memory, none of them may open a group for those.
         steps.reduce_groups = gradient_groups(self._process_groups, bool(on_cpu) and all(on_cpu))
         if init_sync:
@@ -303,7 +305,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def _default_caps(self, any_on_cpu: bool) -> BucketCaps:
         size_bytes = sum(p.numel() * p.element_size() for p in self._module_parameters if p.requires_grad)
-        return BucketCaps.default(size_bytes, any_on_cpu, _is_on_one_host())
+        return BucketCaps.default(size_bytes, any_on_cpu, _is_on_one_host(), self.process_group.size())
 
     @property
     def cap_search(self) -> CapSearch | None:

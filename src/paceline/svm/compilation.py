@@ -18,7 +18,7 @@ _BACK = "\r"
 _TELLS_EVERY_S = 5.0  # where lines cannot be written over
 
 
-class Compilation(event.Listener):
+class Compilation(event.Listener):  # type: ignore[misc]
     """Counts the functions that are being compiled, and says so.
 
     Args:

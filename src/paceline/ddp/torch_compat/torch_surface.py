@@ -58,11 +58,14 @@ class TorchSurface:
         _process_groups: list[Any]
         _steps: StepCoordinator
         _caps: BucketCaps
+        _any_on_cpu: bool
+        bucket_bytes_cap_default: bool
         _logged_error: dict[str, Any]
         _reduction: Reduction
 
         @property
         def reducer(self) -> Reducer: ...
+        def _default_caps(self, any_on_cpu: bool) -> BucketCaps: ...
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -276,6 +279,8 @@ class TorchSurface:
             )
         self.process_group = new_process_group
         self._process_groups = [new_process_group]
+        if self.bucket_bytes_cap_default:  # which depends on the number of ranks
+            self._caps = self._steps.setting.caps = self._default_caps(self._any_on_cpu)
         self._steps.move_to(new_process_group)
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.errors import ConfigurationError, PacelineError
@@ -49,9 +50,10 @@ def record_script(script: Path, arguments: Sequence[str], num_steps: int = DEFAU
         trace = keeper.folder / "trace.jsonl"
         words = [sys.executable, "-m", "paceline.lab.planner.recorded_program"]
         words += [str(trace), str(num_steps), str(script), *arguments]
-        code = subprocess.run(
-            words, env=_one_rank() | {MARK: launch_id}, stdout=sys.stderr, check=False
-        ).returncode
+        with _one_rank() as environment:
+            code = subprocess.run(
+                words, env=environment | {MARK: launch_id}, stdout=sys.stderr, check=False
+            ).returncode
         seen = _seen(trace)
         if code != 0:
             raise RecordingError(
@@ -93,12 +95,16 @@ def _seen(trace: Path) -> dict[str, int]:
     return found
 
 
-def _one_rank() -> dict[str, str]:
-    """An environment in which a script written for torchrun forms a group of one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+@contextlib.contextmanager
+def _one_rank() -> Iterator[dict[str, str]]:
+    """An environment in which a script written for torchrun forms a group of one; its port is kept for it meanwhile."""
     # A launcher's, if this runs as a rank: with torchrun's the script would look for the agent's store.
     outside = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return {**outside, **rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with (
+        socket.socket() as holder
+    ):  # bound, so that nobody else is given the port; with the option a store may listen
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = str(holder.getsockname()[1])
+        yield {**outside, **rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

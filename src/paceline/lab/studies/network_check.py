@@ -191,7 +191,7 @@ class CheckStudy(Study[CheckOptions]):
             path,
             f"{within} of {total} simulated medians are within 10 %",
             [panel],
-            f"Blue: ours, orange: TCP. {record['notes'][1]}",
+            f"Blue: ours, orange: TCP; {record['notes'][1]}",
         )
 
 

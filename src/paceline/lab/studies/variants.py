@@ -196,14 +196,16 @@ class VariantTrainee:
 
 
 def bucket_caps_mb(variant: Variant, num_bytes: int) -> Sequence[float]:
-    """Return the caps that a variant uses for a model of so many bytes, in MiB."""
+    """Return the caps that a variant uses for a model of so many bytes, in MiB.
+
+    Counted from the first bucket, as arguments are: ours by default is cut from the last one, in buckets of that size.
+    """
     if variant.cap_mb is not None:
         return (variant.cap_mb,)
     if variant.side == "torch":
         return TORCH_CAPS_MB
-    return [
-        cap / MEBIBYTE for cap in BucketCaps.default(num_bytes, any_on_cpu=True, on_one_host=False).caps_bytes
-    ]
+    default = BucketCaps.default(num_bytes, any_on_cpu=True, on_one_host=False)
+    return (TORCH_CAPS_MB[0], default.caps_bytes[-1] / MEBIBYTE)
 
 
 def cap_flows(bytes_per_s: float | None) -> int:

@@ -126,11 +126,12 @@ class Endpoint(DatagramEnd):
         return sorted(found, key=lambda finished: finished.collective)
 
     def _order(self) -> None:
-        """Serve higher priorities first, and among equals the older collective."""
+        """Serve higher priorities first, of equals what is to be summed, of these the older collective."""
         t = self.tables
         newest = int(t.numbers[e.BEGUN_HERE])
-        under_way = np.arange(newest - e.SLOTS, newest)
-        t.order[:] = np.argsort(-t.slots[under_way % e.SLOTS, e.S_PRIORITY], kind="stable")
+        age, phase = np.divmod(np.arange(2 * e.SLOTS), 2)
+        priority = t.slots[(newest - e.SLOTS + age) % e.SLOTS, e.S_PRIORITY]
+        t.order[:] = np.lexsort((age, phase, -priority))
         if t.slots[(newest - 1) % e.SLOTS, e.S_PRIORITY]:
             t.numbers[e.REPLY_FLAGS] = _REPLIES << d.CLASS_SHIFT
 

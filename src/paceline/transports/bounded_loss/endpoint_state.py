@@ -186,9 +186,7 @@ class Tables(NamedTuple):
     stash: Bytes  # peer, entry, bytes
     stash_sizes: Numbers
     local_us: Numbers  # by port: how long what is sent now waits in this host's own queue, if that is known
-    order: (
-        Numbers  # of the transfers that may be under way to a peer, the oldest being 0: which is served first
-    )
+    order: Numbers  # of transfers to a peer, first served first: 2 * collective + phase, the oldest possible being 0
 
 
 def new_tables(
@@ -222,7 +220,7 @@ def new_tables(
         stash=np.zeros((num_ranks, STASH, header_bytes + payload_bytes), np.uint8),
         stash_sizes=zeros(num_ranks, STASH),
         local_us=zeros(num_ports),
-        order=np.arange(SLOTS),
+        order=np.arange(2 * SLOTS),
         **_per_chunk(num_ranks, chunks),
     )
 

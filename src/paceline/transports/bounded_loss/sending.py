@@ -1,9 +1,10 @@
 """What an endpoint sends, and when; compiled, many datagrams at a time.
 
 Rules
-1. Collectives go in their order, those of a higher priority first; of one, repetitions first, then chunks that were
-   never sent, then an END, and soon another: nothing follows whose arrival would tell that the first was lost, and the
-   answer may be lost as well.
+1. Collectives go in their order, those of a higher priority first, and of equal ones what is to be summed before sums:
+   others wait for it, and at the end of several collectives nobody then waits for the last one's sums. Of one,
+   repetitions go first, then chunks that were never sent, then an END, and soon another: nothing follows whose arrival
+   would tell that the first was lost, and the answer may be lost as well.
 2. The first chunk of a transfer differs from collective to collective, so that no part of a vector is always the last
    one, which losses hit more often.
 3. Ranks are served in turn, by bursts of a few datagrams: a small switch buffer holds a burst from everybody.
@@ -204,27 +205,24 @@ def _send_burst(
         budget = min(budget, 1 - w[e.W_FLYING])
     sent = 0
     newest = p[e.P_SENDING]
-    for place_of in range(e.SLOTS):
-        collective = newest - e.SLOTS + t.order[place_of]
-        if collective < 0:
-            continue
+    for place_of in range(2 * e.SLOTS):
+        collective, phase = newest - e.SLOTS + t.order[place_of] // 2, t.order[place_of] % 2
         slot = collective % e.SLOTS
-        for phase in range(2):
-            outgoing = t.outgoing[slot, phase, peer]
-            if outgoing[e.O_NUMBER] != collective or not outgoing[e.O_ACTIVE]:
-                continue
-            while sent < budget:
-                if p[e.P_BEGUN] <= collective and p[e.P_EARLY] >= e.STASH:
-                    break
-                chunk = _next_chunk(t, slot, phase, peer, port, now_us)
-                if chunk == _NOTHING or (chunk == _ENDED and not is_heard):
-                    break
-                p[e.P_EARLY] += p[e.P_BEGUN] <= collective
-                _write_chunk(t, slot, phase, way, chunk, words[count], sizes, ways, count, now_us)
-                if not is_heard:
-                    queue(t, slot, phase, peer, chunk)
-                count += 1
-                sent += 1
+        outgoing = t.outgoing[slot, phase, peer]
+        if collective < 0 or outgoing[e.O_NUMBER] != collective or not outgoing[e.O_ACTIVE]:
+            continue
+        while sent < budget:
+            if p[e.P_BEGUN] <= collective and p[e.P_EARLY] >= e.STASH:
+                break
+            chunk = _next_chunk(t, slot, phase, peer, port, now_us)
+            if chunk == _NOTHING or (chunk == _ENDED and not is_heard):
+                break
+            p[e.P_EARLY] += p[e.P_BEGUN] <= collective
+            _write_chunk(t, slot, phase, way, chunk, words[count], sizes, ways, count, now_us)
+            if not is_heard:
+                queue(t, slot, phase, peer, chunk)
+            count += 1
+            sent += 1
     if sent:
         pause_us = window.pause_us(w, rate)
         rate[e.R_NEXT_AT] = max(rate[e.R_NEXT_AT], now_us - BURST * pause_us) + sent * pause_us
