@@ -9,6 +9,8 @@ Rules
 3. Where numba's insides are not as known here, functions are compiled as numba does it.
 """
 
+# mypy: disallow-untyped-calls=False
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,7 +34,7 @@ _UNUSED = {
 }
 
 try:
-    from numba import _dynfunc
+    from numba import _dynfunc  # type: ignore[attr-defined]
     from numba.core.codegen import JITCodeLibrary
     from numba.core.compiler import CompilerBase, DefaultPassBuilder
     from numba.core.compiler_machinery import LoweringPass, register_pass
@@ -42,7 +44,7 @@ except ImportError:
     _LINKED: dict[str, Any] = {}
 else:
 
-    class _AsLowered(JITCodeLibrary):  # type: ignore[misc]
+    class _AsLowered(JITCodeLibrary):
         """What a function was lowered to: neither optimised nor translated, and what it calls is not linked in."""
 
         def _optimize_functions(self, ll_module: Any) -> None:
@@ -55,7 +57,7 @@ else:
             return [self, *self._linking_libraries]
 
     @register_pass(mutates_CFG=False, analysis_only=True)
-    class _KnownToCallers(LoweringPass):  # type: ignore[misc]
+    class _KnownToCallers(LoweringPass):
         """Lets others call what was lowered: numba knows it by a function of Python, which here has no code."""
 
         _name = "known_to_callers"
@@ -72,7 +74,7 @@ else:
             state["cr"] = lowered._replace(cfunc=entry)
             return False
 
-    class _Lean(CompilerBase):  # type: ignore[misc]
+    class _Lean(CompilerBase):
         """numba's passes, but for those that look for what loops over arrays do not have."""
 
         def define_pipelines(self) -> list[Any]:
