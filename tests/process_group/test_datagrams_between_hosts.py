@@ -27,7 +27,7 @@ LINKS = "within=2e-5/4e9 between=1e-4/1e9"
 
 
 @contextlib.contextmanager
-def group_on(hosts, rank, path="udp", only=None, timeout_s=20):
+def group_on(hosts, rank, path="udp", only=None, timeout_s=60):
     """A group whose rank r believes to be on host hosts[r]; only rank 0 says which path it wants."""
     words = {
         SWITCH: f"host {hosts[rank]}",
