@@ -253,10 +253,12 @@ def cells_of(outcomes: Outcomes, measure: Measure) -> dict[Case, Cell]:
 
 
 def _harmless(bounds: Sequence[float], row: Sequence[Cell | None], margin: float) -> float:
-    """The largest bound up to which nothing is lost of the quality."""
+    """The largest bound up to which nothing is lost of the quality, of those that were run."""
     highest = 0.0
     for bound, cell in zip(bounds, row, strict=True):
-        if cell is None or cell.worse_by > margin:
+        if cell is None:
+            continue
+        if cell.worse_by > margin:
             break
         highest = bound
     return highest
