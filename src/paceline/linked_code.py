@@ -6,7 +6,7 @@ themselves, and does so again within each function that calls them, and within t
 Rules
 1. Nothing of these functions is kept on disk: their callers' code has it.
 2. They raise no exceptions with arguments, for which numba keeps an environment that nobody would set here.
-3. Where numba's insides are not as known here, functions are compiled as numba does it.
+3. With a numba that was not tried (0.61 to 0.68 were), functions are compiled as numba does it.
 """
 
 # mypy: disallow-untyped-calls=False
@@ -33,18 +33,17 @@ _UNUSED = {
     "DumpParforDiagnostics",
 }
 
-try:
-    from numba import _dynfunc  # type: ignore[attr-defined]
+_LEAN: dict[str, Any] = {}
+_LINKED: dict[str, Any] = {}
+
+if (0, 61) <= numba.version_info.short <= (0, 68):
+    from numba import _dynfunc
     from numba.core.codegen import JITCodeLibrary
     from numba.core.compiler import CompilerBase, DefaultPassBuilder
     from numba.core.compiler_machinery import LoweringPass, register_pass
     from numba.core.typed_passes import NativeLowering
-except ImportError:
-    _LEAN: dict[str, Any] = {}
-    _LINKED: dict[str, Any] = {}
-else:
 
-    class _AsLowered(JITCodeLibrary):
+    class _AsLowered(JITCodeLibrary):  # type: ignore[misc]
         """What a function was lowered to: neither optimised nor translated, and what it calls is not linked in."""
 
         def _optimize_functions(self, ll_module: Any) -> None:
@@ -57,7 +56,7 @@ else:
             return [self, *self._linking_libraries]
 
     @register_pass(mutates_CFG=False, analysis_only=True)
-    class _KnownToCallers(LoweringPass):
+    class _KnownToCallers(LoweringPass):  # type: ignore[misc]
         """Lets others call what was lowered: numba knows it by a function of Python, which here has no code."""
 
         _name = "known_to_callers"
@@ -74,7 +73,7 @@ else:
             state["cr"] = lowered._replace(cfunc=entry)
             return False
 
-    class _Lean(CompilerBase):
+    class _Lean(CompilerBase):  # type: ignore[misc]
         """numba's passes, but for those that look for what loops over arrays do not have."""
 
         def define_pipelines(self) -> list[Any]:
