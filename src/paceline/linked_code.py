@@ -99,14 +99,17 @@ if (0, 61) <= numba.version_info.short <= (0, 68):
     _LEAN, _LINKED = {"pipeline_class": _Lean}, {"pipeline_class": _Linked}
 
 
-def inner(function: Callable[..., Any], options: dict[str, Any]) -> Any:
+def inner(function: Callable[..., Any], options: dict[str, Any], is_hot: bool = False) -> Any:
     """A function for compiled code.
 
     Args:
         function: To compile.
         options: Of `numba.njit`, without `cache`.
+        is_hot: Optimise it by itself as well, as numba does: a loop over lanes is then a tenth to a fifth faster than
+            one that is optimised within a large caller only.
     """
-    only = {**options, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, **_LINKED}
+    passes = _LEAN if is_hot else _LINKED
+    only = {**options, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, **passes}
     return numba.njit(**only)(function)
 
 

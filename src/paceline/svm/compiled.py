@@ -60,3 +60,8 @@ def compiled(function: _F, meanwhile: Callable[[Any], Any] | None = None) -> _F:
 def inner(function: _F) -> _F:
     """As `compiled`, for what only compiled code calls: it becomes part of its callers' code (`linked_code.py`)."""
     return cast("_F", linked_code.inner(function, _OPTIONS))
+
+
+def hot(function: _F) -> _F:
+    """As `inner`, for the loops of every pair update."""
+    return cast("_F", linked_code.inner(function, _OPTIONS, is_hot=True))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.svm.compiled import FAR, LANES, compiled, inner
+from paceline.svm.compiled import FAR, LANES, compiled, hot, inner
 from paceline.svm.kernel_rows import RowStore, Source, fetch
 from paceline.svm.next_compiled import compile_next
 
@@ -255,7 +255,7 @@ def _update_pairs(
         steps += 1
 
 
-@inner
+@hot
 def extremes(
     F: NDArray[Any],
     closed_up: NDArray[Any],
@@ -267,15 +267,11 @@ def extremes(
     for s in range(len(F)):
         g, cu, cd = F[s], closed_up[s], closed_down[s]
         for lane in range(LANES):
-            a = g[lane] + cu[lane]
-            b = g[lane] + cd[lane]
-            if a < least[lane]:
-                least[lane] = a
-            if b > most[lane]:
-                most[lane] = b
+            least[lane] = min(least[lane], g[lane] + cu[lane])
+            most[lane] = max(most[lane], g[lane] + cd[lane])
 
 
-@inner
+@hot
 def follow(
     F: NDArray[Any],
     closed_up: NDArray[Any],
@@ -294,13 +290,11 @@ def follow(
             g[lane] = t
             a = t + cu[lane]
             b = t + cd[lane]
-            if a < least[lane]:
-                least[lane] = a
-            if b > most[lane]:
-                most[lane] = b
+            least[lane] = min(least[lane], a)
+            most[lane] = max(most[lane], b)
 
 
-@inner
+@hot
 def gains(
     F: NDArray[Any],
     closed_down: NDArray[Any],
@@ -317,58 +311,27 @@ def gains(
         x, g, d, cd, h = Ki[s], F[s], diagonal[s], closed_down[s], gain[s]
         for lane in range(LANES):
             t = g[lane] + cd[lane] - least
-            if t < zero:
-                t = zero
+            t = max(zero, t)
             curvature = di + d[lane] - two * x[lane]
-            if curvature < least_curvature:
-                curvature = least_curvature
+            curvature = max(least_curvature, curvature)
             t = t * t / curvature
             h[lane] = t
-            if t > most[lane]:
-                most[lane] = t
+            most[lane] = max(most[lane], t)
 
 
-@inner
+@hot
 def least_of(lanes: NDArray[Any]) -> Any:
     """The smallest; four chains of comparisons, for each waits for the one before."""
     a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
     for k in range(4, LANES, 4):
-        e, f, g, h = lanes[k], lanes[k + 1], lanes[k + 2], lanes[k + 3]
-        if e < a:
-            a = e
-        if f < b:
-            b = f
-        if g < c:
-            c = g
-        if h < d:
-            d = h
-    if b < a:
-        a = b
-    if d < c:
-        c = d
-    if c < a:
-        a = c
-    return a
+        a, b, c, d = min(a, lanes[k]), min(b, lanes[k + 1]), min(c, lanes[k + 2]), min(d, lanes[k + 3])
+    return min(a, b, c, d)
 
 
-@inner
+@hot
 def largest_of(lanes: NDArray[Any]) -> Any:
     """The largest."""
     a, b, c, d = lanes[0], lanes[1], lanes[2], lanes[3]
     for k in range(4, LANES, 4):
-        e, f, g, h = lanes[k], lanes[k + 1], lanes[k + 2], lanes[k + 3]
-        if e > a:
-            a = e
-        if f > b:
-            b = f
-        if g > c:
-            c = g
-        if h > d:
-            d = h
-    if b > a:
-        a = b
-    if d > c:
-        c = d
-    if c > a:
-        a = c
-    return a
+        a, b, c, d = max(a, lanes[k]), max(b, lanes[k + 1]), max(c, lanes[k + 2]), max(d, lanes[k + 3])
+    return max(a, b, c, d)
