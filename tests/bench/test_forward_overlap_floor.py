@@ -1,10 +1,12 @@
 """What `benchmarks.forward_overlap` derives: the floor, gradients of a given ratio, and sleeps that vary."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
+from benchmarks import forward_overlap_sides
 from benchmarks.forward_overlap import at_ratio, floor_of
-from benchmarks.forward_overlap_sides import Config, SideOutcome, UnevenStopwatch, parse_names
+from benchmarks.forward_overlap_sides import Config, SideOutcome, Trainee, UnevenStopwatch, parse_names
 
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.layer_profile import LayerTime, Profile
@@ -20,7 +22,7 @@ class Place(LoopbackRanks):
 def config(profile=True, **options):
     layers = tuple(LayerTime(str(i), ((1000, 250),), 0.1, 0.2) for i in range(4))
     made = Profile("made", "by hand", layers, 0.05) if profile else None
-    return Config("wide_mlp", made, ("torch",), 2, 2, **options)
+    return Config("wide_mlp", made, ("torch",), 2, **{"num_steps": 3, **options})
 
 
 def test_the_floor_is_derived():
@@ -40,7 +42,7 @@ def test_the_floor_is_derived():
 
 
 def test_real_compute_is_bounded_by_the_larger_of_two():
-    alone = SideOutcome("none", [0.3, 0.3], [0.3], [0.2], None, None, None, 0.0, ranks_equal=True)
+    alone = SideOutcome("none", [0.3, 0.3], [0.1], [0.3], [0.2], None, None, None, 0.0, ranks_equal=True)
     place = Place(2, 1e9)
     assert floor_of(config(profile=False), place) is None
     floor = floor_of(config(profile=False), place, [alone])
@@ -62,6 +64,32 @@ def test_gradients_of_a_ratio():
             at_ratio(wrong, where, 1.0)
 
 
+def test_the_first_step_of_a_turn_is_not_in_the_steady_state(monkeypatch):
+    """It begins settled. Here it takes 2 s, each later one waits a second more, and settling takes 3 s."""
+    clock = 0.0
+
+    def spend(length_s):
+        nonlocal clock
+        clock += length_s
+
+    trainee = Trainee.__new__(Trainee)
+    trainee.steady_s, trainee.first_s, trainee.turn_s, trainee.backward_s = [], [], [], []
+    trainee.parallel = SimpleNamespace(step=lambda: None)
+    monkeypatch.setattr(forward_overlap_sides.dist, "barrier", lambda: None)
+    monkeypatch.setattr(forward_overlap_sides.time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(trainee, "settle", lambda: spend(3.0))
+    for _ in range(2):
+        lengths_s = iter([2.0, 3.0, 3.0, 3.0])
+        monkeypatch.setattr(trainee, "_gradients_s", lambda lengths_s=lengths_s: spend(next(lengths_s)))
+        trainee.turn(4)
+    assert trainee.steady_s == [3.0, 3.0] * 2
+    assert trainee.first_s == [2.0] * 2
+    assert trainee.turn_s == [14.0 / 4] * 2
+    trainee._gradients_s = lambda: spend(9.0)
+    trainee.turn(4, timed=False)
+    assert len(trainee.steady_s) == 4
+
+
 def test_sleeps_vary_about_what_was_asked_for():
     slept = []
     watch = UnevenStopwatch(1.5, 0.2, seed=3)
@@ -80,6 +108,10 @@ def test_refused():
         config(profile=False, jitter_ratio=0.1)
     with pytest.raises(ConfigurationError, match=r"--jitter 2 is no share"):
         config(jitter_ratio=2)
+    with pytest.raises(
+        ConfigurationError, match=r"--steps 2 leaves no step in the steady state.*Pass 3 or more"
+    ):
+        config(num_steps=2)
     assert parse_names("torch, ours-forward") == ("torch", "ours-forward")
     with pytest.raises(ConfigurationError, match="no side called"):
         parse_names("torch,backward")
