@@ -1,6 +1,8 @@
 """What `benchmarks.forward_overlap` derives: the floor, gradients of a given ratio, and sleeps that vary."""
 
+import json
 import random
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +10,7 @@ from benchmarks import forward_overlap_sides
 from benchmarks.forward_overlap import at_ratio, floor_of
 from benchmarks.forward_overlap_sides import Config, SideOutcome, Trainee, UnevenStopwatch, parse_names
 
+from figures import RESULTS
 from paceline.errors import ConfigurationError
 from paceline.lab.bench.layer_profile import LayerTime, Profile
 from paceline.lab.bench.ranks import LoopbackRanks
@@ -88,6 +91,20 @@ def test_the_first_step_of_a_turn_is_not_in_the_steady_state(monkeypatch):
     trainee._gradients_s = lambda: spend(9.0)
     trainee.turn(4, timed=False)
     assert len(trainee.steady_s) == 4
+
+
+def test_what_is_stored_was_summarised_that_way():
+    """Results of before were computed again: one first interval a turn, and the medians of the others."""
+    files = list(RESULTS.glob("forward_overlap-*.json"))
+    assert len(files) > 20
+    for file in files:
+        record = json.loads(file.read_text())
+        num_turns, num_steps = 2 * record["config"]["num_rounds"], record["config"]["num_steps"]
+        for side, found in record["samples"].items():
+            assert len(found["first_s"]) == len(found["turn_s"]) == num_turns, file.name
+            assert len(found["steady_s"]) == num_turns * (num_steps - 2), file.name
+            median = record["summaries"]["sides"][side]["steady_s"]["median"]
+            assert median == pytest.approx(statistics.median(found["steady_s"])), file.name
 
 
 def test_sleeps_vary_about_what_was_asked_for():
