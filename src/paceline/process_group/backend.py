@@ -238,7 +238,7 @@ class ProcessGroup(dist.ProcessGroup):
         by_input = [[rows[index] for rows in outputs] for index in range(len(inputs))]
         return self.allgather(by_input, inputs, opts)
 
-    # What other backends have not
+    # Not in other backends
 
     @property
     def shares_memory(self) -> bool:
@@ -255,7 +255,7 @@ class ProcessGroup(dist.ProcessGroup):
         """
         return self._launch(lambda: self._collectives.on_all_vectors(kind, flat, perform), [flat], None, kind)
 
-    # What goes over Gloo whoever shares memory
+    # Over Gloo, also where memory is shared
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         return self._over_gloo("gather", lambda: self._inner.gather(outputs, inputs, opts), inputs, opts)

@@ -215,7 +215,7 @@ class _Driver(LinkThread):
                 self._misfits.add(misfit)
                 self._changed.notify_all()
 
-    def _is_settled(self) -> bool:
+    def _is_quiet(self) -> bool:
         """Whether peers have been quiet for longer than two of their ENDs are apart.
 
         Else one may not know that its last message arrived, and would ask nobody.

@@ -36,8 +36,8 @@ class Met:
 
     Attributes:
         sockets: Its own, bound; by all of them it sends, on the first it takes datagrams.
-        places: Everybody's address and port, in the order of the ranks.
-        keys: For every peer the secret that only the two know; one that nobody knows for others.
+        places: Address and port of each, in the order of the ranks.
+        keys: For every peer the secret that only the two know; for itself a random one.
         payload_bytes: What a datagram carries: as much as fits into the smallest MTU of all.
         names: What each is called in messages; none: by its rank.
     """
@@ -88,7 +88,7 @@ def meet(rendezvous: Rendezvous, address: str, num_ports: int = 1) -> Met:
 
 
 class Introduction:
-    """What somebody says of itself to those that it will exchange datagrams with, who say the like; its sockets.
+    """What one end of a datagram exchange tells the others: its address, public key and MTU; and its sockets.
 
     Attributes:
         card: What is said; for JSON.
@@ -109,7 +109,12 @@ class Introduction:
         }
 
     def met(self, cards: Sequence[Mapping[str, Any] | None], names: Sequence[str] = ()) -> Met:
-        """The group, in order; None where this one is, and whoever it will exchange nothing with. Takes the sockets."""
+        """The group of these cards, in order; it takes this end's sockets.
+
+        Args:
+            cards: None is this end, or one that it exchanges nothing with.
+            names: As of `Met`.
+        """
         here = self._sockets[0].getsockname()
         return Met(
             self._sockets,
