@@ -104,8 +104,8 @@ class Recovery:
         self._backward = None
 
     def is_first_over_its_groups(self) -> bool:
-        """Whether no other module, over one of the same process groups, is in a synchronized backward."""
-        return not any(map(self._meets, _modules))
+        """Whether no other module over one of these groups is in a synchronized backward (rule 6 of `reducer`)."""
+        return len(_modules) == 1 or not any(map(self._meets, _modules))
 
     def _meets(self, other: Recovery) -> bool:
         is_active = (backward := other.current()) is not None and backward.synchronizes and other is not self

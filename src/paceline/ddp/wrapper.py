@@ -145,7 +145,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         overlap_forward: bool | str = False,
         droppable: Any = None,
     ) -> None:
-        given = SimpleNamespace(**locals())
+        given = SimpleNamespace(**locals())  # the arguments, by name
         Module.__init__(self)
         Joinable.__init__(self)
         self._logged_error: dict[str, Any] = {}

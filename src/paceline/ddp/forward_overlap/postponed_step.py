@@ -1,7 +1,7 @@
 """The life of a step that is put off: backward has ended, its gradients are under way, the next forward runs.
 
 Rules
-1. What is exchanged is the same on every rank: from the step on in which the ranks agree, gradients travel in pieces,
+1. What is exchanged is the same on every rank: from the step on in which the ranks agree, gradients are sent in pieces,
    in the agreed order, and the control words apart from them. When a rank waits is its own affair: settling early, or
    at once, never changes what it sends.
 2. No parameter is stepped before every rank's backward is known to have ended well: backward itself waits for the

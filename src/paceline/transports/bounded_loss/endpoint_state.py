@@ -1,7 +1,7 @@
 """The memory of an endpoint: tables of numbers that compiled code works on, and the names of their columns.
 
-A collective reduces one vector: phase 0 sends every rank its shard of everybody's vector, phase 1 sends the reduced
-shards to everybody, and behind each, if anything may be lost, a mask of whose chunks are missing in it. A transfer is
+A collective reduces one vector: phase 0 sends every rank its shard of all ranks' vectors, phase 1 sends the reduced
+shards to all, and behind each, if anything may be lost, a mask of whose chunks are missing in it. A transfer is
 what one rank sends another in one phase: chunks of a datagram each.
 """
 
