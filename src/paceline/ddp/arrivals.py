@@ -31,6 +31,7 @@ from paceline.comm.collectives import launch_broadcast
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.setting import Setting
 
 NEVER = sys.maxsize
 """Expected touches of a bucket that must not leave before backward has ended."""
@@ -41,8 +42,7 @@ class Arrivals:
 
     Args:
         managed: The parameters.
-        find_unused: Ask the engine which ones its graph reaches, from the first backward on.
-        static_graph: Count touches in the first synchronized backward, then rely on that.
+        setting: Whether the engine is asked which ones its graph reaches, or touches of a static graph are counted.
         take: Called with a large gradient's bucket, slot and parameter as soon as autograd has finished it.
         on_full: Called with a bucket that has been touched as often as expected; of an idle bucket, at the first touch.
     """
@@ -50,12 +50,12 @@ class Arrivals:
     def __init__(
         self,
         managed: ManagedParameters,
-        find_unused: bool,
-        static_graph: bool,
+        setting: Setting,
         take: Callable[[Bucket, int, Any], None],
         on_full: Callable[[Bucket], None],
     ) -> None:
-        self.expected = Expectations(managed, find_unused, static_graph)
+        looks = setting.find_unused_parameters or setting.skips_unused
+        self.expected = Expectations(managed, looks, setting.static_graph)
         self._take = take
         self._on_full = on_full
         self._listeners: list[_Listener] = []

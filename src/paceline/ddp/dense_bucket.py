@@ -326,9 +326,10 @@ class DenseBucket:
             self.views[slot].copy_(kept.values)
 
     def untouched_members(self) -> list[int]:
-        if self._untouched:
-            late = set(self.touched_slots()[self._num_touched_at_collect :])
-            self._untouched = [slot for slot in self._untouched if slot not in late]
+        if not self._untouched:
+            return []
+        late = set(self.touched_slots()[self._num_touched_at_collect :])
+        self._untouched = [slot for slot in self._untouched if slot not in late]
         return [self.members[slot] for slot in self._untouched]
 
     def has_late_gradients(self) -> bool:

@@ -25,7 +25,10 @@ from paceline.errors import ProtocolError
 
 
 class Interruptible(Protocol):
-    """What recovery does with the reducer."""
+    """What recovery knows of the reducer, and does with it."""
+
+    open_forwards: OpenForwards
+    process_groups: list[ProcessGroup]
 
     def arm(self, backward: Backward) -> None:
         """A backward begins."""
@@ -58,27 +61,19 @@ class Recovery:
         reducer: Whose backward.
         parameters: Whose gradients are dropped.
         used_before: Parameters used by unsynchronized backwards since the last synchronized one; emptied with them.
-        open_forwards: This rank's count; zero after an abort.
-        process_groups: Over which the module's gradients are reduced.
 
     Attributes:
         failing_for_good: A context: what raises within it is noted as by `fail`.
     """
 
     def __init__(
-        self,
-        reducer: Interruptible,
-        parameters: Sequence[Parameter],
-        used_before: set[int],
-        open_forwards: OpenForwards,
-        process_groups: Sequence[ProcessGroup],
+        self, reducer: Interruptible, parameters: Sequence[Parameter], used_before: set[int]
     ) -> None:
         self.failing_for_good = _FailingForGood(self)
         self._reducer = reducer
-        self._groups = process_groups
+        self._groups = reducer.process_groups
         self._parameters = parameters
         self._used_before = used_before
-        self._open_forwards = open_forwards
         self._backward: weakref.ref[Backward] | None = None
         self._synchronizes = False
         self._failure: Exception | None = None
@@ -194,7 +189,7 @@ class Recovery:
             self._reducer.rest()
             self._reducer.arm(Backward(True, _never_ended, by_autograd=False))
         self.recover(status)
-        self._open_forwards.forget()
+        self._reducer.open_forwards.forget()
 
     def drop_gradients(self) -> None:
         """Forget all gradients of this rank."""

@@ -106,11 +106,8 @@ class Reducer:
         self._used_before: set[int] = set()  # touched without synchronization since the last one
         self.verdict = Verdict(group.rank(), self._num_ranks, list(managed.named().items()))
         self.open_forwards = self.verdict.open_forwards
-        self.recovery = Recovery(
-            self, managed.parameters, self._used_before, self.open_forwards, self.process_groups
-        )
-        looks = setting.find_unused_parameters or setting.skips_unused
-        self.arrivals = Arrivals(managed, looks, setting.static_graph, self._take, self._on_full)
+        self.recovery = Recovery(self, managed.parameters, self._used_before)
+        self.arrivals = Arrivals(managed, setting, self._take, self._on_full)
         if skipping is not None:
             skipping.follow(managed, self.process_groups, peers, self.open_forwards)
         self.cuts = BucketCuts(managed, setting, self.arrivals, self.verdict, group, peers)
@@ -234,8 +231,11 @@ class Reducer:
             if not bucket.launched:
                 bucket.collect(self._scales, self._used_before, has_ended=False)
             is_last = all(later.left_out for later in self.buckets[bucket.index + 1 :])
-            with self.recovery.failing_for_good:
+            try:
                 self._flight.launch(bucket, is_last)
+            except Exception as error:
+                self.recovery.fail(error)
+                raise
 
     # ---- backward has ended
 
