@@ -296,7 +296,7 @@ class Reducer:
         overlap = self.forward_overlap
         may_put_off = backward.by_autograd and self.on_reduced is None and not has_late
         if overlap is not None and may_put_off and overlap.may_take_over(self._flight):
-            overlap.take_over(lambda bucket: bucket.attach(self.verdict.control.is_used), record, waited_s)
+            overlap.take_over(lambda bucket: bucket.attach(self.verdict.control.is_used), record)
             return
         self._land()
         if has_late:

@@ -53,12 +53,12 @@ class _Step:
     Attributes:
         flight: Them.
         attach: Gives a bucket's parameters their gradients.
-        conclude: Called when the last bucket has arrived, with `waited_s`.
+        conclude: Called when the last bucket has arrived, with the seconds spent waiting.
         left: Indices of buckets that have not been completed.
         actions: What to do with each (rule 3).
         dropped: Ids of parameters whose gradients are dropped on arrival, after the actions.
         kept: Debug: parameters' values by id, while NaNs stand in for them.
-        waited_s: So far, within backward and since.
+        waited_s: So far.
     """
 
     flight: PieceFlight
@@ -179,20 +179,17 @@ class ForwardOverlap:
             )
         return self.has_optimizer
 
-    def take_over(
-        self, attach: Callable[[Bucket], None], conclude: Callable[[float], None], waited_s: float
-    ) -> None:
+    def take_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> None:
         """The last flight's backward has ended well everywhere: complete each bucket when it is needed. Local.
 
         Args:
             attach: Gives a bucket's parameters their gradients.
-            conclude: Called when the last bucket has arrived, with the seconds that the step has waited, all together.
-            waited_s: So far, within backward.
+            conclude: Called when the last bucket has arrived, with the seconds spent waiting for buckets.
         """
         assert self._flight is not None, "nothing to take over"
         with lock:
             buckets = self._flight.buckets
-            self._step = _Step(self._flight, attach, conclude, set(range(len(buckets))), waited_s=waited_s)
+            self._step = _Step(self._flight, attach, conclude, set(range(len(buckets))))
             self._needs.begin()
             for bucket in buckets:
                 outstanding.mark(bucket.parameters, self._complete, bucket.index)
