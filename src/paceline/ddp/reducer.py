@@ -164,7 +164,7 @@ class Reducer:
             self._by_autograd = backward.by_autograd
             pieces = self.forward_overlap and self._new_pieces(self.forward_overlap, backward.synchronizes)
             self._flight = pieces or Flight(self.reduction, self.process_groups, self._peers)
-            self._launches_early = self.recovery.is_first_over_its_groups()
+            self._goes_first = self.recovery.is_first_over_its_groups()
             num_averaged = self.num_averaged or self._num_ranks
             if backward.synchronizes:
                 self.reduction.begin_step()
@@ -175,9 +175,7 @@ class Reducer:
             )
             self.arrivals.expected.begin()
             if self._skipping is not None:
-                self._skipping.begin(
-                    backward, self.arrivals.expected, self._used_before, self._launches_early
-                )
+                self._skipping.begin(backward, self.arrivals.expected, self._used_before, self._goes_first)
             self.arrivals.arm(backward.synchronizes, backward.started_s)
 
     def _new_pieces(self, overlap: ForwardOverlap, synchronizes: bool) -> PieceFlight | None:
@@ -214,7 +212,7 @@ class Reducer:
             self._launch_ready()  # otherwise with the next full bucket: those hooks want to see `.grad`
 
     def _launch_ready(self) -> None:
-        last = len(self.buckets) - 1 if self._launches_early else 0
+        last = len(self.buckets) - 1 if self._goes_first else 0
         if self._skipping is not None:
             with self.recovery.failing_for_good:
                 if not self._skipping.lets_launch(self.buckets):
