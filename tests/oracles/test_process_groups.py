@@ -1,8 +1,5 @@
 """Over any process group: several in turn, sub-groups, a Python one, in debug mode, and of one rank."""
 
-import copy
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,46 +180,6 @@ def two_models(rank, num_ranks, seed):
 def test_several_models_in_one_backward():
     """One backward through two wrapped modules on different groups reduces both."""
     assert max(pool(2).run(two_models, 6)) < 1e-12
-
-
-class Products(nn.Module):
-    """Multiplies its input by four vectors, or fewer."""
-
-    def __init__(self, seed):
-        super().__init__()
-        vectors = torch.randn(4, 8, generator=generator(seed), dtype=torch.float64)
-        self.vectors = nn.ParameterList(nn.Parameter(vector.clone()) for vector in vectors)
-
-    def forward(self, x, skipped=None):
-        for number, vector in enumerate(self.vectors):
-            x = x if number == skipped else x * vector
-        return x
-
-
-def interleaved(rank, num_ranks):
-    """One backward through two models over one group; rank 1 does not use a vector of the one that begins."""
-    warnings.simplefilter("ignore")
-    models = [DistributedDataParallel(Products(seed), bucket_cap_mb=1e-5) for seed in (1, 2)]
-    copies = [copy.deepcopy(model.module) for model in models]
-    for of_rank in range(num_ranks):
-        x = torch.randn(3, 8, generator=generator(3, of_rank), dtype=torch.float64)
-        skipped = 2 if of_rank == 1 else None
-        (squares(copies[1](copies[0](x), skipped)) / num_ranks).backward()
-        if of_rank == rank:
-            squares(models[1](models[0](x), skipped)).backward()
-    pairs = zip(
-        (p for model in models for p in model.parameters()),
-        (p for model in copies for p in model.parameters()),
-        strict=True,
-    )
-    return len(models[0].reducer.buckets), max((p.grad - q.grad).abs().max().item() for p, q in pairs)
-
-
-def test_buckets_of_several_models_over_one_group_keep_one_order():
-    """The second model's leave at the end: how they would come between the first one's differs between the ranks."""
-    for num_buckets, worst in pool(2).run(interleaved):
-        assert num_buckets == 4
-        assert worst < 1e-12
 
 
 def without_a_group(_rank, _num_ranks):
