@@ -284,9 +284,9 @@ class ForwardOverlap:
     def _await(self, step: _Step, bucket: Bucket) -> None:
         before_s = time.perf_counter()
         step.flight.wait_for(bucket, HALF_STEPPED if step.actions else None)
-        waited_s = time.perf_counter() - before_s
-        step.waited_s += waited_s
-        self._needs.waited_s += waited_s
+        after_s = time.perf_counter()
+        step.waited_s += after_s - before_s
+        self._needs.note_wait(before_s, after_s)
 
     def _warn_of_reader(self) -> None:
         self._warn(
