@@ -18,16 +18,14 @@ PUT_OFF_FROM = 3  # the ranks measure three steps
 class Run:
     """A training of a small net of three layers, each in a bucket of its own."""
 
-    def __init__(self, rank, mode, make=None, **options):
+    def __init__(self, rank, mode, make=None, **using):
         torch.manual_seed(0)
         warnings.simplefilter("ignore")
         layers = (nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
         self.rank, self.net = rank, nn.Sequential(*layers)
-        self.model = DistributedDataParallel(
-            self.net, overlap_forward=mode, bucket_cap_mb=0.002, init_sync=True, **options
-        )
+        self.model = DistributedDataParallel(self.net, overlap_forward=mode, bucket_cap_mb=0.002)
         self.mode, self.num_put_off = mode, 0
-        self.use(make or (lambda parameters: torch.optim.SGD(parameters, lr=0.01)))
+        self.use(make or (lambda parameters: torch.optim.SGD(parameters, lr=0.01)), **using)
 
     def use(self, make, **options):
         self.optimizer = make(self.model.parameters())
@@ -64,3 +62,47 @@ def read_between(rank, _num_ranks, who):
 @pytest.mark.parametrize("who", [(0, 1), (0,)], ids=["all ranks", "rank 0"])
 def test_one_weight_is_read_after_every_step(who):
     assert pool(2).run(read_between, who) == [(True, 70 - PUT_OFF_FROM)] * 2
+
+
+class Failing(torch.optim.SGD):
+    """Steps half of what it is given, then raises, once it is told to."""
+
+    error = None
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.error is not None and any(
+            p.shape[0] == 32 for group in self.param_groups for p in group["params"]
+        ):
+            raise self.error
+
+
+def raise_within(rank, _num_ranks):
+    """What each read says after an optimizer has raised, or was interrupted, in a step that was put off."""
+    found = []
+    for error in (RuntimeError("out of memory"), KeyboardInterrupt()):
+        run = Run(rank, "always", lambda parameters: Failing(parameters, lr=0.01), per_parameter=True)
+        for step in range(STEPS):
+            run.step(step)
+        run.optimizer.error = error
+        found.append([said_by(run.step)])  # its forward reads
+        found[-1] += map(
+            said_by, (run.model.state_dict, run.net[2].weight.sum, run.net[4].weight.sum, run.step)
+        )
+    return found
+
+
+def said_by(read):
+    try:
+        read()
+    except (RuntimeError, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_step_in_which_the_optimizer_raised_is_refused():
+    for raised, interrupted in pool(2).run(raise_within):
+        assert raised[0] == "RuntimeError: out of memory"
+        assert all("because the optimizer raised: out of memory" in said for said in raised[1:]), raised
+        assert interrupted[0] == "KeyboardInterrupt: "
+        assert all("because the optimizer raised: KeyboardInterrupt" in said for said in interrupted[1:])

@@ -10,8 +10,8 @@ Rules
    bucket, in their order, with the settings that they were made with, as buckets arrive.
 4. Parameters change on the thread that asks for them, where it asks: before a module's forward, or when somebody reads
    one (`outstanding`). Never behind its back.
-5. If a bucket does not arrive, its parameters stay outstanding, and whoever reads one is refused: a model that is half
-   stepped is not saved by mistake.
+5. A parameter is outstanding until its step is whole. If its bucket does not arrive, or the optimizer raises, it stays
+   so, and whoever reads it is refused: a model that is half stepped is not saved by mistake.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ForwardOverlap:
         self.is_idle = False
         self._flight: PieceFlight | None = None  # the last one
         self._step: _Step | None = None
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._needs = Needs()
         self._warned: set[str] = set()
         self._hooks = install(module, self, parameters)
@@ -260,19 +260,20 @@ class ForwardOverlap:
                 "communication failed" if isinstance(self._failure, PeerLostError) else "the optimizer raised"
             )
             raise ProtocolError(
-                f"this parameter's last step was not completed, because {what}: {self._failure}"
+                f"this parameter's last step was not completed, because {what}: "
+                f"{str(self._failure) or type(self._failure).__name__}"
             ) from self._failure
         bucket = step.buckets[index]
         if reads_gradient and not step.flight.progress[index].has_ended:
             self._warn_of_reader()
         try:
             self._await(step, bucket)
-            outstanding.unmark(bucket.parameters)
-            self._restore(step, bucket)
-            step.attach(bucket)
-            for action in step.actions:
-                action(bucket.parameters)
         except Exception as error:
+            self._failure = error
+            raise
+        try:
+            self._make(step, bucket)
+        except BaseException as error:  # an interrupt, too, has left half a step
             self._failure = error
             raise
         step.left.discard(index)
@@ -280,6 +281,15 @@ class ForwardOverlap:
             self._step = None
             self.is_idle = self.is_on is not None
             step.conclude(step.waited_s)
+
+    def _make(self, step: _Step, bucket: Bucket) -> None:
+        """Step a bucket that has arrived. Only this thread reads its parameters meanwhile, and only once (rule 5)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._restore(step, bucket)
+            step.attach(bucket)
+            for action in step.actions:
+                action(bucket.parameters)
+        outstanding.unmark(bucket.parameters)
 
     def _await(self, step: _Step, bucket: Bucket) -> None:
         before_s = time.perf_counter()
