@@ -1,5 +1,7 @@
 """`overlap_forward`: who reads at an awkward moment, in another thread or in another context, sees whole steps, too."""
 
+import copy
+import threading
 import warnings
 
 import pytest
@@ -23,7 +25,7 @@ class Run:
         warnings.simplefilter("ignore")
         layers = (nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
         self.rank, self.net = rank, nn.Sequential(*layers)
-        self.model = DistributedDataParallel(self.net, overlap_forward=mode, bucket_cap_mb=0.002)
+        self.model = DistributedDataParallel(self.net, overlap_forward=mode, bucket_cap_mb=0.0005)
         self.mode, self.num_put_off = mode, 0
         self.use(make or (lambda parameters: torch.optim.SGD(parameters, lr=0.01)), **using)
 
@@ -106,3 +108,81 @@ def test_a_step_in_which_the_optimizer_raised_is_refused():
         assert all("because the optimizer raised: out of memory" in said for said in raised[1:]), raised
         assert interrupted[0] == "KeyboardInterrupt: "
         assert all("because the optimizer raised: KeyboardInterrupt" in said for said in interrupted[1:])
+
+
+LONG_ENOUGH_S = 0.1  # for a thread that nothing stops
+
+
+class Watched(torch.optim.SGD):
+    """Calls `before` within each step, once it has what it steps."""
+
+    def before(self, groups):
+        """Nothing."""
+
+    def step(self, closure=None):
+        self.before(self.param_groups)
+        super().step(closure)
+
+
+class SettlesWhenCopied:
+    """A setting of a group: as `step()` notes it, another thread completes what is outstanding."""
+
+    model = None
+
+    def __copy__(self):
+        if self.model is not None:
+            meanwhile(self.model.settle)
+        return copy.copy(None)
+
+
+def meanwhile(read):
+    """Start this on another thread, which it may finish if nothing stops it."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(read()))
+    thread.start()
+    thread.join(LONG_ENOUGH_S)
+    return thread, found
+
+
+def read_by_threads(rank, _num_ranks):
+    """Another thread reads while this one steps, and completes while this one puts off."""
+    without = Run(rank, False, lambda p: torch.optim.SGD(p, lr=0.01))
+    setting = SettlesWhenCopied()
+    run = Run(
+        rank,
+        "always",
+        lambda p: Watched([{"params": list(p), "setting": setting}], lr=0.01),
+        per_parameter=True,
+    )
+    for step in range(STEPS):
+        without.step(step)
+        run.step(step)
+    groups, reads = [], []
+
+    def watch(stepped):
+        parameter = stepped[0]["params"][0]
+        reads.append((parameter, *meanwhile(lambda: parameter.detach().clone())))
+        groups.append(sum(len(group["params"]) for group in run.optimizer.param_groups))
+
+    run.optimizer.before = watch
+    run.model.settle()
+    del run.optimizer.before
+    whole = []
+    for parameter, thread, found in reads:
+        thread.join()
+        whole.append(torch.equal(found[0], parameter.detach()))
+    setting.model = run.model
+    run.step(STEPS)
+    setting.model = None
+    run.step(STEPS + 1)
+    for step in (STEPS, STEPS + 1):
+        without.step(step)
+    return whole, set(groups), run.result() == without.result()
+
+
+def test_other_threads_see_whole_steps():
+    for whole, groups, is_same in pool(2).run(read_by_threads):
+        assert whole == [True] * len(whole)
+        assert len(whole) >= 3  # buckets
+        assert groups == {6}  # who steps a bucket does not take the optimizer's groups from others
+        assert is_same

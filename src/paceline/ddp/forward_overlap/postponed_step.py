@@ -90,7 +90,10 @@ class ForwardOverlap:
     Attributes:
         has_optimizer: Whether an optimizer takes part; without one, backward waits as ever.
         is_idle: Nothing is outstanding, and nothing has to be measured.
+        lock: Held while a step is put off, or a part of it completed.
     """
+
+    lock = lock
 
     def __init__(
         self,
@@ -210,17 +213,17 @@ class ForwardOverlap:
 
     def zero_grad_of(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
         """As `Module.zero_grad` of these; gradients under way are dropped once they have been used. Local."""
-        zero_gradients([p for p in parameters if not self.is_outstanding(p)], set_to_none)
-        if self._step is not None:
-            ids = set(map(id, parameters))
-            self.later(lambda arrived: zero_gradients([p for p in arrived if id(p) in ids], set_to_none))
-            self._step.dropped |= ids
+        with lock:
+            zero_gradients([p for p in parameters if not self.is_outstanding(p)], set_to_none)
+            if self._step is not None:
+                ids = set(map(id, parameters))
+                self.later(lambda arrived: zero_gradients([p for p in arrived if id(p) in ids], set_to_none))
+                self._step.dropped |= ids
 
     def will_drop_gradient(self, parameter: Tensor) -> bool:
         """Whether the parameter's gradient is under way, and zero_grad has been called since. Local; does not wait."""
-        return (
-            self.is_outstanding(parameter) and self._step is not None and id(parameter) in self._step.dropped
-        )
+        step = self._step
+        return self.is_outstanding(parameter) and step is not None and id(parameter) in step.dropped
 
     # ---- completing (rule 4)
 
