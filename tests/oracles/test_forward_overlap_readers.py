@@ -186,3 +186,80 @@ def test_other_threads_see_whole_steps():
         assert len(whole) >= 3  # buckets
         assert groups == {6}  # who steps a bucket does not take the optimizer's groups from others
         assert is_same
+
+
+def another_optimizer(run, make):
+    """Its first step makes its state, in an evaluation without inference tensors; the next ones update it."""
+    for step in range(STEPS):
+        run.step(step)
+    run.use(make)
+    for step in range(3):
+        run.step(STEPS, step)
+        run.net.eval()
+        with torch.inference_mode():
+            run.net(run.batch(99, step))
+        run.net.train()
+
+
+def in_lower_precision(run, make):
+    """The forward, which completes a step, runs under autocast; the step did not."""
+    run.use(make)
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run.model(run.batch(step)).float().square().mean()
+        run.optimizer.zero_grad()
+        loss.backward()
+        run.optimizer.step()
+
+
+def stepped_in_lower_precision(run, make):
+    """The other way round."""
+    run.use(make)
+    for step in range(STEPS):
+        loss = run.model(run.batch(step)).square().mean()
+        run.optimizer.zero_grad()
+        loss.backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            run.optimizer.step()
+
+
+def made_without_inference_mode(run, make):
+    """A step under inference mode makes state that is of it, and stays so."""
+    run.use(make)
+    for step in range(STEPS):
+        with torch.inference_mode():
+            run.optimizer.zero_grad()
+        run.model(run.batch(step)).square().mean().backward()
+        with torch.inference_mode():
+            run.optimizer.step()
+
+
+def adafactor(parameters):
+    return torch.optim.Adafactor(parameters, lr=0.01)
+
+
+CONTEXTS = {
+    "SGD, then inference mode": (another_optimizer, lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)),
+    "AdamW, then inference mode": (another_optimizer, lambda p: torch.optim.AdamW(p, lr=0.01)),
+    "Adafactor, then autocast": (in_lower_precision, adafactor),
+    "Adafactor under autocast": (stepped_in_lower_precision, adafactor),
+    "AdamW under inference mode": (made_without_inference_mode, lambda p: torch.optim.AdamW(p, lr=0.01)),
+}
+
+
+def read_in_contexts(rank, _num_ranks):
+    found = {}
+    for name, (train, make) in CONTEXTS.items():
+        bits = []
+        for mode in (False, "always"):
+            run = Run(rank, mode)
+            train(run, make)
+            is_put_off = bool(mode) and run.model.forward_overlap.has_outstanding
+            bits.append(run.result())
+        found[name] = (bits[0] == bits[1], is_put_off)
+    return found
+
+
+def test_a_step_is_made_in_the_context_of_its_call():
+    for found in pool(2).run(read_in_contexts):
+        assert found == {name: (True, "then inference" not in name) for name in CONTEXTS}

@@ -7,7 +7,7 @@ Rules
 2. No parameter is stepped before every rank's backward is known to have ended well: backward itself waits for the
    control words. So a rank that raised is told of as ever, with all parameters untouched.
 3. Calls that come while gradients are under way (`optimizer.step`, `zero_grad`) are noted, and repeated bucket by
-   bucket, in their order, with the settings that they were made with, as buckets arrive.
+   bucket, in their order, with the settings that they were made with (torch's modes, too), as buckets arrive.
 4. Parameters change on the thread that asks for them, where it asks: before a module's forward, or when somebody reads
    one (`outstanding`). Never behind its back.
 5. A parameter is outstanding until its step is whole. If its bucket does not arrive, or the optimizer raises, it stays
@@ -34,6 +34,7 @@ from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.ddp.forward_overlap.hooks import Needs, install
+from paceline.ddp.forward_overlap.moment import PLAIN, Moment
 from paceline.ddp.forward_overlap.outstanding import lock
 from paceline.ddp.forward_overlap.piece_flight import HALF_STEPPED, PieceFlight
 from paceline.errors import PeerLostError, ProtocolError
@@ -55,7 +56,7 @@ class _Step:
         attach: Gives a bucket's parameters their gradients.
         conclude: Called when the last bucket has arrived, with the seconds spent waiting.
         left: Indices of buckets that have not been completed.
-        actions: What to do with each (rule 3).
+        actions: What to do with each (rule 3), and when that was called.
         dropped: Ids of parameters whose gradients are dropped on arrival, after the actions.
         kept: Debug: parameters' values by id, while NaNs stand in for them.
         waited_s: So far.
@@ -65,7 +66,7 @@ class _Step:
     attach: Callable[[Bucket], None]
     conclude: Callable[[float], None]
     left: set[int]
-    actions: list[Action] = field(default_factory=list)
+    actions: list[tuple[Moment, Action]] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)
     kept: dict[int, Tensor] = field(default_factory=dict)
     waited_s: float = 0.0
@@ -209,7 +210,7 @@ class ForwardOverlap:
             assert self._step is not None, "nothing is outstanding"
             if self._poisons and not self._step.actions:
                 self._poison(self._step)
-            self._step.actions.append(action)
+            self._step.actions.append((Moment.now(), action))
 
     def zero_grad_of(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
         """As `Module.zero_grad` of these; gradients under way are dropped once they have been used. Local."""
@@ -288,10 +289,12 @@ class ForwardOverlap:
     def _make(self, step: _Step, bucket: Bucket) -> None:
         """Step a bucket that has arrived. Only this thread reads its parameters meanwhile, and only once (rule 5)."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._restore(step, bucket)
-            step.attach(bucket)
-            for action in step.actions:
-                action(bucket.parameters)
+            with PLAIN.again():
+                self._restore(step, bucket)
+                step.attach(bucket)
+            for moment, action in step.actions:
+                with moment.again():
+                    action(bucket.parameters)
         outstanding.unmark(bucket.parameters)
 
     def _await(self, step: _Step, bucket: Bucket) -> None:
