@@ -263,3 +263,52 @@ def read_in_contexts(rank, _num_ranks):
 def test_a_step_is_made_in_the_context_of_its_call():
     for found in pool(2).run(read_in_contexts):
         assert found == {name: (True, "then inference" not in name) for name in CONTEXTS}
+
+
+def loss_of(net, batch):
+    return lambda named: torch.func.functional_call(net, named, (batch,)).square().sum()
+
+
+def from_a_transform(run):
+    """Of a module that is given its parameters."""
+    named, batch = dict(run.net.named_parameters()), run.batch(99)
+    by_module = torch.func.grad(loss_of(run.net, batch))(named)
+    return [by_module[name] for name in sorted(named)]
+
+
+def by_copies(run):
+    copies = [copy.deepcopy(run.net[2].weight), *copy.deepcopy(run.net).parameters()]
+    assert {type(each) for each in copies} == {nn.Parameter}
+    return copies
+
+
+READS = {
+    "vmap": lambda run: [torch.vmap(lambda row: row * 2)(run.net[2].weight)],
+    "a closure in vmap": lambda run: [torch.vmap(lambda x: run.net[0].weight @ x)(run.batch(99))],
+    "grad of functional_call": from_a_transform,
+    "jvp": lambda run: torch.func.jvp(torch.sin, (run.net[2].weight,), (torch.ones(32, 32),)),
+    "copies": by_copies,
+}
+
+
+def read_by_unusual_ways(rank, _num_ranks):
+    """Whether each first read of a step sees what the second does, when nothing is outstanding; and the end's bits."""
+    without, run = Run(rank, False), Run(rank, "always")
+    found = {}
+    for step in range(PUT_OFF_FROM):
+        run.step(step)
+    for place, (name, read) in enumerate(READS.items(), PUT_OFF_FROM):
+        run.step(place)
+        first = digest(read(run))
+        run.model.settle()
+        found[name] = first == digest(read(run))
+    for step in range(PUT_OFF_FROM + len(READS)):
+        without.step(step)
+    return found, run.num_put_off, run.result() == without.result()
+
+
+def test_transforms_and_copies_see_whole_steps():
+    for found, num_put_off, is_same in pool(2).run(read_by_unusual_ways):
+        assert found == dict.fromkeys(READS, True)
+        assert num_put_off == len(READS)
+        assert is_same

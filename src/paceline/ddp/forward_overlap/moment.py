@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -55,3 +55,22 @@ PLAIN = Moment(
     autocast_dtype=torch.get_autocast_dtype(DEVICE),
 )
 """As in a backward that attaches gradients."""
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Run what is within as if this thread were in no transform of `torch.func`, in no trace, and counted nothing.
+
+    A reader may be. And no argument is looked at by `__torch_function__`, that of outstanding parameters included.
+    """
+    with ExitStack() as stack:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # noqa: PLC0415 (rare)
+
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if torch._C._len_torch_dispatch_stack():
+            from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415 (rare)
+
+            stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        yield

@@ -34,7 +34,7 @@ from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.ddp.forward_overlap.hooks import Needs, install
-from paceline.ddp.forward_overlap.moment import PLAIN, Moment
+from paceline.ddp.forward_overlap.moment import PLAIN, Moment, outside_transforms
 from paceline.ddp.forward_overlap.outstanding import lock
 from paceline.ddp.forward_overlap.piece_flight import HALF_STEPPED, PieceFlight
 from paceline.errors import PeerLostError, ProtocolError
@@ -288,7 +288,7 @@ class ForwardOverlap:
 
     def _make(self, step: _Step, bucket: Bucket) -> None:
         """Step a bucket that has arrived. Only this thread reads its parameters meanwhile, and only once (rule 5)."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with outside_transforms():
             with PLAIN.again():
                 self._restore(step, bucket)
                 step.attach(bucket)
