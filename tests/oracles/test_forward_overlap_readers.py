@@ -1,8 +1,11 @@
 """`overlap_forward`: who reads at an awkward moment, in another thread or in another context, sees whole steps, too."""
 
+import _thread
 import copy
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 
 from models import digest, generator
 from paceline import DistributedDataParallel
+from paceline.errors import ConfigurationError
 from paceline.optim import overlap
 from ranks import pool
 
@@ -312,3 +316,69 @@ def test_transforms_and_copies_see_whole_steps():
         assert found == dict.fromkeys(READS, True)
         assert num_put_off == len(READS)
         assert is_same
+
+
+def drop(rank, _num_ranks):
+    """Wrappers that nobody has any more, with a step under way: of a module that is kept, and of one that is not."""
+    kept, without, gone = Run(rank, "always"), Run(rank, False), Run(rank, "always")
+    for step in range(STEPS):
+        for run in (kept, without, gone):
+            run.step(step)
+    net, alive = kept.net, weakref.ref(gone.net[0].weight)
+    is_outstanding = kept.model.forward_overlap.has_outstanding and gone.model.forward_overlap.has_outstanding
+    del kept, gone, run
+    gc.collect()  # the wrappers
+    gc.collect()  # what completing their steps has left
+    kinds = {type(parameter) for parameter in net.parameters()}
+    return (
+        is_outstanding,
+        kinds == {nn.Parameter},
+        digest(list(net.parameters())) == without.result(),
+        alive(),
+    )
+
+
+def test_a_model_that_is_dropped_is_completed_and_freed():
+    assert pool(2).run(drop) == [(True, True, True, None)] * 2
+
+
+def let_go_on_a_foreign_thread(rank, _num_ranks):
+    """The names of the threads that complete a step, if a thread that Python has not started lets the model go."""
+    run = Run(rank, "always", lambda p: Watched(p, lr=0.01), per_parameter=True)
+    for step in range(STEPS):
+        run.step(step)
+    names, is_done = set(), threading.Event()
+
+    def watch(groups):
+        names.add(threading.current_thread().name)
+        if groups[0]["params"][-1] is run.net[4].bias:
+            is_done.set()
+
+    run.optimizer.before = watch
+    _thread.start_new_thread(run.model.forward_overlap.let_go, ())
+    is_done.wait(20)
+    run.model.settle()
+    return names
+
+
+def test_no_thread_of_the_network_waits_for_itself():
+    assert pool(2).run(let_go_on_a_foreign_thread) == [{"paceline-settle"}] * 2
+
+
+def refusals(rank, _num_ranks):
+    """What is said to an optimizer of another model, where it is on and where there is nothing to hide; a GAN's goes on."""
+    run, strangers, said = Run(rank, "always"), nn.Linear(3, 2), []
+    for mode in ("always", True):  # on one host, True sets nothing up
+        model = DistributedDataParallel(nn.Linear(4, 2), overlap_forward=mode)
+        with pytest.raises(ConfigurationError) as caught:
+            overlap(torch.optim.SGD(strangers.parameters(), lr=0.01), model)
+        said.append(str(caught.value))
+    both = torch.optim.SGD([*strangers.parameters(), *run.net[4].parameters()], lr=0.01)
+    overlap(both, run.model)
+    return said
+
+
+def test_an_optimizer_of_none_of_the_parameters_is_refused():
+    for said in pool(2).run(refusals):
+        for message in said:
+            assert "none of the 2 parameters that this SGD steps is the model's" in message

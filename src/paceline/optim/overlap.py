@@ -95,8 +95,8 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
         Local; on every rank.
 
     Raises:
-        ConfigurationError: The model does not overlap; or the optimizer is not known to step parameters one by one, or
-            its `step` has been replaced.
+        ConfigurationError: The model does not overlap; or the optimizer has none of its parameters, is not known to
+            step parameters one by one, or its `step` has been replaced.
     """
     steps = getattr(model, "forward_overlap", _MISSING)
     if steps is _MISSING or not hasattr(model, "settle"):
@@ -118,6 +118,14 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
             f"overlap(optimizer, model): {type(optimizer).__name__} is not known to step each parameter by its own "
             f"gradient and state alone, as {names} do. If it does, pass per_parameter=True; else train without "
             "overlap_forward."
+        )
+    own = set(map(id, model.parameters()))
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in own for parameter in stepped):
+        raise ConfigurationError(
+            f"overlap(optimizer, model): none of the {len(stepped)} parameters that this {type(optimizer).__name__} "
+            "steps is the model's, so there is nothing to put off. Make it of model.parameters(), or pass the model "
+            "whose parameters it steps."
         )
     if steps is None:
         if not getattr(model, "overlaps_forward", False):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -366,10 +367,27 @@ class ForwardOverlap:
         """Complete the last step, for the other ranks need this rank's part of it; not if this program has failed."""
         if self._step is None or self._failure is not None:
             return
-        if getattr(sys, "last_value", None) is None:
-            self.settle()
-        else:
+        if _has_failed():
             self._step.flight.give_up(GRACE_S)
+        else:
+            self.settle()
+
+    def let_go(self) -> None:
+        """The wrapper is gone: complete its last step, which keeps everything of it alive until then.
+
+        The garbage collector may call, on any thread: what waits for a thread of the network's does not run on that.
+        """
+        if self._step is None or self._failure is not None or _has_failed():
+            return
+        if isinstance(threading.current_thread(), threading._DummyThread):
+            threading.Thread(target=self.settle, name="paceline-settle").start()
+        else:
+            self.settle()
+
+
+def _has_failed() -> bool:
+    """Whether this program ends, or an interactive one has gone on, after an error that nobody has caught."""
+    return getattr(sys, "last_value", None) is not None
 
 
 def zero_gradients(parameters: Iterable[Tensor], set_to_none: bool) -> None:
