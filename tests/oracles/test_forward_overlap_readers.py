@@ -347,16 +347,17 @@ def let_go_on_a_foreign_thread(rank, _num_ranks):
     run = Run(rank, "always", lambda p: Watched(p, lr=0.01), per_parameter=True)
     for step in range(STEPS):
         run.step(step)
-    names, is_done = set(), threading.Event()
+    names, stepped, is_done = set(), [], threading.Event()
 
     def watch(groups):
         names.add(threading.current_thread().name)
-        if groups[0]["params"][-1] is run.net[4].bias:
+        stepped.extend(groups[0]["params"])
+        if len(stepped) == 6:
             is_done.set()
 
     run.optimizer.before = watch
     _thread.start_new_thread(run.model.forward_overlap.let_go, ())
-    is_done.wait(20)
+    assert is_done.wait(20)
     run.model.settle()
     return names
 
@@ -366,7 +367,7 @@ def test_no_thread_of_the_network_waits_for_itself():
 
 
 def refusals(rank, _num_ranks):
-    """What is said to an optimizer of another model, where it is on and where there is nothing to hide; a GAN's goes on."""
+    """What is said to an optimizer of another model, where it is on and where nothing can be hidden; a GAN's goes on."""
     run, strangers, said = Run(rank, "always"), nn.Linear(3, 2), []
     for mode in ("always", True):  # on one host, True sets nothing up
         model = DistributedDataParallel(nn.Linear(4, 2), overlap_forward=mode)
