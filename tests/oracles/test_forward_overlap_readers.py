@@ -367,7 +367,7 @@ def test_no_thread_of_the_network_waits_for_itself():
 
 
 def refusals(rank, _num_ranks):
-    """What is said to an optimizer of another model, where it is on and where nothing can be hidden; a GAN's goes on."""
+    """What is said to an optimizer of another model, where it is on and where it is not. A GAN's goes on."""
     run, strangers, said = Run(rank, "always"), nn.Linear(3, 2), []
     for mode in ("always", True):  # on one host, True sets nothing up
         model = DistributedDataParallel(nn.Linear(4, 2), overlap_forward=mode)
