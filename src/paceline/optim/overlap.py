@@ -119,6 +119,11 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
             f"gradient and state alone, as {names} do. If it does, pass per_parameter=True; else train without "
             "overlap_forward."
         )
+    if steps is None and not getattr(model, "overlaps_forward", False):
+        raise ConfigurationError(
+            "overlap(optimizer, model): the model was wrapped without overlap_forward. Write "
+            "DistributedDataParallel(module, overlap_forward=True), or leave out overlap()."
+        )
     own = set(map(id, model.parameters()))
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in own for parameter in stepped):
@@ -127,14 +132,8 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
             "steps is the model's, so there is nothing to put off. Make it of model.parameters(), or pass the model "
             "whose parameters it steps."
         )
-    if steps is None:
-        if not getattr(model, "overlaps_forward", False):
-            raise ConfigurationError(
-                "overlap(optimizer, model): the model was wrapped without overlap_forward. Write "
-                "DistributedDataParallel(module, overlap_forward=True), or leave out overlap()."
-            )
-        return optimizer  # one rank, or one host: there is nothing to hide
-    _adopt(optimizer, cast("PutsOff", steps))
+    if steps is not None:  # else one rank, or one host: there is nothing to hide
+        _adopt(optimizer, cast("PutsOff", steps))
     return optimizer
 
 
@@ -193,9 +192,8 @@ class _Overlapped(Optimizer):
                 loss = closure()
         if self._has_hooks():
             self._steps.settle()
-        with (
-            self._steps.lock
-        ):  # else another thread, which reads a parameter, may complete the last bucket meanwhile
+        # Another thread, which reads a parameter, may complete the last bucket meanwhile.
+        with self._steps.lock:
             if self._steps.has_outstanding:
                 self._put_off()
             else:
