@@ -2,7 +2,7 @@
 
 `piece_flight` sends pieces of buckets in the agreed order, `outstanding` is what a parameter is until its step has been
 made, `hooks` makes modules wait for their own, `agreement` finds the order, `postponed_step` is the life of a step that
-is put off, `moment` what torch was set to when it was.
+is put off, `open_step` what is done with each of its buckets, `moment` what torch was set to when that was called.
 """
 
 from paceline.ddp.forward_overlap.postponed_step import ForwardOverlap

@@ -23,9 +23,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
@@ -35,7 +33,8 @@ from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.ddp.forward_overlap.hooks import Needs, install
-from paceline.ddp.forward_overlap.moment import PLAIN, Moment, outside_transforms
+from paceline.ddp.forward_overlap.moment import Moment
+from paceline.ddp.forward_overlap.open_step import Action, OpenStep, zero_gradients
 from paceline.ddp.forward_overlap.outstanding import lock
 from paceline.ddp.forward_overlap.piece_flight import HALF_STEPPED, PieceFlight
 from paceline.errors import PeerLostError, ProtocolError
@@ -43,38 +42,6 @@ from paceline.observe import StepTimings
 from paceline.planning.forward_overlap import Gain
 
 GRACE_S = 1.0  # for sums under way when the program ends with an error
-
-Action = Callable[[Sequence[Parameter]], None]
-"""Something to be done with the parameters of a bucket that has arrived."""
-
-
-@dataclass
-class _Step:
-    """A step whose gradients are under way.
-
-    Attributes:
-        flight: Them.
-        attach: Gives a bucket's parameters their gradients.
-        conclude: Called when the last bucket has arrived, with the seconds spent waiting.
-        left: Indices of buckets that have not been completed.
-        actions: What to do with each (rule 3), and when that was called.
-        dropped: Ids of parameters whose gradients are dropped on arrival, after the actions.
-        kept: Debug: parameters' values by id, while NaNs stand in for them.
-        waited_s: So far.
-    """
-
-    flight: PieceFlight
-    attach: Callable[[Bucket], None]
-    conclude: Callable[[float], None]
-    left: set[int]
-    actions: list[tuple[Moment, Action]] = field(default_factory=list)
-    dropped: set[int] = field(default_factory=set)
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    waited_s: float = 0.0
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        return self.flight.buckets
 
 
 class ForwardOverlap:
@@ -112,7 +79,7 @@ class ForwardOverlap:
         self.has_optimizer = False
         self.is_idle = False
         self._flight: PieceFlight | None = None  # the last one
-        self._step: _Step | None = None
+        self._step: OpenStep | None = None
         self._failure: BaseException | None = None
         self._needs = Needs()
         self._warned: set[str] = set()
@@ -189,7 +156,7 @@ class ForwardOverlap:
         assert self._flight is not None, "nothing to take over"
         with lock:
             buckets = self._flight.buckets
-            self._step = _Step(self._flight, attach, conclude, set(range(len(buckets))))
+            self._step = OpenStep(self._flight, attach, conclude, set(range(len(buckets))))
             self._needs.begin()
             for bucket in buckets:
                 outstanding.mark(bucket.parameters, self._complete, bucket.index)
@@ -210,7 +177,7 @@ class ForwardOverlap:
         with lock:
             assert self._step is not None, "nothing is outstanding"
             if self._poisons and not self._step.actions:
-                self._poison(self._step)
+                self._step.poison()
             self._step.actions.append((Moment.now(), action))
 
     def zero_grad_of(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
@@ -277,7 +244,8 @@ class ForwardOverlap:
             self._failure = error
             raise
         try:
-            self._make(step, bucket)
+            step.make(bucket)
+            outstanding.unmark(bucket.parameters)  # last: nobody else sees it half made (rule 5)
         except BaseException as error:  # an interrupt, too, has left half a step
             self._failure = error
             raise
@@ -287,18 +255,7 @@ class ForwardOverlap:
             self.is_idle = self.is_on is not None
             step.conclude(step.waited_s)
 
-    def _make(self, step: _Step, bucket: Bucket) -> None:
-        """Step a bucket that has arrived. Only this thread reads its parameters meanwhile, and only once (rule 5)."""
-        with outside_transforms():
-            with PLAIN.again():
-                self._restore(step, bucket)
-                step.attach(bucket)
-            for moment, action in step.actions:
-                with moment.again():
-                    action(bucket.parameters)
-        outstanding.unmark(bucket.parameters)
-
-    def _await(self, step: _Step, bucket: Bucket) -> None:
+    def _await(self, step: OpenStep, bucket: Bucket) -> None:
         before_s = time.perf_counter()
         step.flight.wait_for(bucket, HALF_STEPPED if step.actions else None)
         after_s = time.perf_counter()
@@ -320,20 +277,6 @@ class ForwardOverlap:
             warnings.warn(text, UserWarning, stacklevel=2)
 
     # ---- debug
-
-    def _poison(self, step: _Step) -> None:
-        """Whoever reads a parameter past the hooks from now on reads NaN."""
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for index in step.left:
-                for parameter in step.buckets[index].parameters:
-                    if parameter.is_floating_point() or parameter.is_complex():
-                        step.kept[id(parameter)] = parameter.detach().clone()
-                        parameter.detach().fill_(float("nan"))
-
-    def _restore(self, step: _Step, bucket: Bucket) -> None:
-        for parameter in bucket.parameters if step.kept else ():
-            if (values := step.kept.pop(id(parameter), None)) is not None:
-                parameter.detach().copy_(values)
 
     def check_outputs(self, outputs: Iterable[Tensor], name_of: Callable[[Parameter], str]) -> None:
         """Debug, after a forward: raise if it has read what was outstanding.
@@ -388,16 +331,6 @@ class ForwardOverlap:
 def _has_failed() -> bool:
     """Whether this program ends, or an interactive one has gone on, after an error that nobody has caught."""
     return getattr(sys, "last_value", None) is not None
-
-
-def zero_gradients(parameters: Iterable[Tensor], set_to_none: bool) -> None:
-    """As `Optimizer.zero_grad`, for these."""
-    for parameter in parameters:
-        if set_to_none or parameter.grad is None:
-            parameter.grad = None
-        else:
-            parameter.grad = parameter.grad.detach_()
-            parameter.grad.zero_()
 
 
 _alive: weakref.WeakSet[ForwardOverlap] = weakref.WeakSet()
