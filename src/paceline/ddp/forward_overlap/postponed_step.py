@@ -9,7 +9,7 @@ Rules
 3. Calls that come while gradients are under way (`optimizer.step`, `zero_grad`) are noted, and repeated bucket by
    bucket, in their order, with the settings that they were made with (torch's modes, too), as buckets arrive.
 4. Parameters change on the thread that asks for them, where it asks: before a module's forward, or when somebody reads
-   one (`outstanding`). Never behind its back.
+   one (`outstanding`). Never behind its back; only when the wrapper has been dropped, whenever Python notices.
 5. A parameter is outstanding until its step is whole. If its bucket does not arrive, or the optimizer raises, it stays
    so, and whoever reads it is refused: a model that is half stepped is not saved by mistake.
 """
