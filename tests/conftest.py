@@ -44,6 +44,7 @@ NOT_QUICK = {
     "test_compile.py",
     "test_compressed_training.py",
     "test_forward_overlap.py",
+    "test_forward_overlap_readers.py",
     "test_local_steps.py",
     "test_lost.py",
     "test_mlstm_streams.py",

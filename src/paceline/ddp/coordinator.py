@@ -201,6 +201,8 @@ class StepCoordinator:
         """The wrapper is gone: leave the parameters alone, and keep nothing of the module alive."""
         self.reducer.arrivals.stop()
         self.reducer.synchronizes = _always
+        if self.forward_overlap is not None:
+            self.forward_overlap.let_go()
 
     def reduce_by(self, reduction: Reduction) -> None:
         """Combine gradients so from now on. Local; before the first backward."""

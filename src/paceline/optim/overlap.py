@@ -7,12 +7,15 @@ Rules
 2. What is there already is stepped at once; so with nothing under way it is the optimizer that it was.
 3. Everything that shows the optimizer's state completes the step first: `state`, `state_dict`, copies, adding groups.
    What runs around a step (hooks of the optimizer) has it made at once.
+4. A part of a step may be made on any thread, the one that reads a parameter.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -44,6 +47,10 @@ class PutsOff(Protocol):
     """The forward overlap of a wrapped model, as this module uses it."""
 
     has_optimizer: bool
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while a step is put off, or a part of it completed."""
 
     @property
     def has_outstanding(self) -> bool:
@@ -88,8 +95,8 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
         Local; on every rank.
 
     Raises:
-        ConfigurationError: The model does not overlap; or the optimizer is not known to step parameters one by one, or
-            its `step` has been replaced.
+        ConfigurationError: The model does not overlap; or the optimizer has none of its parameters, is not known to
+            step parameters one by one, or its `step` has been replaced.
     """
     steps = getattr(model, "forward_overlap", _MISSING)
     if steps is _MISSING or not hasattr(model, "settle"):
@@ -112,14 +119,21 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
             f"gradient and state alone, as {names} do. If it does, pass per_parameter=True; else train without "
             "overlap_forward."
         )
-    if steps is None:
-        if not getattr(model, "overlaps_forward", False):
-            raise ConfigurationError(
-                "overlap(optimizer, model): the model was wrapped without overlap_forward. Write "
-                "DistributedDataParallel(module, overlap_forward=True), or leave out overlap()."
-            )
-        return optimizer  # one rank, or one host: there is nothing to hide
-    _adopt(optimizer, cast("PutsOff", steps))
+    if steps is None and not getattr(model, "overlaps_forward", False):
+        raise ConfigurationError(
+            "overlap(optimizer, model): the model was wrapped without overlap_forward. Write "
+            "DistributedDataParallel(module, overlap_forward=True), or leave out overlap()."
+        )
+    own = set(map(id, model.parameters()))
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in own for parameter in stepped):
+        raise ConfigurationError(
+            f"overlap(optimizer, model): none of the {len(stepped)} parameters that this {type(optimizer).__name__} "
+            "steps is the model's, so there is nothing to put off. Make it of model.parameters(), or pass the model "
+            "whose parameters it steps."
+        )
+    if steps is not None:  # else one rank, or one host: there is nothing to hide
+        _adopt(optimizer, cast("PutsOff", steps))
     return optimizer
 
 
@@ -135,14 +149,22 @@ def _adopt(optimizer: Optimizer, steps: PutsOff) -> None:
             "so what it does is not known. Call overlap() on the optimizer first, then what replaces its step."
         )
     kind = type(optimizer)
-    optimizer.__class__ = type(
-        kind.__name__, (_Overlapped, kind), {"__module__": kind.__module__, "_kind": kind}
-    )
+    own = {"__module__": kind.__module__, "_kind": kind, "_stand_in": _stand_in_of(kind)}
+    optimizer.__class__ = type(kind.__name__, (_Overlapped, kind), own)
     optimizer.__dict__["_steps"] = steps
-    optimizer.__dict__["_is_stepping"] = False
     if replaced is not None:
         optimizer.__dict__["step"] = _counted(optimizer)
     steps.has_optimizer = True
+
+
+def _stand_in_of(kind: type[Optimizer]) -> type[Optimizer]:
+    """A class whose objects share an optimizer's attributes, except its groups."""
+    own = {
+        "__module__": kind.__module__,
+        "__slots__": ("_stepped_groups",),
+        "param_groups": property(operator.attrgetter("_stepped_groups")),
+    }
+    return type(kind.__name__, (kind,), own)
 
 
 def _counted(optimizer: Any) -> Any:
@@ -160,8 +182,8 @@ class _Overlapped(Optimizer):
     """Put in front of an optimizer's class."""
 
     _kind: type[Optimizer]
+    _stand_in: type[Any]  # of that class, with groups of its own
     _steps: PutsOff
-    _is_stepping: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -170,9 +192,15 @@ class _Overlapped(Optimizer):
                 loss = closure()
         if self._has_hooks():
             self._steps.settle()
-        if not self._steps.has_outstanding:
-            self._run(self.param_groups)
-            return loss
+        # Another thread, which reads a parameter, may complete the last bucket meanwhile.
+        with self._steps.lock:
+            if self._steps.has_outstanding:
+                self._put_off()
+            else:
+                self._kind.step(self)
+        return loss
+
+    def _put_off(self) -> None:
         settings = [_settings(group) for group in self.param_groups]
         members = [list(group["params"]) for group in self.param_groups]
         there = [[p for p in own if not self._steps.is_outstanding(p)] for own in members]
@@ -189,20 +217,17 @@ class _Overlapped(Optimizer):
                 self._run(_groups(settings, own))
 
         self._steps.later(step_these)
-        return loss
 
     def _has_hooks(self) -> bool:
         own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         return bool(own or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks)
 
     def _run(self, groups: list[dict[str, Any]]) -> None:
-        """The optimizer's own step, over these groups."""
-        before, was_stepping = self.param_groups, self._is_stepping
-        self.param_groups, self._is_stepping = groups, True
-        try:
-            self._kind.step(self)
-        finally:
-            self.param_groups, self._is_stepping = before, was_stepping
+        """The optimizer's own step, over these groups. On any thread: `param_groups` stays what it is."""
+        stand_in = object.__new__(self._stand_in)
+        stand_in.__dict__ = self.__dict__  # the same state, and whatever else it has
+        stand_in._stepped_groups = groups
+        self._kind.step(stand_in)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not self._steps.has_outstanding:
@@ -212,8 +237,7 @@ class _Overlapped(Optimizer):
 
     @property
     def state(self) -> Any:
-        if not self._is_stepping:
-            self._steps.settle()
+        self._steps.settle()
         return self.__dict__["state"]
 
     @state.setter

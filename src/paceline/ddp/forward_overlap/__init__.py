@@ -1,7 +1,8 @@
 """Forward overlap: the next forward runs while gradients are still being reduced.
 
-`flight` sends pieces of buckets in the agreed order, `outstanding` is what a parameter is until its gradient is there,
-`hooks` makes modules wait for their own, `agreement` finds the order, `overlap` is the life of a step that is put off.
+`piece_flight` sends pieces of buckets in the agreed order, `outstanding` is what a parameter is until its step has been
+made, `hooks` makes modules wait for their own, `agreement` finds the order, `postponed_step` is the life of a step that
+is put off, `open_step` what is done with each of its buckets, `moment` what torch was set to when that was called.
 """
 
 from paceline.ddp.forward_overlap.postponed_step import ForwardOverlap

@@ -75,24 +75,35 @@ def _is_container(part: Module) -> bool:
 
 
 class Needs:
-    """When each parameter was first needed in the last forward, without the time that was spent waiting."""
+    """When each parameter was first needed in the last forward, without the time that was spent waiting in it.
+
+    Attributes:
+        waited_s: Of that forward, so far. Who reads a weight between a step and the forward waits, too: not counted.
+    """
 
     def __init__(self) -> None:
         self._first_s: dict[int, float] = {}
-        self._began_s = 0.0
+        self._began_s: float | None = None
         self.waited_s = 0.0
 
     def begin(self) -> None:
         """Another forward may come."""
         self._first_s.clear()
-        self.waited_s = 0.0
+        self._began_s, self.waited_s = None, 0.0
 
     def note(self, parameters: Iterable[Parameter]) -> None:
+        """A module that has these of its own is about to run."""
         now_s = time.perf_counter()
-        if not self._first_s:
+        if self._began_s is None:
             self._began_s = now_s
+        passed_s = max(0.0, now_s - self._began_s - self.waited_s)  # another thread may have waited meanwhile
         for parameter in parameters:
-            self._first_s.setdefault(id(parameter), now_s - self._began_s - self.waited_s)
+            self._first_s.setdefault(id(parameter), passed_s)
+
+    def note_wait(self, from_s: float, until_s: float) -> None:
+        """Somebody has waited for gradients."""
+        if self._began_s is not None:
+            self.waited_s += max(0.0, until_s - max(from_s, self._began_s))
 
     def of(self, parameters: Iterable[Parameter], otherwise_s: float) -> float:
         """Seconds of forward before the first of these was needed."""

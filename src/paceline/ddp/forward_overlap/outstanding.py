@@ -7,7 +7,8 @@ Rules
    reader that no hook of a module announces (tied weights, `F.linear(x, layer.weight)`, an average of the weights,
    clipping, a checkpoint) waits, too, and sees a whole step. Shapes, dtypes and the like need no waiting.
 3. What does not go through torch's Python functions cannot be seen: a view or `.data` taken in an earlier step, memory
-   shared with NumPy, C++ extensions that bypass the dispatcher of Python. Hence `overlap_forward="debug"`.
+   shared with NumPy, what C++ is called with directly (extensions, a `ProcessGroup`'s methods, scripted functions,
+   `torch.func.grad` of a function that is given it). Hence `overlap_forward="debug"`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _owners: dict[int, tuple[Complete, int]] = {}  # by a parameter's id: who comple
 lock = threading.RLock()
 """Held while buckets are completed: any thread may read a parameter."""
 
-# What says nothing about values.
+# What says nothing about values. (`dim` does not either, but is all that `torch.vmap` asks for before it takes one.)
 _METADATA_METHODS = frozenset(
     word
     for line in (
-        "size dim numel nelement stride element_size ndimension is_floating_point is_complex is_contiguous",
+        "size numel nelement stride element_size ndimension is_floating_point is_complex is_contiguous",
         "storage_offset get_device register_hook register_post_accumulate_grad_hook requires_grad_",
     )
     for word in line.split()
@@ -60,6 +61,14 @@ class OutstandingParameter(Parameter):
                 complete(parameter, of == "grad")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        complete(self)
+        return Parameter.__deepcopy__(self, memo)  # an ordinary one, as this is now
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        complete(self)
+        return Parameter.__reduce_ex__(self, protocol)
 
 
 def _outstanding(arguments: Iterable[Any]) -> Iterator[Tensor]:

@@ -7,24 +7,23 @@ Rules
 2. No parameter is stepped before every rank's backward is known to have ended well: backward itself waits for the
    control words. So a rank that raised is told of as ever, with all parameters untouched.
 3. Calls that come while gradients are under way (`optimizer.step`, `zero_grad`) are noted, and repeated bucket by
-   bucket, in their order, with the settings that they were made with, as buckets arrive.
+   bucket, in their order, with the settings that they were made with (torch's modes, too), as buckets arrive.
 4. Parameters change on the thread that asks for them, where it asks: before a module's forward, or when somebody reads
-   one (`outstanding`). Never behind its back.
-5. If a bucket does not arrive, its parameters stay outstanding, and whoever reads one is refused: a model that is half
-   stepped is not saved by mistake.
+   one (`outstanding`). Never behind its back; only when the wrapper has been dropped, whenever Python notices.
+5. A parameter is outstanding until its step is whole. If its bucket does not arrive, or the optimizer raises, it stays
+   so, and whoever reads it is refused: a model that is half stepped is not saved by mistake.
 """
 
 from __future__ import annotations
 
 import atexit
 import sys
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
@@ -34,6 +33,8 @@ from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.ddp.forward_overlap.hooks import Needs, install
+from paceline.ddp.forward_overlap.moment import Moment
+from paceline.ddp.forward_overlap.open_step import Action, OpenStep, zero_gradients
 from paceline.ddp.forward_overlap.outstanding import lock
 from paceline.ddp.forward_overlap.piece_flight import HALF_STEPPED, PieceFlight
 from paceline.errors import PeerLostError, ProtocolError
@@ -41,38 +42,6 @@ from paceline.observe import StepTimings
 from paceline.planning.forward_overlap import Gain
 
 GRACE_S = 1.0  # for sums under way when the program ends with an error
-
-Action = Callable[[Sequence[Parameter]], None]
-"""Something to be done with the parameters of a bucket that has arrived."""
-
-
-@dataclass
-class _Step:
-    """A step whose gradients are under way.
-
-    Attributes:
-        flight: Them.
-        attach: Gives a bucket's parameters their gradients.
-        conclude: Called when the last bucket has arrived, with the seconds spent waiting.
-        left: Indices of buckets that have not been completed.
-        actions: What to do with each (rule 3).
-        dropped: Ids of parameters whose gradients are dropped on arrival, after the actions.
-        kept: Debug: parameters' values by id, while NaNs stand in for them.
-        waited_s: So far.
-    """
-
-    flight: PieceFlight
-    attach: Callable[[Bucket], None]
-    conclude: Callable[[float], None]
-    left: set[int]
-    actions: list[Action] = field(default_factory=list)
-    dropped: set[int] = field(default_factory=set)
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    waited_s: float = 0.0
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        return self.flight.buckets
 
 
 class ForwardOverlap:
@@ -90,7 +59,10 @@ class ForwardOverlap:
     Attributes:
         has_optimizer: Whether an optimizer takes part; without one, backward waits as ever.
         is_idle: Nothing is outstanding, and nothing has to be measured.
+        lock: Held while a step is put off, or a part of it completed.
     """
+
+    lock = lock
 
     def __init__(
         self,
@@ -107,8 +79,8 @@ class ForwardOverlap:
         self.has_optimizer = False
         self.is_idle = False
         self._flight: PieceFlight | None = None  # the last one
-        self._step: _Step | None = None
-        self._failure: Exception | None = None
+        self._step: OpenStep | None = None
+        self._failure: BaseException | None = None
         self._needs = Needs()
         self._warned: set[str] = set()
         self._hooks = install(module, self, parameters)
@@ -189,7 +161,7 @@ class ForwardOverlap:
         assert self._flight is not None, "nothing to take over"
         with lock:
             buckets = self._flight.buckets
-            self._step = _Step(self._flight, attach, conclude, set(range(len(buckets))))
+            self._step = OpenStep(self._flight, attach, conclude, set(range(len(buckets))))
             self._needs.begin()
             for bucket in buckets:
                 outstanding.mark(bucket.parameters, self._complete, bucket.index)
@@ -210,22 +182,22 @@ class ForwardOverlap:
         with lock:
             assert self._step is not None, "nothing is outstanding"
             if self._poisons and not self._step.actions:
-                self._poison(self._step)
-            self._step.actions.append(action)
+                self._step.poison()
+            self._step.actions.append((Moment.now(), action))
 
     def zero_grad_of(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
         """As `Module.zero_grad` of these; gradients under way are dropped once they have been used. Local."""
-        zero_gradients([p for p in parameters if not self.is_outstanding(p)], set_to_none)
-        if self._step is not None:
-            ids = set(map(id, parameters))
-            self.later(lambda arrived: zero_gradients([p for p in arrived if id(p) in ids], set_to_none))
-            self._step.dropped |= ids
+        with lock:
+            zero_gradients([p for p in parameters if not self.is_outstanding(p)], set_to_none)
+            if self._step is not None:
+                ids = set(map(id, parameters))
+                self.later(lambda arrived: zero_gradients([p for p in arrived if id(p) in ids], set_to_none))
+                self._step.dropped |= ids
 
     def will_drop_gradient(self, parameter: Tensor) -> bool:
         """Whether the parameter's gradient is under way, and zero_grad has been called since. Local; does not wait."""
-        return (
-            self.is_outstanding(parameter) and self._step is not None and id(parameter) in self._step.dropped
-        )
+        step = self._step
+        return self.is_outstanding(parameter) and step is not None and id(parameter) in step.dropped
 
     # ---- completing (rule 4)
 
@@ -265,19 +237,21 @@ class ForwardOverlap:
                 "communication failed" if isinstance(self._failure, PeerLostError) else "the optimizer raised"
             )
             raise ProtocolError(
-                f"this parameter's last step was not completed, because {what}: {self._failure}"
+                f"this parameter's last step was not completed, because {what}: "
+                f"{str(self._failure) or type(self._failure).__name__}"
             ) from self._failure
         bucket = step.buckets[index]
         if reads_gradient and not step.flight.progress[index].has_ended:
             self._warn_of_reader()
         try:
             self._await(step, bucket)
-            outstanding.unmark(bucket.parameters)
-            self._restore(step, bucket)
-            step.attach(bucket)
-            for action in step.actions:
-                action(bucket.parameters)
         except Exception as error:
+            self._failure = error
+            raise
+        try:
+            step.make(bucket)
+            outstanding.unmark(bucket.parameters)  # last: nobody else sees it half made (rule 5)
+        except BaseException as error:  # an interrupt, too, has left half a step
             self._failure = error
             raise
         step.left.discard(index)
@@ -286,12 +260,12 @@ class ForwardOverlap:
             self.is_idle = self.is_on is not None
             step.conclude(step.waited_s)
 
-    def _await(self, step: _Step, bucket: Bucket) -> None:
+    def _await(self, step: OpenStep, bucket: Bucket) -> None:
         before_s = time.perf_counter()
         step.flight.wait_for(bucket, HALF_STEPPED if step.actions else None)
-        waited_s = time.perf_counter() - before_s
-        step.waited_s += waited_s
-        self._needs.waited_s += waited_s
+        after_s = time.perf_counter()
+        step.waited_s += after_s - before_s
+        self._needs.note_wait(before_s, after_s)
 
     def _warn_of_reader(self) -> None:
         self._warn(
@@ -308,20 +282,6 @@ class ForwardOverlap:
             warnings.warn(text, UserWarning, stacklevel=2)
 
     # ---- debug
-
-    def _poison(self, step: _Step) -> None:
-        """Whoever reads a parameter past the hooks from now on reads NaN."""
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for index in step.left:
-                for parameter in step.buckets[index].parameters:
-                    if parameter.is_floating_point() or parameter.is_complex():
-                        step.kept[id(parameter)] = parameter.detach().clone()
-                        parameter.detach().fill_(float("nan"))
-
-    def _restore(self, step: _Step, bucket: Bucket) -> None:
-        for parameter in bucket.parameters if step.kept else ():
-            if (values := step.kept.pop(id(parameter), None)) is not None:
-                parameter.detach().copy_(values)
 
     def check_outputs(self, outputs: Iterable[Tensor], name_of: Callable[[Parameter], str]) -> None:
         """Debug, after a forward: raise if it has read what was outstanding.
@@ -355,20 +315,27 @@ class ForwardOverlap:
         """Complete the last step, for the other ranks need this rank's part of it; not if this program has failed."""
         if self._step is None or self._failure is not None:
             return
-        if getattr(sys, "last_value", None) is None:
-            self.settle()
-        else:
+        if _has_failed():
             self._step.flight.give_up(GRACE_S)
-
-
-def zero_gradients(parameters: Iterable[Tensor], set_to_none: bool) -> None:
-    """As `Optimizer.zero_grad`, for these."""
-    for parameter in parameters:
-        if set_to_none or parameter.grad is None:
-            parameter.grad = None
         else:
-            parameter.grad = parameter.grad.detach_()
-            parameter.grad.zero_()
+            self.settle()
+
+    def let_go(self) -> None:
+        """The wrapper is gone: complete its last step, which keeps everything of it alive until then.
+
+        The garbage collector may call, on any thread: what waits for a thread of the network's does not run on that.
+        """
+        if self._step is None or self._failure is not None or _has_failed():
+            return
+        if isinstance(threading.current_thread(), threading._DummyThread):
+            threading.Thread(target=self.settle, name="paceline-settle").start()
+        else:
+            self.settle()
+
+
+def _has_failed() -> bool:
+    """Whether this program ends, or an interactive one has gone on, after an error that nobody has caught."""
+    return getattr(sys, "last_value", None) is not None
 
 
 _alive: weakref.WeakSet[ForwardOverlap] = weakref.WeakSet()
