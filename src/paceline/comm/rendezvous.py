@@ -29,6 +29,11 @@ def announce(store: dist.Store, rank: int) -> None:
     SealedStore(store, _SCOPE).set(f"{_PROCESS}/{rank}", ProcessCard.of_this_process().words)
 
 
+def decline(store: dist.Store, rank: int, why: str) -> None:
+    """Let those who wait for this rank in a rendezvous hear why it does not come. Local."""
+    SealedStore(store, _SCOPE).set(_FAILED, f"{rank} rank {rank} cannot come ({why})")
+
+
 class Rendezvous:
     """One rank's part in a rendezvous.
 
