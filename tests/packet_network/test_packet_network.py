@@ -154,6 +154,13 @@ def test_a_lost_tail_waits_for_the_smallest_timeout():
     assert len(kernel.flow_ms) == 3 * 8
 
 
+def test_flows_of_which_everything_was_lost_once_end():
+    """Sixty-four push at once into a port of 64 KiB: some measure no round trip, as all that they sent was repeated."""
+    spec = LeafSpine(65, rate_bits_per_s=1e8, way_us=250.0, queue_bytes=64 * 1024)
+    times = measure("tuned", spec, Traffic([range(65)], 100_000, is_push=True, repeats=1), seed=1)
+    assert 512 < times.job_ms[0] < 2000, "the wire's time is 512 ms"
+
+
 def test_the_protocol_is_the_transports_own():
     """The ends are `Endpoint`s, their sums are sums, and every datagram they count as sent was in the network."""
     net = new_network(LeafSpine(3, rate_bits_per_s=RATE, loss_ratio=0.05), 1, d.HEADER_BYTES + 64)
@@ -210,3 +217,13 @@ def test_networks_that_cannot_be_are_refused():
     send(net, 0, 1, range(5))
     with pytest.raises(ConfigurationError, match="most_packets"):
         s.check_room(net)
+
+
+def test_ports_take_several_ways():
+    """One of four ways has a tenth of the rate: by one port whole flows cross it, by eight each does in part only."""
+    spec = LeafSpine(8, 2, 4, 1e8, 1e8, slow_uplink_ratio=0.1)
+    traffic = Traffic([range(8)], 80_000, False, repeats=1)
+    one, eight = (
+        measure(side, spec, traffic, 1).job_ms[0] for side in ("ours, bound 0", "ours, bound 0, eight ports")
+    )
+    assert eight < 0.8 * one
