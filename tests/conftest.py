@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import sys
+import threading
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+import byte_code
 import warm
 
 # An example, and finding one, may take as long as the machine takes for it. They are the same every time, so that what
@@ -84,10 +86,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
     """Workers are forks of the server (`warm.py`), which has what they would import: it is imported once."""
+    rewriting = threading.Thread(target=byte_code.rewrite_tests, args=(config,))
+    rewriting.start()
+    byte_code.import_beside_the_server()
     for spec in (spec for spec in specs if spec.popen):
         spec.python = str(warm.folder() / "python")
+    rewriting.join()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

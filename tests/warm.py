@@ -317,6 +317,9 @@ def _become(folder: Path, request: dict[str, Any], fds: list[int]) -> None:
         known = set(sys.path)
         added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         sys.path[:] = [*(path for path in added if path not in known), *sys.path[1:]]
+        if any(Path(path, "sitecustomize.py").exists() for path in added):  # it would begin with this
+            sys.modules.pop("sitecustomize", None)
+            importlib.import_module("sitecustomize")
         code = _run(request["name"], request["words"])
     finally:
         os._exit(code)

@@ -29,15 +29,7 @@ def needs_a_real_one(name: str, words: list[str]) -> bool:
     """Whether a fork would not be what is asked for."""
     if name == "python" and (not words or (words[0].startswith("-") and words[0] not in ("-u", "-c", "-m"))):
         return True
-    if any(x.startswith("PYTHON") and x not in HARMLESS for x in os.environ):
-        return True
-    return customizes()
-
-
-def customizes() -> bool:
-    """Whether an interpreter would begin with code of its starter's, found on PYTHONPATH."""
-    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return any(folder and os.path.exists(os.path.join(folder, "sitecustomize.py")) for folder in folders)
+    return any(x.startswith("PYTHON") and x not in HARMLESS for x in os.environ)
 
 
 def inherited_files() -> list[int]:

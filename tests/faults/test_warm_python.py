@@ -55,6 +55,19 @@ def test_torch_is_there_at_once_and_processes_that_it_starts_are_warm_too(tmp_pa
     assert run(["python", "-c", code], cwd=tmp_path, cold=True).out == "False\n"
 
 
+def test_it_begins_with_what_its_starter_wants_first(tmp_path):
+    """A `sitecustomize` on PYTHONPATH, as `paceline run --replace-ddp` puts one there, in a fork as in a fresh one."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.customized = __name__")
+    for cold in (False, True):
+        done = run(
+            ["python", "-c", "import sys; print(sys.customized)"],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(tmp_path)},
+            cold=cold,
+        )
+        assert done.out == "sitecustomize\n", done.err
+
+
 WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 
 

@@ -185,12 +185,12 @@ def test_modules_and_compression(script):
 
 
 def _as_a_rank(*words, cwd, site=None):
-    """Run Python as the launcher would run it in a rank, `site` on its path."""
+    """Run a fresh interpreter as the launcher would run it in a rank, `site` on its path."""
     folders = [str(folder) for folder in (site, REPOSITORY / "src", os.environ.get("PYTHONPATH")) if folder]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(folders))
         env = at_start.environment({})
-    return run(["python", *words], cwd=cwd, env=env)
+    return run(["python", *words], cwd=cwd, env=env, cold=True)
 
 
 def test_a_traceback_is_the_scripts_own(script):

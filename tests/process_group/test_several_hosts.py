@@ -76,8 +76,17 @@ def reduced(ours, rank, num_ranks, seed):
     return shape, results, others
 
 
-@pytest.mark.parametrize("only", [None, "ring", "halving_doubling"])
-@pytest.mark.parametrize("hosts", ["01", "0011", "0101", "0012"])
+@pytest.mark.parametrize(
+    ("hosts", "only"),
+    [
+        ("01", "ring"),
+        ("01", "halving_doubling"),
+        ("0011", None),
+        ("0101", "ring"),
+        ("0012", "halving_doubling"),
+        ("0012", None),
+    ],
+)
 def test_reductions_over_hosts(hosts, only):
     """One and two ranks a host, hosts of unequal size, ranks in any order: exact sums, one value on all ranks."""
     num_ranks = len(hosts)
@@ -188,8 +197,9 @@ def reduce_long(rank, _num_ranks, hosts, ordinary):
         return torch.equal(tensor, expected.float()), torch.equal(mean, expected.float())
 
 
-@pytest.mark.parametrize("ordinary", [(), (0,), (0, 1, 2, 3)], ids=str)
-@pytest.mark.parametrize("hosts", ["0011", "0012"])
+@pytest.mark.parametrize(
+    ("hosts", "ordinary"), [("0011", (0,)), ("0012", ()), ("0012", (0,)), ("0012", (0, 1, 2, 3))], ids=str
+)
 def test_long_messages_wherever_they_lie(hosts, ordinary):
     """Some ranks' tensors lie in shared memory, others' do not, and some hosts have one rank: one exchange for all."""
     assert pool(4).run(reduce_long, hosts, ordinary) == [(True, True)] * 4

@@ -77,8 +77,11 @@ def in_one_process(flats, sizes, hosts=None):
     return torch.cat(combine(means))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 6, 7, 8, 13])
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype"),
+    [(num, torch.float64) for num in (1, 2, 3, 4, 5, 6, 7, 8, 13)]
+    + [(num, dtype) for num in (3, 8) for dtype in (torch.float32, torch.bfloat16)],
+)
 def test_it_equals_the_tree_in_one_process(num_ranks, dtype):
     """Tensors that straddle the cuts; sizes 1, odd, P-1; several pieces; bitwise equal on all ranks."""
     for sizes in ((1,), (num_ranks - 1, 1), (3, 0, 1001, 2, 0), (40_001, 3, 70_000)):
@@ -96,7 +99,7 @@ def test_it_equals_the_tree_in_one_process(num_ranks, dtype):
             )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(2, 9), st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 99))
 def test_swapping_the_ranks_of_a_pair_changes_no_bit(num_ranks, sizes, seed):
     flats = random_flats(num_ranks, sizes, torch.float32, seed)
@@ -140,8 +143,10 @@ def priced(plan, num_elements, num_tensors, dtype):
     return [sum(part.bytes_sent[rank] for part in parts) for rank in range(topology.num_ranks)], parts
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 7, 8, 16])
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype"),
+    [(num, torch.float32) for num in (2, 3, 4, 6, 7, 8, 16)] + [(7, torch.float64), (8, torch.bfloat16)],
+)
 def test_priced_bytes_are_sent_bytes(num_ranks, dtype):
     """But for the headers of the small sums and of spreading; and no more than 2 n (P-1)/P where P = 2^m."""
     sizes = (1 << 10, 1 << 12, 3 << 10)
@@ -255,7 +260,7 @@ def train(rank, num_ranks):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [3, 4])
 def test_training(num_ranks):
     """The loss falls, the ranks agree bit by bit, and gradients lie between agreeing (1/P) and orthogonal (1)."""
     values = pool(num_ranks).run(train)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from datagram_networks import ROWS, TICK_US, Mailer, Network, endpoints
 from paceline.transports import Bound
+from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.key_agreement import KeyAgreement
+from paceline.transports.bounded_loss.shards import first_chunk
 from paceline.transports.bounded_loss.siphash import siphash
 
 LONGEST_US = 400_000_000
@@ -118,6 +121,42 @@ def test_a_silent_peer_is_named():
         now_us += 10_000
     assert ends[0].lost_peer == 2
     assert now_us >= 1_000_000
+
+
+@pytest.mark.parametrize("kinds", [{d.DATA, d.END}, {d.FEEDBACK, d.NACK, d.DONE, d.STATUS}])
+def test_replays_are_no_sign_of_life(kinds):
+    """Rank 1 dies in its second sum; all that it had said is said again and again. It is lost as if nobody spoke."""
+    ends = endpoints(2, silence_us=1_000_000)
+    mailer, now_us, recorded, vectors = Mailer(ends[0]), 1000, [], [np.ones(400, np.float32) for _ in "ab"]
+    for end, vector in zip(ends, vectors, strict=True):
+        end.begin(vector, Bound(0.5), now_us)
+    while not (ends[0].take_finished() and ends[1].take_finished()) and now_us < 500_000:
+        for end in ends:
+            for peer, datagram in mailer.take(end, now_us):
+                if peer == 0 and datagram.view(np.uint32)[d.SENDER_KIND] >> 16 & 0xF in kinds:
+                    recorded.append(datagram)
+                mailer.hand(ends[peer], [datagram], now_us)
+        now_us += 500
+    died_us, before = now_us, int(ends[0].tables.numbers[e.REPLAYED])
+    assert len(recorded) > 3
+    ends[0].begin(np.ones(400, np.float32), Bound(0.5), now_us)
+    while ends[0].lost_peer is None and now_us < died_us + 5_000_000:
+        mailer.take(ends[0], now_us)
+        mailer.hand(ends[0], [recorded[now_us // 10_000 % len(recorded)]], now_us)
+        now_us += 10_000
+    assert ends[0].lost_peer == 1
+    assert now_us - died_us < 1_100_000
+    assert ends[0].tables.numbers[e.REPLAYED] - before == (now_us - died_us) // 10_000
+
+
+@pytest.mark.parametrize(("ranks", "sums_a_step"), [(2, 4), (4, 8), (8, 4), (16, 2), (32, 1), (64, 89)])
+def test_a_part_begins_elsewhere_in_every_step(ranks, sums_a_step):
+    """200 steps: what is sent last, and let go first, is not always the same, whatever a step consists of."""
+    chunks = 2**20 // ranks // 1432 + 1
+    for part in range(sums_a_step):
+        starts = [first_chunk(step * sums_a_step + part, 0, ranks - 1, chunks) for step in range(200)]
+        assert len(set(starts)) > 0.4 * min(chunks, 200)
+        assert max(map(starts.count, starts)) < 8 + 3 * 200 / chunks
 
 
 def test_a_path_that_drops_long_datagrams_is_told_from_a_silent_peer():

@@ -28,6 +28,17 @@ def test_a_sum_takes_about_as_long_as_its_bytes_on_the_wire(ranks, lose, ratio):
     assert switch.dropped == 0
 
 
+def test_sixteen_that_push_into_one_small_port_do_not_collapse():
+    """100 kB each, through a port of 64 KiB, and back: about as long as the bytes take, though hundreds are dropped."""
+    pushed = 25_000
+    vectors = [[np.ones(1, np.float32), np.ones(pushed, np.float32)] for _ in range(17)]
+    switch = Switch(17, RATE, queue_bytes=64 * 1024)
+    (_, took_us), _ = time_of_sums(switch, vectors, payload=PAYLOAD, servers=1)
+    wire_us = 2 * 16 * pushed * 4 * (PAYLOAD + 82) / PAYLOAD * 8 / RATE * 1e6
+    assert switch.dropped > 0
+    assert took_us < 1.2 * wire_us, (took_us, wire_us)
+
+
 def test_the_host_s_own_queue_is_timed_by_how_fast_it_drains():
     """12.5 bytes a microsecond; a queue that ran empty, or was filled meanwhile, says nothing."""
     drain = np.zeros(3)

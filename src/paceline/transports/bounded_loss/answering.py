@@ -37,6 +37,13 @@ def heard_ports(t: Any, peer: int) -> int:
 
 
 @inner
+def _next_number(p: Any) -> int:
+    """The number of what is said to a peer next, by which a replay is recognised."""
+    p[e.P_SAID] += 1
+    return int(p[e.P_SAID])
+
+
+@inner
 def _way_to(t: Any, peer: int, port: int) -> int:
     """The way by this port, or the next one that is not silent."""
     ports, heard = t.numbers[e.PORTS], heard_ports(t, peer)
@@ -73,7 +80,7 @@ def reply(t: Any, peer: int, words: Any, sizes: Any, ways: Any, count: int, now_
                     phase | n[e.REPLY_FLAGS],
                     rank,
                     incoming[e.I_NUMBER],
-                    0,
+                    _next_number(p),
                     now_us,
                     begun,
                     0,
@@ -88,14 +95,15 @@ def reply(t: Any, peer: int, words: Any, sizes: Any, ways: Any, count: int, now_
         if count < sizes.shape[0]:
             collective, phase = t.late[peer, entry, 0], t.late[peer, entry, 1]
             flags = phase | n[e.REPLY_FLAGS]
-            d.write_header(words[count], d.DONE, 0, flags, rank, collective, 0, now_us, begun, 0, 0, 0)
+            number = _next_number(p)
+            d.write_header(words[count], d.DONE, 0, flags, rank, collective, number, now_us, begun, 0, 0, 0)
             sizes[count], ways[count] = d.HEADER_BYTES, way
             count += 1
     p[e.P_LATE] = 0
     is_quiet = now_us - max(p[e.P_HEARD_AT], p[e.P_ASKED_AT]) > _ASK_EVERY_US
     if (p[e.P_ANSWER] or is_quiet) and count < sizes.shape[0]:
         flags = n[e.REPLY_FLAGS] | (d.ASK if is_quiet else 0)
-        d.write_header(words[count], d.STATUS, 0, flags, rank, 0, 0, now_us, begun, 0, 0, 0)
+        d.write_header(words[count], d.STATUS, 0, flags, rank, 0, _next_number(p), now_us, begun, 0, 0, 0)
         sizes[count], ways[count] = d.HEADER_BYTES, way
         count += 1
         p[e.P_ANSWER] = 0
@@ -131,7 +139,7 @@ def _write_feedback(
         port,
         n[e.REPLY_FLAGS],
         n[e.RANK],
-        0,
+        _next_number(t.peers[peer]),
         w[e.W_RX_TIME_AT] - w[e.W_RX_TIME],
         echo,
         t.peers[peer, e.P_RECEIVING],
@@ -174,7 +182,7 @@ def _write_nacks(
             phase | n[e.REPLY_FLAGS],
             n[e.RANK],
             incoming[e.I_NUMBER],
-            0,
+            _next_number(t.peers[peer]),
             now_us,
             t.peers[peer, e.P_RECEIVING],
             first,

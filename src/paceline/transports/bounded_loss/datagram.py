@@ -2,9 +2,11 @@
 
 ```text
  0  8  code: SipHash-2-4 of all that follows, by the key of this direction between these two ranks
- 8  4  collective: its number on this connection, or of a message its number among those of this direction
-12  4  number: of this datagram among all DATA and END from this rank's port to that rank; never used again; in
-       FEEDBACK how long the received one whose time is echoed was on its way, by the two ranks' clocks
+ 8  4  collective: its number on this connection, or of a message its number among those of this direction; in
+       FEEDBACK its own number
+12  4  number: of a DATA or END among all from this rank's port to that rank, of a NACK, DONE, STATUS or FEEDBACK among
+       all of these to that rank; never used again; in FEEDBACK how long the received one whose time is echoed was on
+       its way, by the two ranks' clocks
 16  4  time: microseconds on the sender's clock, about when it leaves the host; in FEEDBACK the echo of a received one
 20  4  begun: how many collectives the sender has begun, or messages it has begun to receive from this peer
 24  4  chunk: of the transfer; in FEEDBACK the largest number received; in NACK the first chunk of the bitmap

@@ -13,7 +13,13 @@ from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.datagram_end import DatagramEnd
 from paceline.transports.bounded_loss.receiving import allowed_losses
 from paceline.transports.bounded_loss.sending import advance
-from paceline.transports.bounded_loss.shards import mask_bytes, num_chunks, shard_bytes, transfer_chunks
+from paceline.transports.bounded_loss.shards import (
+    first_chunk,
+    mask_bytes,
+    num_chunks,
+    shard_bytes,
+    transfer_chunks,
+)
 from paceline.transports.lossy_sums import add_survivors, lost_ranges
 from paceline.transports.lossy_transport import Bound, Losses
 
@@ -202,7 +208,7 @@ class Endpoint(DatagramEnd):
             if chunks == 0:
                 continue
             outgoing[e.O_ACTIVE] = 1
-            outgoing[e.O_START] = (collective * 40503 + self.rank * 7919 + peer * 104729) % chunks
+            outgoing[e.O_START] = first_chunk(collective, self.rank, peer, chunks)
             t.chunk_state[slot, phase, peer, :chunks] = e.UNSENT
             if phase == 0:
                 protected = self._protect(slot, peer, chunks)

@@ -18,6 +18,7 @@ WINDOW = 2048  # numbers below the largest that a receiver still takes; a power 
 FEEDBACK_BITS = 1024  # of these, so many a FEEDBACK tells about
 STASH = 32  # datagrams from a peer that is ahead, kept until this rank begins the same collective
 LATE_REPLIES = 16
+TOLD = 1024  # of a peer's latest FEEDBACK, NACK, DONE and STATUS, whose numbers are remembered; a power of 2
 
 # self: this endpoint
 RANK, RANKS, PAYLOAD, BEGUN_HERE, OLDEST, TURN, STRANGERS, STALE, DUPLICATES, LOST_PEER, MISFIT_PEER = range(
@@ -95,7 +96,8 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
 # peers: counts, times in microseconds; SENDING and RECEIVING are the transfers that have begun here, ORDER numbers all
 # DATA and END to this peer, whichever way they take, PAUSE is the time after which it repeats an END; IS_UNHEARD says
 # that nothing by any port was answered for long, ANSWERS_BY is 1 more than the port that answers take since the peer
-# said so, and 0 if it never did; TURNED_AT is when it took the next port
+# said so, and 0 if it never did; TURNED_AT is when it took the next port; SAID is the number of the latest FEEDBACK,
+# NACK, DONE or STATUS to this peer, TOLD the largest of the peer's
 (
     P_BEGUN,
     P_EARLY,
@@ -113,8 +115,10 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     P_IS_UNHEARD,
     P_ANSWERS_BY,
     P_TURNED_AT,
+    P_SAID,
+    P_TOLD,
     NUM_P,
-) = range(17)
+) = range(19)
 
 # ways: from this rank to a peer by one of this rank's ports, and the same of the peer's; counts, times in microseconds
 (
@@ -182,6 +186,7 @@ class Tables(NamedTuple):
     chunk_class: Bytes  # slot, peer, chunk: 1 is protected
     have: Bytes  # slot, phase, peer, chunk
     seen: Bytes  # way, number % WINDOW
+    told: Numbers  # peer, number % TOLD: the number itself
     late: Numbers  # peer, entry, (collective, phase)
     stash: Bytes  # peer, entry, bytes
     stash_sizes: Numbers
@@ -216,6 +221,7 @@ def new_tables(
         ring=zeros(num_ranks * num_ports, RING, NUM_G),
         keys=np.zeros((num_ranks, 4), np.uint64),
         seen=np.zeros((num_ranks * num_ports, WINDOW), np.uint8),
+        told=zeros(num_ranks, TOLD),
         late=zeros(num_ranks, LATE_REPLIES, 2),
         stash=np.zeros((num_ranks, STASH, header_bytes + payload_bytes), np.uint8),
         stash_sizes=zeros(num_ranks, STASH),

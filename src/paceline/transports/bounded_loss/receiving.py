@@ -2,7 +2,8 @@
 
 Rules
 1. A datagram without the right code is a stranger's: it is counted, and changes nothing.
-2. A number that was received before is a duplicate, or was replayed: it is counted, and changes nothing else.
+2. A number that was received before is a duplicate, or was replayed: it is counted, and changes nothing else. So only
+   what a peer says now is a sign of life.
 3. A transfer ends when everything has arrived, or when its sender has said that everything was sent and at least the
    promised part of each class is here. What then arrives is answered, and dropped.
 4. A datagram of a collective that this rank has not begun is kept; one that does not fit there counts as lost.
@@ -72,11 +73,16 @@ def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: 
         n[e.STRANGERS] += 1
         return
     p, way = t.peers[peer], peer * n[e.PORTS] + port
-    p[e.P_HEARD_AT] = now_us
     begun = d.widened(np.int64(word[d.BEGUN]), p[e.P_BEGUN])
     if begun > p[e.P_BEGUN]:
         p[e.P_BEGUN] = begun
         p[e.P_EARLY] = 0
+    if kind not in (d.DATA, d.END):
+        number = word[d.COLLECTIVE] if kind == d.FEEDBACK else word[d.NUMBER]
+        if _was_told(t, peer, d.widened(np.int64(number), p[e.P_TOLD])):
+            n[e.REPLAYED] += 1
+            return
+        p[e.P_HEARD_AT] = now_us
     if kind == d.FEEDBACK:
         take_feedback(t, peer, way, row, word, size, now_us)
         return
@@ -105,6 +111,17 @@ def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: 
 
 
 @inner
+def _was_told(t: Any, peer: int, number: int) -> bool:
+    """Whether this number of a peer's has come before, or is too old to say; remember it."""
+    p, told = t.peers[peer], t.told[peer]
+    if number <= p[e.P_TOLD] - e.TOLD or told[number % e.TOLD] == number:
+        return True
+    told[number % e.TOLD] = number
+    p[e.P_TOLD] = max(p[e.P_TOLD], number)
+    return False
+
+
+@inner
 def _take_numbered(
     t: Any,
     peer: int,
@@ -119,15 +136,16 @@ def _take_numbered(
 ) -> None:
     """Take a DATA or an END."""
     n, p, w = t.numbers, t.peers[peer], t.ways[way]
-    is_unheard = np.int64(word[d.SENDER_KIND]) >> 24 & d.UNHEARD
-    if is_unheard and now_us - p[e.P_TURNED_AT] > _TURN_US:
-        p[e.P_ANSWERS_BY], p[e.P_TURNED_AT] = p[e.P_ANSWERS_BY] % n[e.PORTS] + 1, now_us
     number = d.widened(np.int64(word[d.NUMBER]), max(w[e.W_RX_LARGEST], 0))
     largest = w[e.W_RX_LARGEST]
     if number < 0 or number <= largest - e.WINDOW or (number <= largest and t.seen[way, number % e.WINDOW]):
         n[e.REPLAYED] += 1
         w[e.W_TELL_NOW] = 1  # what I said about it may have been lost
         return
+    p[e.P_HEARD_AT] = now_us
+    is_unheard = np.int64(word[d.SENDER_KIND]) >> 24 & d.UNHEARD
+    if is_unheard and now_us - p[e.P_TURNED_AT] > _TURN_US:
+        p[e.P_ANSWERS_BY], p[e.P_TURNED_AT] = p[e.P_ANSWERS_BY] % n[e.PORTS] + 1, now_us
     if not is_here and collective >= p[e.P_RECEIVING]:
         kept = p[e.P_STASHED]
         if kept == e.STASH:

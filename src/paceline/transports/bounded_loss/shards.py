@@ -7,6 +7,8 @@ from typing import Any
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.machine_code import compiled
 
+_MASK = 2**64 - 1
+
 
 @compiled
 def num_chunks(num_bytes: int, payload: int) -> int:
@@ -41,3 +43,17 @@ def transfer_chunks(slot: Any, phase: int, owner: int, ranks: int, payload: int)
     if phase == 1:
         chunks += num_chunks(mask_bytes(slot, owner, ranks, payload), payload)
     return int(chunks)
+
+
+def first_chunk(collective: int, sender: int, receiver: int, chunks: int) -> int:
+    """The chunk that a transfer begins with: as good as random, so that what is lost at its end is not always the same.
+
+    Any arithmetic progression would do the same again in every step, for some number of collectives in a step.
+
+    Source:
+        Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators", figure 16: the mixing of bits.
+    """
+    mixed = (collective << 32 ^ sender << 16 ^ receiver) * 0x9E3779B97F4A7C15 & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return (mixed ^ mixed >> 31) % chunks
