@@ -35,7 +35,7 @@ def send(net, source, target, collectives, spine=0, levels=(0,), flags=0):
         own = flags | levels[collective % len(levels)] << d.CLASS_SHIFT
         d.write_header(word, d.DATA, 0, own, source, collective, 0, 0, 0, 0, 1, 0)
     sizes, hosts = np.full(len(rows), SIZE), np.full(len(rows), target)
-    engine.send_datagrams(net, rows, words, sizes, hosts, source, len(rows), spine)
+    engine.send_datagrams(net, rows, words, sizes, hosts, source, len(rows), np.full(len(rows), spine))
 
 
 def received(net, host):
