@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from datetime import timedelta
@@ -12,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.process_group.connections import address_towards
+from paceline.comm.rendezvous import Rendezvous
+from paceline.process_group.connections import datagram_address
 from paceline.transports import Bound
 from paceline.transports.bounded_loss.lossy_link import LossyLink
+from paceline.transports.bounded_loss.udp_socket import meet
 
 
 def main() -> None:
@@ -25,10 +26,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("benchmark", dist.distributed_c10d._get_default_store())
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    address = "" if interface else address_towards(ranks) or ""
     timeout = timedelta(seconds=120)
-    link = LossyLink.connect(store, rank, ranks, timeout, address, interface, num_servers=int(is_push))
+    meeting = Rendezvous(store, rank, ranks, timeout, "connecting to sum over UDP")
+    link = LossyLink(rank, meet(meeting, datagram_address(ranks)), timeout, num_servers=int(is_push))
     vector = torch.ones(case["num_bytes"] // 4)
     incoming = [torch.empty_like(vector) for _ in range(1, ranks)] if is_push and rank == 0 else []
     samples: dict[str, list[float]] = {"Gloo": [], **{side: [] for side in case["bounds"]}}

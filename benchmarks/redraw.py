@@ -56,6 +56,7 @@ DRAWN_BY: dict[str, Draw | str | None] = {
     "minibatch-memory": None,
     "predicted-papers": "predicted_papers",
     "predicted-steps": "predicted_steps",
+    "shared_port": None,
     "skipped_layers": "skipped_layers",
     "step": step_report.draw,
     "step_time": "step_time",

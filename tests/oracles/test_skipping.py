@@ -73,7 +73,7 @@ def drawn(seed, step):
 def skipping(model, dropped):
     """Within it `dropped` blocks are declared; torch's class and others have nothing to declare."""
     stack = ExitStack()
-    if getattr(model, "_units", ()):
+    if isinstance(model, DistributedDataParallel) and model._setting.droppable:
         stack.enter_context(model.skip([model.module.blocks[block] for block in dropped]))
     return stack
 
@@ -739,14 +739,17 @@ def two_models(rank, _num_ranks):
         with first.skip("blocks.0"), second.skip("blocks.3"):
             hidden = first(batch(11, step, rank), [0])
             squares(second(torch.cat([hidden, hidden, hidden], 1), [3])).backward()
-    return num_shelved(first), num_shelved(second), bits(first), bits(second)
+    used = zip(first.reducer.managed.names, first.reducer._get_local_used_map().tolist(), strict=True)
+    unused = {name.split(".weight")[0].split(".bias")[0] for name, num_ranks in used if num_ranks == 0}
+    return num_shelved(first), num_shelved(second), bits(first), bits(second), unused
 
 
 def test_two_models_in_one_backward():
-    """The second one asks when the first has ended."""
+    """The second one asks when the first has ended; what is left out counts as used by no rank."""
     first, second = pool(2).run(two_models)
     assert first == second
     assert first[:2] == (1, 1)
+    assert first[-1] == {"blocks.0.0", "blocks.0.2"}
 
 
 # ---- refusals, and pure functions

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PeerLostError, ProtocolError
-from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
+from paceline.process_group import connections
 from paceline.transports.bounded_loss.udp_socket import socket_addresses
 
 LIMIT_S = 30.0  # for what is about to happen, on a busy machine
@@ -21,7 +21,7 @@ def ends():
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
         making = [
-            threads.submit(DatagramTransport, store, rank, 2, timedelta(seconds=20), "127.0.0.1")
+            threads.submit(connections.open_datagram_transport, store, rank, 2, timedelta(seconds=20))
             for rank in range(2)
         ]
         made = [each.result() for each in making]

@@ -53,11 +53,11 @@ def test_a_number_that_gives_the_secret_away_is_refused(public):
 
 def test_an_interface_that_takes_no_datagrams_is_named():
     with pytest.raises(ConfigurationError, match="there is no interface 'nosuch0' on this host; there are "):
-        udp_socket._address_of("nosuch0")
+        udp_socket.address_of("nosuch0")
     without_address = mock.patch.object(udp_socket.fcntl, "ioctl", side_effect=OSError("none is set"))
     with without_address, pytest.raises(ConfigurationError, match="'lo' has no IPv4 address: none is set"):
-        udp_socket._address_of("lo")
-    assert udp_socket._address_of("lo") == "127.0.0.1"
+        udp_socket.address_of("lo")
+    assert udp_socket.address_of("lo") == "127.0.0.1"
     assert udp_socket._mtu_of("192.0.2.1") == 1500  # nobody's here
 
 

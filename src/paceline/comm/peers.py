@@ -105,7 +105,8 @@ class Peers:
                 pending.wait()
         except RuntimeError as error:
             raise self.lost(error, doing, consequence) from error
-        self._roll_call.learn()
+        if self._roll_call.still_asks:
+            self._roll_call.learn()
 
     def lost(self, error: Exception, doing: str, consequence: str | None = None) -> PeerLostError:
         """Start a roll call, or answer one, and return the error that names the missing ranks; arguments as of `wait`.
@@ -142,13 +143,18 @@ class _Progress:
 
 
 class _RollCall:
-    """Asks the ranks of a group, through the job's store, which of them still answer."""
+    """Asks the ranks of a group, through the job's store, which of them still answer.
+
+    Attributes:
+        still_asks: Whether `learn` may find out more.
+    """
 
     def __init__(self, process_group: ProcessGroup, name: str, first_act: str) -> None:
         self._rank = process_group.rank()
         self._num_ranks = process_group.size()
         self._first_act = first_act
         self._has_store = True
+        self.still_asks = self._num_ranks > 1
         self._query: _StoreQuery | None = None
         self._cards: dict[int, ProcessCard] = {}
         self._num_asked = 0
@@ -162,17 +168,17 @@ class _RollCall:
                 # When the group is destroyed or the program ends, whichever is first.
                 weakref.finalize(process_group, _say_left, self._store, self._rank, self.progress)
         except (RuntimeError, TypeError, ValueError):  # MPI, or no default group: there is no store
-            self._has_store, self._store = False, SealedStore(dist.HashStore(), name)
+            self._has_store = self.still_asks = False
+            self._store = SealedStore(dist.HashStore(), name)
 
     def learn(self) -> None:
         """Read who the others are while the store still answers; only in the first waits. Local."""
-        if self._num_asked >= _MOST_ASKED or not self._has_store or self._num_ranks == 1:
-            return
         self._num_asked += 1
+        self.still_asks = self._num_asked < _MOST_ASKED
         others = [rank for rank in range(self._num_ranks) if rank != self._rank]
         with contextlib.suppress(RuntimeError):
             if all(self._card(rank) is not None for rank in others):
-                self._num_asked = _MOST_ASKED
+                self.still_asks = False
 
     def raise_if_called(self) -> None:
         """Poll the store.

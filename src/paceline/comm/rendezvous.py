@@ -29,11 +29,6 @@ def announce(store: dist.Store, rank: int) -> None:
     SealedStore(store, _SCOPE).set(f"{_PROCESS}/{rank}", ProcessCard.of_this_process().words)
 
 
-def decline(store: dist.Store, rank: int, why: str) -> None:
-    """Let those who wait for this rank in a rendezvous hear why it does not come. Local."""
-    SealedStore(store, _SCOPE).set(_FAILED, f"{rank} rank {rank} cannot come ({why})")
-
-
 class Rendezvous:
     """One rank's part in a rendezvous.
 
@@ -44,6 +39,9 @@ class Rendezvous:
         timeout: How long a rank waits for the others.
         doing: What it is for, for messages: "joining a process group of 4 ranks".
         known: A store in which every rank may have announced itself before, as the same rank.
+
+    Attributes:
+        rank: Of this process.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class Rendezvous:
         known: dist.Store | None = None,
     ) -> None:
         self._store = SealedStore(store, _SCOPE)
-        self._rank = rank
+        self.rank = rank
         self._num_ranks = num_ranks
         self._timeout = timeout
         self._doing = doing
@@ -66,7 +64,11 @@ class Rendezvous:
 
     def publish(self, topic: str, words: str) -> None:
         """Let all others read this. Local."""
-        self._store.set(f"{topic}/{self._rank}", words)
+        self._store.set(f"{topic}/{self.rank}", words)
+
+    def decline(self, why: str) -> None:
+        """Let all others hear why this rank does not come, instead of waiting for it. Local."""
+        self._store.set(_FAILED, f"{self._rank} rank {self._rank} cannot come ({why})")
 
     def collect(self, topic: str) -> list[bytes]:
         """Return what every rank has published.
@@ -83,7 +85,7 @@ class Rendezvous:
             raise
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {self._rank} was {self._doing} when the job's store did not answer any more: the process that "
+                f"rank {self.rank} was {self._doing} when the job's store did not answer any more: the process that "
                 f"hosts it, the launcher or rank 0, has ended. Look at its output. {_NEXT} The store said: {error}"
             ) from error
 
@@ -125,9 +127,7 @@ class Rendezvous:
 
     def _fail(self, lost: int, words: str) -> None:
         self._store.set(_FAILED, f"{lost} {words}")
-        raise PeerLostError(
-            f"rank {self._rank} was {self._doing} when it lost others: {words}. {_NEXT}", lost
-        )
+        raise PeerLostError(f"rank {self.rank} was {self._doing} when it lost others: {words}. {_NEXT}", lost)
 
     def _story(self, rank: int) -> str:
         card = self._card(rank)

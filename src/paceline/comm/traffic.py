@@ -32,5 +32,5 @@ def all_reduced(num_bytes: int, num_ranks: int) -> int:
 
 
 def gathered(num_bytes: int, num_ranks: int) -> int:
-    """What each rank sends when everybody receives so many bytes from everybody."""
+    """What each rank sends when each receives so many bytes from each other."""
     return (num_ranks - 1) * num_bytes

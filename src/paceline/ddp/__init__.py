@@ -1,4 +1,4 @@
-"""When a bucket leaves: a drop-in for torch's DistributedDataParallel, over any c10d process group."""
+"""A drop-in for torch's DistributedDataParallel over any c10d process group: when which gradients are reduced."""
 
 from paceline.ddp.accumulation import Window, windows
 from paceline.ddp.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm

@@ -335,7 +335,7 @@ class Window(Generic[Batch]):
 
 
 def match_window(steps: StepCoordinator, weights: StepWeights) -> None:
-    """Take part in the other ranks' last backward, contributing nothing; nobody does anything if nothing counts.
+    """Take part in the other ranks' last backward, contributing nothing; if nothing counts anywhere, there is none.
 
     Contract:
         Collective: matches the end of the other ranks' windows.

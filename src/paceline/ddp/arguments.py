@@ -16,9 +16,6 @@ from torch.nn.parameter import UninitializedParameter
 from paceline import reductions
 from paceline.compression import Compressor
 from paceline.data import Balance, GlobalBatches
-from paceline.ddp.droppable import Unit
-from paceline.ddp.forward_overlap import outstanding
-from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.step_shares import StepShares
 from paceline.errors import ConfigurationError
 from paceline.reductions import NarrowMean, Reduction
@@ -108,10 +105,22 @@ def check_mixed_precision(given: object) -> None:
         )
 
 
-def check_flags(**given: object) -> None:
+FLAGS = (
+    "broadcast_buffers",
+    "init_sync",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+    "forward_sync_buffers",
+)
+
+
+def check_flags(given: Any) -> None:
     """Refuse a text where yes or no is asked for: "False" would count as yes."""
-    for name, value in given.items():
-        if isinstance(value, str):
+    for name in FLAGS:
+        if isinstance(value := getattr(given, name), str):
             raise ConfigurationError(f"{name}={value!r} is a text. Give True or False.")
 
 
@@ -136,7 +145,7 @@ def check_module(parameters: Sequence[Parameter]) -> None:
         raise RuntimeError("No support for sparse tensors.")
 
 
-def check_devices(
+def choose_devices(
     parameters: Sequence[Parameter], device_ids: Sequence[Any] | None, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
     """Torch's rules for `device_ids` and `output_device`; returns both as indices."""
@@ -214,33 +223,6 @@ def check_delayed(named: Any, hooked: Any) -> None:
         )
 
 
-def manage(
-    module: Module, ignored: set[str], delayed: Sequence[Parameter], droppable: Sequence[Unit] = ()
-) -> ManagedParameters:
-    """The parameters to synchronize: trainable, not ignored, each once, in registration order."""
-    delayed_ids = {id(parameter) for parameter in delayed}
-    unit_of = {
-        id(parameter): number for number, unit in enumerate(droppable) for parameter in unit.parameters
-    }
-    parameters: dict[int, tuple[Parameter, str, bool]] = {}
-    for prefix, child in module.named_modules():
-        sparse = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
-        for local_name, parameter in child.named_parameters(recurse=False):
-            name = f"{prefix}.{local_name}" if prefix else local_name
-            if parameter.requires_grad and name not in ignored and id(parameter) not in parameters:
-                parameters[id(parameter)] = (parameter, name, sparse)
-    found = list(parameters.values())
-    return ManagedParameters(
-        parameters=tuple(parameter for parameter, _, _ in found),
-        names=tuple(name for _, name, _ in found),
-        sparse=tuple(sparse for _, _, sparse in found),
-        delayed=frozenset(i for i, (parameter, _, _) in enumerate(found) if id(parameter) in delayed_ids),
-        units={
-            i: unit_of[id(parameter)] for i, (parameter, _, _) in enumerate(found) if id(parameter) in unit_of
-        },
-    )
-
-
 def choose_reduction(
     reduction: Reduction | str | None, compression: Compressor | Reduction | str | None, mixed_precision: Any
 ) -> Reduction:
@@ -289,89 +271,6 @@ def check_weight(weight: object) -> None:
         raise ConfigurationError(
             f"weight={weight!r} is no function. Give one that is called with the forward's arguments and returns what "
             "this rank's batch counts, such as weight=len."
-        )
-
-
-def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
-    """Refuse sparse gradients beside a reduction that is not linear: they are always averaged."""
-    sparse = [name for name, is_sparse in zip(managed.names, managed.sparse, strict=True) if is_sparse]
-    if sparse and not reduction.is_linear:
-        raise ConfigurationError(
-            f"{reduction!r} combines dense gradients only, and {', '.join(sparse)} would have sparse ones, which are "
-            "averaged. Build the embedding with sparse=False, or leave out reduction."
-        )
-
-
-def check_cap_search(
-    bucket_cap_mb: Any, bucket_cap_mb_list: Any, reduction: Reduction, overlap_forward: Any
-) -> bool:
-    """Whether bucket caps are to be searched.
-
-    Raises:
-        ConfigurationError: With something else that keeps to buckets, or looks at the time of steps itself.
-    """
-    if not isinstance(bucket_cap_mb, str):
-        return False
-    not_here = {
-        f"bucket_cap_mb_list={bucket_cap_mb_list!r}": bucket_cap_mb_list is not None,
-        f"gradients combined by {reduction!r} (only the mean)": type(reduction) is not reductions.Mean,
-        "overlap_forward (its pieces do not depend on buckets)": bool(overlap_forward),
-    }
-    if found := [what for what, is_there in not_here.items() if is_there]:
-        raise ConfigurationError(
-            f'bucket_cap_mb="auto" is not possible with {"; nor with ".join(found)}. Leave out either.'
-        )
-    return True
-
-
-def check_forward_overlap(
-    wanted: bool | str,
-    module: Module,
-    managed: ManagedParameters,
-    process_groups: Sequence[ProcessGroup],
-    reduction: Reduction,
-    mixed_precision: Any,
-    init_sync: bool,
-) -> None:
-    """Refuse `overlap_forward` with what it is not exact for.
-
-    Raises:
-        ConfigurationError: Naming it.
-    """
-    if wanted not in (True, "always", "debug"):
-        raise ConfigurationError(
-            f'overlap_forward={wanted!r} is none of True, False, "always" (without asking whether it pays) and "debug" '
-            "(always, and a read past the hooks raises)."
-        )
-    parts = list(module.modules())
-    named = managed.named()
-    for parameter in managed.parameters:
-        outstanding.complete(parameter)  # it may have been wrapped before
-    not_here = {
-        "a module on an accelerator": any(p.device.type != "cpu" for p in managed.parameters),
-        "init_sync=False (it opens a process group)": not init_sync,
-        "several process groups": len(process_groups) > 1,
-        f"gradients combined by {reduction!r} (only the mean)": type(reduction) is not reductions.Mean,
-        "mixed_precision (it reads all parameters before forward; torch.autocast does not)": bool(
-            mixed_precision
-        ),
-        "sparse gradients": any(managed.sparse),
-        "a compiled or scripted part": any(
-            isinstance(part, torch.jit.ScriptModule)
-            or part._compiled_call_impl is not None
-            or hasattr(part, "_orig_mod")
-            for part in parts
-        ),
-        **{
-            f"{name}, a {type(p).__name__} (only torch.nn.Parameter)": type(p) is not Parameter
-            for name, p in named.items()
-        },
-    }
-    found = [what for what, is_there in not_here.items() if is_there]
-    if found:
-        raise ConfigurationError(
-            f"overlap_forward is not possible with {'; nor with '.join(found[:3])}. Leave out overlap_forward; the "
-            "guide's page on it says what it supports."
         )
 
 

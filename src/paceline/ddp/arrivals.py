@@ -31,6 +31,7 @@ from paceline.comm.collectives import launch_broadcast
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.setting import Setting
 
 NEVER = sys.maxsize
 """Expected touches of a bucket that must not leave before backward has ended."""
@@ -41,8 +42,7 @@ class Arrivals:
 
     Args:
         managed: The parameters.
-        find_unused: Ask the engine which ones its graph reaches, from the first backward on.
-        static_graph: Count touches in the first synchronized backward, then rely on that.
+        setting: Whether the engine is asked which ones its graph reaches, or touches of a static graph are counted.
         take: Called with a large gradient's bucket, slot and parameter as soon as autograd has finished it.
         on_full: Called with a bucket that has been touched as often as expected; of an idle bucket, at the first touch.
     """
@@ -50,12 +50,12 @@ class Arrivals:
     def __init__(
         self,
         managed: ManagedParameters,
-        find_unused: bool,
-        static_graph: bool,
+        setting: Setting,
         take: Callable[[Bucket, int, Any], None],
         on_full: Callable[[Bucket], None],
     ) -> None:
-        self.expected = Expectations(managed, find_unused, static_graph)
+        looks = setting.find_unused_parameters or setting.skips_unused
+        self.expected = Expectations(managed, looks, setting.static_graph)
         self._take = take
         self._on_full = on_full
         self._listeners: list[_Listener] = []
@@ -93,14 +93,13 @@ class Arrivals:
         self._hooks, self._recorders = [], []
 
     def has_foreign_hooks(self, parameter: Any) -> bool:
-        """Whether somebody else listens to the parameter, and so wants to find its `.grad`."""
+        """Whether the parameter has hooks besides ours, which want to find its `.grad`."""
         return len(parameter._post_accumulate_grad_hooks) > 1 + bool(self._recorders)
 
     # ---- a backward
 
     def arm(self, synchronizes: bool, started_s: float) -> None:
-        """A backward begins: say how many touches make each bucket full."""
-        self.expected.begin()
+        """A backward begins, and so have `expected`: say how many touches make each bucket full."""
         for listener in self._listeners:
             bucket = listener.bucket
             first_touches = list(bucket.touched)  # of the hook that woke us, when no output was watched
@@ -301,13 +300,15 @@ class Expectations:
 
     def learn(self, buckets: Sequence[Bucket]) -> None:
         """Count the touches of the backward that has just ended, if the graph is static and this was the first."""
-        if not self._static_graph or self._counts is not None:
-            return
+        if self._static_graph and self._counts is None:
+            self._counts = self._count(buckets)
+
+    def _count(self, buckets: Sequence[Bucket]) -> list[int]:
         counts = [0] * len(self._nodes)
         for bucket in buckets:
             for slot in bucket.touched_slots():
                 counts[bucket.members[slot]] += 1
-        self._counts = counts
+        return counts
 
     def defer(self) -> None:
         """Gradients came after their bucket had left: from now on nothing leaves before backward has ended."""

@@ -67,6 +67,9 @@ class Bucket(Protocol):
     def arm(self, expected: int) -> None:
         """Start a backward that will touch it so often: nothing touched yet."""
 
+    def leave_out(self) -> None:
+        """No rank needs it in this backward: it will not be collected; whatever touches it is late."""
+
     def disarm(self) -> None:
         """No backward is under way."""
 
@@ -82,8 +85,8 @@ class Bucket(Protocol):
     def enter(self, slot: int, scale: float) -> None:
         """Take in a large gradient that autograd has just finished."""
 
-    def settle(self, slot: int) -> None:
-        """Without synchronization: keep a large gradient in the buffer, unscaled."""
+    def accumulate(self, slot: int) -> None:
+        """In a backward that is not synchronized: keep a large gradient in the buffer, unscaled."""
 
     # ---- reduction
 
@@ -100,7 +103,7 @@ class Bucket(Protocol):
         """Start reducing the message. Collective; does not wait."""
 
     def attach(self, is_used: Callable[[int], bool]) -> None:
-        """Give every parameter its reduced gradient; those that nobody used, or that were left out, keep what they had.
+        """Give every parameter its reduced gradient; those not used on any rank, or left out, keep what they had.
 
         Args:
             is_used: Whether any rank used a parameter, by index; asked only for those that this rank did not use.
@@ -112,13 +115,13 @@ class Bucket(Protocol):
         """Parameters that this rank's step has not used so far: of a bucket that was collected, or is left out."""
 
     def has_late_gradients(self) -> bool:
-        """Whether gradients arrived after `collect`."""
+        """Whether autograd has touched it after `collect`, or though it is left out."""
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Pending:
-        """Start summing what arrived late, scaled, over the ranks; zeros if nothing did. Collective; does not wait."""
+        """Start summing what arrived late, scaled, over the ranks, zeros if nothing did; to be added when it is done.
 
-    def add_late(self) -> None:
-        """Add the sum that `launch_late` started, once it has been waited for."""
+        Collective; does not wait.
+        """
 
     # ---- between backwards
 

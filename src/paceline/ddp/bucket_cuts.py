@@ -12,7 +12,7 @@ from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.layout import GradientMemory, ManagedParameters
-from paceline.ddp.plan import BucketCaps
+from paceline.ddp.setting import Setting
 from paceline.ddp.verdict import Verdict
 from paceline.observe import StepTimings
 
@@ -22,8 +22,7 @@ class BucketCuts:
 
     Args:
         managed: Whose gradients.
-        caps: How large a bucket may become.
-        searches: `caps` are where to begin; other ones are tried.
+        setting: How large a bucket may become, and whether other caps are tried.
         arrivals: Told of the buckets.
         verdict: Whose control words lie behind the last one.
         group: Over whom the ranks agree; buffers are in the memory that it prefers.
@@ -39,8 +38,7 @@ class BucketCuts:
     def __init__(
         self,
         managed: ManagedParameters,
-        caps: BucketCaps,
-        searches: bool,
+        setting: Setting,
         arrivals: Arrivals,
         verdict: Verdict,
         group: ProcessGroup,
@@ -48,9 +46,9 @@ class BucketCuts:
     ) -> None:
         self._arrivals, self._verdict, self._group, self._peers = arrivals, verdict, group, peers
         allocate = functools.partial(allocate_zeros, group)
-        self._memory = GradientMemory(managed, caps, verdict.control, allocate)
-        is_searched = searches and group.size() > 1
-        self.search = CapSearch(caps, self._memory.size_bytes) if is_searched else None
+        self._memory = GradientMemory(managed, setting.caps, verdict.control, allocate)
+        is_searched = setting.searches_caps and group.size() > 1
+        self.search = CapSearch(setting.caps, self._memory.size_bytes) if is_searched else None
         self.order = list(range(len(managed) - 1, -1, -1))
         self.has_followed = False
         self.may_change = True

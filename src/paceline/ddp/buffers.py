@@ -1,4 +1,4 @@
-"""The module's buffers (batch-norm statistics): one rank's are everybody's.
+"""Broadcasts the module's buffers (batch-norm statistics), so that all ranks have those of one rank.
 
 Rules
 1. They are broadcast before the first forward of a step that will be synchronized, and again with the end of its

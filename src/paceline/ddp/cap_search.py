@@ -7,7 +7,7 @@ Rules
    best are tried.
 3. A gain has to be seen twice: in the end the best and the default take turns, and the default stays if steps are less
    than 1 % shorter without it.
-4. A cap decides which gradients travel together, not what is computed. Over more than two ranks a backend may add in
+4. A cap decides which gradients share a bucket, not what is computed. Over more than two ranks a backend may add in
    another order then, so results may differ in rounding between two runs, never between ranks.
 
 The search measures and does not simulate: what a step really takes contains what no model of it knows (cores that

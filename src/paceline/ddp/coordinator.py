@@ -1,4 +1,4 @@
-"""What a rank does around its steps: before a forward, in a window of micro-batches, beside joined ranks.
+"""What a wrapped module does around its steps: before a forward, in a window of micro-batches, beside joined ranks.
 
 The wrapper, its windows (`accumulation`) and the shadows of joined ranks (`joining`) meet here. The wrapper is held
 weakly: the parameters' hooks keep the reducer, and the reducer keeps this; if they kept the wrapper as well, wrapping
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,17 +19,15 @@ from torch.nn import Module, Parameter
 from paceline.comm.collectives import device_for_metadata
 from paceline.comm.gradient_group import group_for_pieces, on_one_host
 from paceline.comm.peers import Peers
-from paceline.ddp import arguments, inputs_outputs
+from paceline.ddp import conflicts, inputs_outputs
 from paceline.ddp.buffers import Broadcast, Buffers
-from paceline.ddp.droppable import Unit
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import JoinState, NextStep, agree_on_source, notify
 from paceline.ddp.layout import ManagedParameters
-from paceline.ddp.plan import BucketCaps
-from paceline.ddp.reducer import Reducer, ReducerOptions
+from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import Description, verify
+from paceline.ddp.setting import Setting
 from paceline.ddp.skipping import Skipping
-from paceline.ddp.step_shares import StepShares
 from paceline.ddp.weights import Weighing, WeightExchange
 from paceline.reductions import Reduction
 
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Wrapped(Protocol):
-    """The attributes of the wrapper that a step depends on, all public names of torch's; users may set them."""
+    """What a step asks of the wrapper: public attributes of torch's class, which users may set; and its own reducer."""
 
     module: Module
     training: bool
@@ -50,39 +47,10 @@ class Wrapped(Protocol):
     static_graph: bool
     mixed_precision: Any
 
+    _reducer_class: type[Reducer]
 
-@dataclass
-class Setting:
-    """How the gradients of a module are reduced.
-
-    Attributes:
-        process_groups: Over whom; several take turns, bucket by bucket.
-        reduction: What combining means.
-        caps: When a bucket is full.
-        searches_caps: Whether other caps are tried.
-        chosen_caps: What was asked for, equal on all ranks also where defaults depend on the rank.
-        delayed: Parameters that are reduced after all others.
-        weight: What this rank's batch counts, by the forward's inputs, in steps outside of windows.
-        shares: Connects the module with its batches' sampler.
-        droppable: What steps may skip.
-        skips_unused: What no rank's backward reaches is not reduced.
-        make_reducer: The reducer's class.
-        take_over_optimizers: Finds optimizers that step within backward, before each forward; returns what to call for
-            a parameter whose gradient is reduced, if there are any.
-    """
-
-    process_groups: list[ProcessGroup]
-    reduction: Reduction
-    caps: BucketCaps
-    searches_caps: bool
-    chosen_caps: object
-    delayed: list[Parameter]
-    weight: Callable[..., float] | None
-    shares: StepShares | None
-    droppable: tuple[Unit, ...]
-    skips_unused: bool
-    make_reducer: type[Reducer]
-    take_over_optimizers: Callable[[Iterable[Parameter]], Callable[[Parameter], None] | None]
+    def _take_over_optimizers(self) -> Callable[[Parameter], None] | None:
+        """Find optimizers that step within backward: what to call for a parameter whose gradient is reduced."""
 
 
 class StepCoordinator:
@@ -90,7 +58,6 @@ class StepCoordinator:
 
     Args:
         wrapped: The wrapper.
-        parameters: Of its module, without those to ignore; frozen ones included.
         setting: How to reduce.
         name: Identifies the module in failure detection; the same on every rank.
 
@@ -102,16 +69,13 @@ class StepCoordinator:
         skipping: What steps leave out, if they may.
     """
 
-    def __init__(
-        self, wrapped: Wrapped, parameters: Sequence[Parameter], setting: Setting, name: str
-    ) -> None:
+    def __init__(self, wrapped: Wrapped, setting: Setting, name: str) -> None:
         self._wrapped = weakref.ref(wrapped)
-        self._parameters = list(parameters)
-        self._module, self._ignored = wrapped.module, wrapped.parameters_to_ignore
+        self._module, self._ignored = wrapped.module, setting.ignored
         self.setting = setting
         self.process_group = setting.process_groups[0]
         self.reduce_groups = setting.process_groups
-        self.device = self._parameters[0].device
+        self.device = setting.device
         self.peers = Peers(self.process_group, name, in_slices=self.device.type == "cpu")
         self.buffers = Buffers(self._module, self._ignored, self.process_group, self.peers)
         self.has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self._module.modules())
@@ -154,7 +118,7 @@ class StepCoordinator:
         ]
         wrapped, setting = self.wrapped, self.setting
         options: list[tuple[str, object]] = [
-            ("bucket caps", setting.chosen_caps),
+            ("bucket caps", setting.described_caps()),
             ("number of process groups", len(setting.process_groups)),
             ("reduction", repr(setting.reduction)),
             ("weight", setting.weight is not None),
@@ -192,19 +156,15 @@ class StepCoordinator:
     def build_reducer(self, managed: ManagedParameters) -> None:
         """Reduce the gradients of these parameters from now on. Local."""
         wrapped, setting = self.wrapped, self.setting
-        options = ReducerOptions(
-            setting.caps,
-            wrapped.find_unused_parameters,
-            wrapped.static_graph,
-            setting.searches_caps,
-            self.skipping,
+        setting.find_unused_parameters = wrapped.find_unused_parameters
+        setting.static_graph = wrapped.static_graph
+        self.reducer = wrapped._reducer_class(
+            managed, setting, self.skipping, self.reduce_groups, self.peers, self.buffers
         )
-        self.reducer = setting.make_reducer(managed, options, self.reduce_groups, self.peers, self.buffers)
         self.reducer.synchronizes = self._synchronizes
-        self.reducer.reduction = setting.reduction
         self.reducer.verdict.control.module_number = self._number
         self.reducer.forward_overlap = self.forward_overlap
-        self._frozen = [p for p in self._parameters if not p.requires_grad]
+        self._frozen = [p for p in setting.parameters if not p.requires_grad]
 
     def overlap_forward(self, wanted: bool | str, managed: ManagedParameters) -> None:
         """Make what puts the end of steps off into the next forward, where that may pay. Collective if `wanted`."""
@@ -251,15 +211,12 @@ class StepCoordinator:
         self.process_group = process_group
         self._number = 0  # a rank that joins now does not know it
         self.setting.process_groups = self.reduce_groups = [process_group]
+        self.setting.choose_caps()  # the default depends on the number of ranks
         self.peers = Peers(
             process_group, f"group {process_group.group_name}", in_slices=self.device.type == "cpu"
         )
         self.buffers.move_to(process_group, self.peers)
         self.rebuild_reducer(self.reducer.managed)
-
-    def managed(self) -> ManagedParameters:
-        """The parameters that are to be synchronized now."""
-        return arguments.manage(self._module, self._ignored, self.setting.delayed, self.setting.droppable)
 
     # ---- before a step
 
@@ -307,17 +264,17 @@ class StepCoordinator:
     def _follow_changes(self) -> None:
         """Take in what was done to the parameters since the last forward. Collective if some were unfrozen."""
         if any(parameter.requires_grad for parameter in self._frozen):
-            managed = self.managed()
+            managed = self.setting.managed(self._module)
             self.verify(managed)
-            arguments.check_linear(managed, self.setting.reduction)
+            conflicts.check_linear(managed, self.setting.reduction)
             self.rebuild_reducer(managed)
-        self.reducer.on_reduced = self.setting.take_over_optimizers(self._parameters)
+        self.reducer.on_reduced = self.wrapped._take_over_optimizers()
 
     def has_synchronized_buffers(self) -> bool:
         return self.wrapped.forward_sync_buffers and bool(self.buffers.named())
 
     def _synchronize_buffers(self, will_synchronize: bool) -> None:
-        """Before the forwards of a step that will be synchronized: everybody takes rank 0's buffers. Collective."""
+        """Before the forwards of a step that will be synchronized: all ranks take rank 0's buffers. Collective."""
         is_training, joins = self.wrapped.training, self.join.is_enabled(self.wrapped)
         synchronizes = will_synchronize and is_training and self.has_synchronized_buffers()
         hook = self.buffers.hook
@@ -356,7 +313,7 @@ class StepCoordinator:
         self.buffers.come_at_end = come_at_end  # with the backward of a forward that is still open
 
     def take_final_model(self, is_last_joiner: bool) -> None:
-        """After `join`: everybody takes the model of a rank that trained to the end. Collective; blocks."""
+        """After `join`: all ranks take the model of a rank that trained to the end. Collective; blocks."""
         self.join.authoritative_rank = agree_on_source(self, is_candidate=is_last_joiner)
         self.reducer.num_averaged = None
         self.broadcast_model(self.join.authoritative_rank, with_buffers=self.wrapped.forward_sync_buffers)

@@ -7,7 +7,7 @@ Rules
    is on the wire. What it produces meanwhile (reentrant checkpointing) is fresh, hence *late*, and is added afterwards.
 3. A view aliases the buffer without being an autograd view of it, so `.grad.detach_()` works. The small views share one
    version counter, which counts what autograd has written there.
-4. A parameter that nobody used gets back exactly what `.grad` it had. One for which autograd finds no gradient (a
+4. A parameter that no rank used gets back exactly what `.grad` it had. One for which autograd finds no gradient (a
    function that returns None) was not used, although autograd calls its hooks. So a buffer into which autograd adds is
    filled with -0.0, to which adding anything gives just that. Where less was written than touched, what still is -0.0
    has no gradient; from then on the bucket leaves `.grad` to autograd, which says None.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.collectives import launch_sum
-from paceline.comm.pending import Done, Pending
+from paceline.comm.pending import Chain, Done, Pending
 from paceline.ddp.bucket import Scales
 from paceline.ddp.non_finite import Sample, has_negative_zero
 from paceline.ddp.views import gradient_views, is_large
@@ -112,7 +112,6 @@ class DenseBucket:
         self._kept: dict[int, _Kept] = {}  # untouched slots that had a gradient
         self._with_graph: dict[int, Tensor] = {}  # made under create_graph: the graph outlives the step
         self.not_finite: Tensor | None = None
-        self._late = body  # the sum of late gradients, from `launch_late` on
 
     @property
     def size_bytes(self) -> int:
@@ -129,6 +128,10 @@ class DenseBucket:
         self._untouched, self._kept, self._with_graph = [], {}, {}
         self._installed = self._install()
 
+    def leave_out(self) -> None:
+        self.left_out, self._num_touched_at_collect = True, 0
+        self._untouched = list(range(len(self.members)))
+
     def _install(self) -> bool:
         """Let the small gradients alias the filled buffer, so that autograd adds into it; only if all are None."""
         if not (
@@ -144,7 +147,7 @@ class DenseBucket:
         return map(_gradient_of, self._small_parameters)
 
     def _num_writes(self) -> int:
-        """How often autograd has added to a small gradient in this backward, if nobody else wrote there."""
+        """How often autograd has added to a small gradient in this backward, if nothing else wrote there."""
         return self._small_views[0]._version - self._num_writes_before if self._small_views else 0
 
     def disarm(self) -> None:
@@ -219,8 +222,8 @@ class DenseBucket:
         self._entered.add(slot)
         parameter.grad = None
 
-    def settle(self, slot: int) -> None:
-        """Without synchronization: keep a large gradient in the buffer, unscaled, and `.grad` its view."""
+    def accumulate(self, slot: int) -> None:
+        """In a backward that is not synchronized: keep a large gradient in the buffer, unscaled, `.grad` its view."""
         parameter, view = self.parameters[slot], self.views[slot]
         gradient = parameter.grad
         if gradient is None or gradient is view or gradient.is_sparse or gradient.requires_grad:
@@ -233,26 +236,16 @@ class DenseBucket:
         scale = scales.input
         self._num_touched_at_collect = len(self.touched)
         if not self._has_all_gradients():
-            touched = self.slots_with_gradients()
-            self._untouched = [
-                slot
-                for slot, member in enumerate(self.members)
-                if slot not in touched and member not in used_before
-            ]
-            for slot in self._untouched:
-                self._keep(slot)
+            self._keep_untouched(used_before)
         for slot in range(self.num_large):
             if slot not in self._entered:
                 self._gather(slot)
                 _multiply(self.views[slot], scale)
                 self.parameters[slot].grad = None
-        strays = []
-        if not all(map(operator.is_, self._small_gradients(), self._small_views)):
-            is_stray = map(operator.is_not, self._small_gradients(), self._small_views)
-            strays = [slot for slot, stray in enumerate(is_stray, start=self.num_large) if stray]
-        self._is_detached = not has_ended or bool(strays)
-        if strays:
-            self._gather_strays(strays)
+        has_strays = not all(map(operator.is_, self._small_gradients(), self._small_views))
+        if has_strays:
+            self._gather_strays()
+        self._is_detached = not has_ended or has_strays
         if not has_ended:
             _set_gradients(self._small_parameters, itertools.repeat(None))
         if self._small_parameters:
@@ -261,14 +254,21 @@ class DenseBucket:
         self.not_finite = self._sample.times_zero(self._sample.take() if seen is None else seen)
         self.launched, self.left_out = True, False
 
-    def _keep(self, slot: int) -> None:
-        gradient, view = self.parameters[slot].grad, self.views[slot]
-        if gradient is None or (self._installed and slot >= self.num_large and gradient is view):
-            return
-        self._kept[slot] = _Kept(gradient, view.clone() if gradient is view else None)
+    def _keep_untouched(self, used_before: set[int]) -> None:
+        """Find the members that this rank's step has not used, and keep what they have as `.grad` (rule 4)."""
+        used = self.slots_with_gradients()
+        used.update(slot for slot, member in enumerate(self.members) if member in used_before)
+        self._untouched = [slot for slot in range(len(self.members)) if slot not in used]
+        for slot in self._untouched:
+            gradient, view = self.parameters[slot].grad, self.views[slot]
+            is_filling = self._installed and slot >= self.num_large and gradient is view
+            if gradient is not None and not is_filling:
+                self._kept[slot] = _Kept(gradient, view.clone() if gradient is view else None)
 
-    def _gather_strays(self, slots: list[int]) -> None:
-        """Small gradients outside the buffer: autograd found `.grad` empty, or somebody put another tensor there."""
+    def _gather_strays(self) -> None:
+        """Small gradients outside the buffer: autograd found `.grad` empty, or the script put another tensor there."""
+        is_stray = map(operator.is_not, self._small_gradients(), self._small_views)
+        slots = [slot for slot, stray in enumerate(is_stray, start=self.num_large) if stray]
         plain = []
         for slot in slots:
             gradient = self.parameters[slot].grad
@@ -327,21 +327,20 @@ class DenseBucket:
 
     def untouched_members(self) -> list[int]:
         if not self._untouched:
-            return self.members if self.left_out else []
+            return []
         late = set(self.touched_slots()[self._num_touched_at_collect :])
         self._untouched = [slot for slot in self._untouched if slot not in late]
         return [self.members[slot] for slot in self._untouched]
 
     def has_late_gradients(self) -> bool:
-        return self.launched and len(self.touched) > self._num_touched_at_collect
+        return (self.launched or self.left_out) and len(self.touched) > self._num_touched_at_collect
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Pending:
-        self._late = self._take_late(scale)
-        return launch_sum(self._late, group) if group.size() > 1 else Done()
+        return Chain(self._reduce_late(self._take_late(scale), group))
 
-    def add_late(self) -> None:
-        self.body.add_(self._late)
-        self._late = self.body
+    def _reduce_late(self, late: Tensor, group: ProcessGroup) -> Iterator[Pending]:
+        yield launch_sum(late, group) if group.size() > 1 else Done()
+        self.body.add_(late)
 
     def _take_late(self, scale: float) -> Tensor:
         """Gradients that arrived after the bucket had left, scaled, in a buffer like the body; zeros elsewhere."""

@@ -69,8 +69,8 @@ class Flight:
         pending.on_done(record.note_done)
         self._launched.append((record, pending))
 
-    def shelve(self, bucket: Bucket) -> None:
-        """It is a bucket's turn that no rank needs: nothing is sent."""
+    def leave_out(self, bucket: Bucket) -> None:
+        """It is the turn of a bucket that no rank needs: nothing is sent."""
         record, pending = _Launched(bucket, 0), Done()
         pending.on_done(record.note_done)
         self._launched.append((record, pending))

@@ -11,7 +11,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from paceline.comm.collectives import launch_maximum, launch_sum
 from paceline.ddp.accumulation import match_window
 from paceline.ddp.weights import raise_if_refused
-from paceline.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from paceline.ddp.coordinator import StepCoordinator
@@ -35,19 +34,6 @@ class JoinState:
     def is_enabled(wrapped: Any) -> bool:
         """Whether the module is within `join` now; torch's `Join` says so to its joinable."""
         return bool(wrapped._join_config.enable)
-
-
-def refuse_beside(model: Any) -> None:
-    """Raise ConfigurationError if the wrapper does what a rank without batches cannot take part in."""
-    if model.cap_search is not None:
-        raise ConfigurationError(
-            'join() and bucket_cap_mb="auto": a rank without batches has no steps to be timed. Give a number.'
-        )
-    if model.forward_overlap is not None:
-        raise ConfigurationError(
-            "join() and overlap_forward: a rank without batches has no forward to overlap with, and would keep the "
-            "others waiting. Leave out overlap_forward, or give all ranks equally many batches."
-        )
 
 
 class Shadow(JoinHook):
@@ -83,7 +69,7 @@ class Shadow(JoinHook):
         reducer.recovery.drop_gradients()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Everybody takes the model of a rank that trained to the end."""
+        """All ranks take the model of a rank that trained to the end."""
         self._steps.reducer.share = None
         self._steps.take_final_model(is_last_joiner)
         self._joinable._join_config = _JoinConfig.construct_disabled_join_config()  # torch leaves it enabled
@@ -129,7 +115,7 @@ def announce(steps: StepCoordinator, is_active: bool, mine: NextStep = NextStep(
 
 
 def agree_on_source(steps: StepCoordinator, is_candidate: bool) -> int:
-    """The highest rank that is a candidate; -1 where nobody is. Collective."""
+    """The highest rank that is a candidate; -1 where none is. Collective."""
     rank: Any = torch.tensor([steps.process_group.rank() if is_candidate else -1], device=steps.device)
     steps.peers.wait(launch_maximum(rank, steps.process_group), "agreeing on whose model is the final one")
     return int(rank.item())

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
+from paceline.ddp.droppable import Unit
 from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
 from paceline.ddp.sparse_bucket import SparseBucket
 from paceline.ddp.verdict import ControlWords
@@ -38,6 +39,28 @@ class ManagedParameters:
     sparse: tuple[bool, ...]
     delayed: frozenset[int] = frozenset()
     units: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, module: Module, ignored: set[str], delayed: Sequence[Parameter], droppable: Sequence[Unit] = ()
+    ) -> ManagedParameters:
+        """Those of a module that are trainable and not ignored (by name), each once."""
+        delayed_ids = {id(parameter) for parameter in delayed}
+        unit_of = {id(p): number for number, unit in enumerate(droppable) for p in unit.parameters}
+        found: dict[int, tuple[Parameter, str, bool]] = {}
+        for prefix, child in module.named_modules():
+            sparse = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
+            for local_name, parameter in child.named_parameters(recurse=False):
+                name = f"{prefix}.{local_name}" if prefix else local_name
+                if parameter.requires_grad and name not in ignored and id(parameter) not in found:
+                    found[id(parameter)] = (parameter, name, sparse)
+        return cls(
+            parameters=tuple(parameter for parameter, _, _ in found.values()),
+            names=tuple(name for _, name, _ in found.values()),
+            sparse=tuple(sparse for _, _, sparse in found.values()),
+            delayed=frozenset(index for index, key in enumerate(found) if key in delayed_ids),
+            units={index: unit_of[key] for index, key in enumerate(found) if key in unit_of},
+        )
 
     def __len__(self) -> int:
         return len(self.parameters)
@@ -67,7 +90,7 @@ class GradientMemory:
     Args:
         managed: Whose gradients.
         caps: How large a bucket may become.
-        control: The words that travel behind the last bucket.
+        control: The control words, which lie behind the last bucket's gradients.
         allocate: Makes a buffer; a process group may have memory from which it sends without a copy.
 
     Attributes:

@@ -3,10 +3,10 @@
 Rules
 1. Before a bucket leaves, one element of each of its gradients is looked at: what is not finite in a loss or an
    activation is in all elements of most gradients behind it. Looking at all elements would take as long as a copy.
-2. What a rank has found travels with its control words. So all ranks know who it was; only then they look closer.
+2. What a rank has found is part of its control words. So all ranks know which one it was; only then they look closer.
 3. Gradients that are not finite are no mistake where the step is skipped, as loss scaling does. So it is said at the
    next forward, and only if the parameter is not finite by then.
-4. What was overlooked is in all ranks' gradients one step later: then nobody is blamed.
+4. What was overlooked is in all ranks' gradients one step later: then no rank is named.
 """
 
 from __future__ import annotations

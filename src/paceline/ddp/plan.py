@@ -1,7 +1,7 @@
-"""Which gradients travel together: pure functions from sizes to buckets, no tensors.
+"""Which gradients share a bucket: pure functions from sizes to buckets, no tensors.
 
 Rules
-1. Gradients of one (dtype, device) share buckets; a sparse gradient travels alone.
+1. Gradients of one (dtype, device) share buckets; a sparse gradient has one of its own.
 2. A bucket is closed by the gradient that brings it to its cap, so it may exceed the cap by one gradient. What remains
    is a bucket, too: the last one. Where buckets are cut from the end it is the first one, or a part of the one after it
    if it is less than half of its cap.
@@ -44,7 +44,7 @@ class GradientSpec:
     Attributes:
         size_bytes: Of the gradient.
         key: Gradients of different keys share no bucket.
-        sparse: It travels alone.
+        sparse: It has a bucket of its own.
         unit: The number of what can be left out of a step as a whole, and which this belongs to (rule 4).
     """
 

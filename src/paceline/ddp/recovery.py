@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.backward import Backward
@@ -24,7 +25,10 @@ from paceline.errors import ProtocolError
 
 
 class Interruptible(Protocol):
-    """What recovery does with the reducer."""
+    """What recovery knows of the reducer, and does with it."""
+
+    open_forwards: OpenForwards
+    process_groups: list[ProcessGroup]
 
     def arm(self, backward: Backward) -> None:
         """A backward begins."""
@@ -36,6 +40,20 @@ class Interruptible(Protocol):
         """No backward is under way any more."""
 
 
+class _FailingForGood:
+    """A context: an exception within means that communication has failed for good."""
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            self._recovery.fail(error)
+
+
 class Recovery:
     """Knows which backward is under way on this rank, and makes up for one that raised.
 
@@ -43,23 +61,23 @@ class Recovery:
         reducer: Whose backward.
         parameters: Whose gradients are dropped.
         used_before: Parameters used by unsynchronized backwards since the last synchronized one; emptied with them.
-        open_forwards: This rank's count; zero after an abort.
+
+    Attributes:
+        failing_for_good: A context: what raises within it is noted as by `fail`.
     """
 
     def __init__(
-        self,
-        reducer: Interruptible,
-        parameters: Sequence[Parameter],
-        used_before: set[int],
-        open_forwards: OpenForwards,
+        self, reducer: Interruptible, parameters: Sequence[Parameter], used_before: set[int]
     ) -> None:
+        self.failing_for_good = _FailingForGood(self)
         self._reducer = reducer
+        self._groups = reducer.process_groups
         self._parameters = parameters
         self._used_before = used_before
-        self._open_forwards = open_forwards
         self._backward: weakref.ref[Backward] | None = None
         self._synchronizes = False
         self._failure: Exception | None = None
+        _modules.add(self)
 
     # ---- the backward under way
 
@@ -79,6 +97,14 @@ class Recovery:
     def forget(self) -> None:
         """The backward has been completed."""
         self._backward = None
+
+    def is_first_over_its_groups(self) -> bool:
+        """Whether no other module over one of these groups is in a synchronized backward (rule 6 of `reducer`)."""
+        return len(_modules) == 1 or not any(map(self._meets, _modules))
+
+    def _meets(self, other: Recovery) -> bool:
+        is_active = (backward := other.current()) is not None and backward.synchronizes and other is not self
+        return is_active and any(a is b for a in self._groups for b in other._groups)
 
     @property
     def is_interrupted(self) -> bool:
@@ -143,11 +169,8 @@ class Recovery:
         self._backward = None
         if self._synchronizes:
             set_since = [parameter.grad if raised else None for parameter in self._parameters]
-            try:
+            with self.failing_for_good:
                 self._reducer.complete_aborted(status)
-            except Exception as error:
-                self._failure = error
-                raise
             self.drop_gradients()
             for parameter, gradient in zip(self._parameters, set_since, strict=True):
                 parameter.grad = gradient
@@ -166,7 +189,7 @@ class Recovery:
             self._reducer.rest()
             self._reducer.arm(Backward(True, _never_ended, by_autograd=False))
         self.recover(status)
-        self._open_forwards.forget()
+        self._reducer.open_forwards.forget()
 
     def drop_gradients(self) -> None:
         """Forget all gradients of this rank."""
@@ -177,3 +200,7 @@ class Recovery:
 
 def _never_ended(_: Backward) -> None:
     """The end of a backward that is aborted as soon as it has begun."""
+
+
+_modules: weakref.WeakSet[Recovery] = weakref.WeakSet()
+"""Of all wrapped modules: autograd may run through several in one backward."""

@@ -1,12 +1,12 @@
-"""When a bucket leaves: the life of one backward, from autograd's first gradient to the last rank's answer.
+"""The reducer: one backward, from autograd's first gradient until every parameter has its reduced one.
 
 Rules
 1. Buckets are launched in order of index, on every rank, each at most once a backward. A bucket that is full waits for
    the ones before it.
-2. The last bucket leaves when backward has ended: it carries the ranks' word on how theirs ended (`control`).
+2. The last bucket leaves when backward has ended: it carries how each rank's ended (control words, `verdict`).
 3. Every backward outside `no_sync` reduces every bucket. What a rank did not use counts as zero. So the sequence of
-   collectives depends on the number of synchronized backwards alone, never on which parameters they touched; or, where
-   buckets that no rank needs are left out, on what the ranks have agreed on in that backward (`skipping`).
+   collectives depends on the number of synchronized backwards alone, never on which parameters they touched. Where
+   buckets that no rank needs are left out, it depends on what the ranks have agreed on in that backward (`skipping`).
 4. By linearity a second backward before `zero_grad` is right too: the mean of (old + new) is old + mean(new), because
    old is the same on every rank.
 5. A gradient that arrives after its bucket has left is kept apart and reduced once more, on all ranks.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -42,37 +42,13 @@ from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.forward_overlap.piece_flight import PieceFlight
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.open_forwards import Owner
-from paceline.ddp.plan import BucketCaps
 from paceline.ddp.recovery import Recovery
+from paceline.ddp.setting import Setting
 from paceline.ddp.skipping import Skipping, collect_late
 from paceline.ddp.verdict import Status, Verdict
 from paceline.errors import PeerAbortedError, ProtocolError, SkipError
 from paceline.observe import StepTiming, StepTimings
 from paceline.observe.stations import station
-from paceline.reductions import Mean, Reduction
-
-
-@dataclass(frozen=True)
-class ReducerOptions:
-    """The caller's choices.
-
-    Attributes:
-        caps: When a bucket is full.
-        find_unused_parameters: Look for unused parameters when backward begins, from the first one on.
-        static_graph: Every backward touches the same parameters equally often; learn how often from the first one.
-        searches_caps: `caps` are where to begin; those with the shortest steps are found in the first steps.
-        skipping: Knows which buckets are left out; None: none ever is.
-    """
-
-    caps: BucketCaps
-    find_unused_parameters: bool
-    static_graph: bool
-    searches_caps: bool = False
-    skipping: Skipping | None = None
-
-
-_under_way: list[Reducer] = []
-"""Reducers in a synchronized backward, in the order in which they began; the engine may run through several."""
 
 
 class Reducer:
@@ -100,15 +76,16 @@ class Reducer:
     def __init__(
         self,
         managed: ManagedParameters,
-        options: ReducerOptions,
+        setting: Setting,
+        skipping: Skipping | None,
         process_groups: Sequence[ProcessGroup],
         peers: Peers,
         buffers: Buffers,
     ) -> None:
         self.managed = managed
-        self.options = options
+        self.setting = setting
         self.process_groups = list(process_groups)
-        self.reduction: Reduction = Mean()
+        self.reduction = setting.reduction
         self.timings = StepTimings()
         self.forward_s = 0.0
         self.num_steps = 0
@@ -123,20 +100,17 @@ class Reducer:
 
         self._peers = peers
         self._buffers = buffers
-        self._skipping = options.skipping
+        self._skipping = skipping
         group = self.process_groups[0]
         self._num_ranks = group.size()
         self._used_before: set[int] = set()  # touched without synchronization since the last one
         self.verdict = Verdict(group.rank(), self._num_ranks, list(managed.named().items()))
         self.open_forwards = self.verdict.open_forwards
-        self.recovery = Recovery(self, managed.parameters, self._used_before, self.open_forwards)
-        looks = options.find_unused_parameters or (self._skipping is not None and self._skipping.looks)
-        self.arrivals = Arrivals(managed, looks, options.static_graph, self._take, self._on_full)
-        if self._skipping is not None:
-            self._skipping.follow(managed, self.process_groups, peers, self.open_forwards)
-        self.cuts = BucketCuts(
-            managed, options.caps, options.searches_caps, self.arrivals, self.verdict, group, peers
-        )
+        self.recovery = Recovery(self, managed.parameters, self._used_before)
+        self.arrivals = Arrivals(managed, setting, self._take, self._on_full)
+        if skipping is not None:
+            skipping.follow(managed, self.process_groups, peers, self.open_forwards)
+        self.cuts = BucketCuts(managed, setting, self.arrivals, self.verdict, group, peers)
         self.buckets = self.cuts.cut()
         self.arrivals.record_order()
 
@@ -190,30 +164,22 @@ class Reducer:
             self._by_autograd = backward.by_autograd
             pieces = self.forward_overlap and self._new_pieces(self.forward_overlap, backward.synchronizes)
             self._flight = pieces or Flight(self.reduction, self.process_groups, self._peers)
-            self._launches_early = not any(map(self._shares_group_with, _under_way))
+            self._goes_first = self.recovery.is_first_over_its_groups()
             num_averaged = self.num_averaged or self._num_ranks
             if backward.synchronizes:
-                _under_way.append(self)
                 self.reduction.begin_step()
                 if self.share is not None:
                     self.reduction.weigh(self.share)
             self._scales = Scales(
                 input=self.weight * self.reduction.input_scale(num_averaged), mean=self.weight / num_averaged
             )
+            self.arrivals.expected.begin()
             if self._skipping is not None:
-                self._skipping.begin(backward.by_autograd, self.arrivals.expected)
+                self._skipping.begin(backward, self.arrivals.expected, self._used_before, self._goes_first)
             self.arrivals.arm(backward.synchronizes, backward.started_s)
-            if self._skipping is not None and backward.synchronizes:
-                self._skipping.propose(backward.by_autograd, self.arrivals.expected, self._used_before)
-                if self._launches_early:
-                    self._skipping.ask()
 
     def _new_pieces(self, overlap: ForwardOverlap, synchronizes: bool) -> PieceFlight | None:
         return overlap.new_flight(synchronizes, self.buckets, self.num_steps, self.timings, self.forward_s)
-
-    def _shares_group_with(self, other: Reducer) -> bool:
-        is_active = other is not self and other.recovery.current() is not None
-        return is_active and any(a is b for a in self.process_groups for b in other.process_groups)
 
     def _begin_unseen(self) -> Backward:
         """A gradient is there, and the backward has passed no output that is watched."""
@@ -228,7 +194,7 @@ class Reducer:
             if backward.synchronizes:
                 bucket.enter(slot, self._scales.input)
             else:
-                bucket.settle(slot)
+                bucket.accumulate(slot)
 
     def _on_full(self, bucket: Bucket) -> None:
         backward = self.recovery.current()
@@ -246,31 +212,23 @@ class Reducer:
             self._launch_ready()  # otherwise with the next full bucket: those hooks want to see `.grad`
 
     def _launch_ready(self) -> None:
-        last = len(self.buckets) - 1 if self._launches_early else 0
-        if self._skipping is not None and not self._knows_what_leaves(self._skipping):
-            return
+        last = len(self.buckets) - 1 if self._goes_first else 0
+        if self._skipping is not None:
+            with self.recovery.failing_for_good:
+                if not self._skipping.lets_launch(self.buckets):
+                    return
         while (place := self._flight.num_launched) < last and self.buckets[place].ready_s:
             self._launch(self.buckets[place])
 
-    def _knows_what_leaves(self, skipping: Skipping) -> bool:
-        try:
-            return skipping.lets_launch(self.buckets)
-        except Exception as error:
-            self.recovery.fail(error)
-            raise
-
-    def _is_shelved(self, bucket: Bucket) -> bool:
-        return self._skipping is not None and self._skipping.shelves(bucket)
-
     def _launch(self, bucket: Bucket) -> None:
-        if self._is_shelved(bucket):
+        if bucket.left_out:
             assert isinstance(self._flight, Flight), "skipping is refused beside forward overlap"
-            self._flight.shelve(bucket)
+            self._flight.leave_out(bucket)
             return
         with station("launched"):
             if not bucket.launched:
                 bucket.collect(self._scales, self._used_before, has_ended=False)
-            is_last = all(map(self._is_shelved, self.buckets[bucket.index + 1 :]))
+            is_last = all(later.left_out for later in self.buckets[bucket.index + 1 :])
             try:
                 self._flight.launch(bucket, is_last)
             except Exception as error:
@@ -290,13 +248,11 @@ class Reducer:
                     self.buckets = self.cuts.cut()
             else:
                 self._end_unsynchronized()
-        except SkipError:
+        except (PeerAbortedError, SkipError):
             self.recovery.drop_gradients()
-            self._buffers.are_in_line = False
             raise
         except Exception as error:
-            if not isinstance(error, PeerAbortedError):
-                self.recovery.fail(error)
+            self.recovery.fail(error)
             raise
         finally:
             self.rest()
@@ -319,6 +275,7 @@ class Reducer:
             SkipError: What is skipped differs between ranks, or was used; gradients are dropped.
         """
         ended_s = time.perf_counter()
+        self._buffers.are_in_line = False
         unused = self._complete(self._status())
         waited_s = time.perf_counter() - ended_s
         try:
@@ -327,25 +284,24 @@ class Reducer:
             self._land()
             self.recovery.drop_gradients()
             raise
-        overlap = self.forward_overlap if self._may_put_off(backward, has_late) else None
-        if overlap is None:
-            self._land()
-            if has_late:
-                self._reduce_late()
-            self._attach(unused)
-            if ranks := self.verdict.control.ranks_not_finite():
-                self.verdict.suspect(self.num_steps + 1, ranks, self.cuts.order)
-        if backward.by_autograd and (unused or self.options.find_unused_parameters):
+        if backward.by_autograd and (unused or self.setting.find_unused_parameters):
             self._note_unused(unused)
         self.arrivals.expected.learn(self.buckets)
         self.num_steps += 1
         self._peers.note_step(self.num_steps)
         self._used_before.clear()
         record = functools.partial(self._record, self._flight, self.num_steps, backward.started_s, ended_s)
-        if overlap is None:
-            record(waited_s)
-        else:
-            self._put_off(overlap, unused, lambda later_s: record(waited_s + later_s))
+        overlap = self.forward_overlap
+        may_put_off = backward.by_autograd and self.on_reduced is None and not has_late
+        if overlap is not None and may_put_off and overlap.may_take_over(self._flight):
+            overlap.take_over(lambda bucket: bucket.attach(self.verdict.control.is_used), record)
+            return
+        self._land()
+        if has_late:
+            self._reduce_late()
+        self._attach(unused)
+        self.verdict.suspect_first_not_finite(self.num_steps, self.cuts.order)
+        record(waited_s)
 
     def _status(self) -> Status:
         """How this rank's backward has ended. Raises SkipError, once the others know, if it has used what it skips."""
@@ -354,11 +310,11 @@ class Reducer:
             if error := self._skipping.error_of_used(self.buckets):
                 self._complete(Status.ABORTED)
                 raise error
-            for bucket in filter(self._is_shelved, self.buckets):
-                if bucket.slots_with_gradients():
-                    collect_late(bucket)
-        is_late = any(bucket.has_late_gradients() for bucket in self.buckets)
-        return self._tell_of_late() if is_late else Status.GOOD
+        if not any(bucket.has_late_gradients() for bucket in self.buckets):
+            return Status.GOOD
+        self.arrivals.expected.defer()
+        self.verdict.warn_of_late_gradients()
+        return Status.LATE_GRADIENTS
 
     def _record(
         self, flight: Flight | PieceFlight, step: int, started_s: float, ended_s: float, waited_s: float
@@ -375,23 +331,8 @@ class Reducer:
         if not self._flight.is_awaited_at_end:
             self._flight.wait()
 
-    def _put_off(self, overlap: ForwardOverlap, unused: list[int], record: Callable[[float], None]) -> None:
-        is_used = self.verdict.control.is_used() if unused else []
-        overlap.take_over(lambda bucket: bucket.attach(is_used.__getitem__), record)
-
-    def _may_put_off(self, backward: Backward, has_late: bool) -> bool:
-        """Whether each bucket may be attached when the next forward needs it."""
-        overlap = self.forward_overlap
-        is_plain = backward.by_autograd and self.on_reduced is None and not has_late
-        return overlap is not None and is_plain and overlap.may_take_over(self._flight)
-
-    def _tell_of_late(self) -> Status:
-        self.arrivals.expected.defer()
-        self.verdict.warn_of_late_gradients()
-        return Status.LATE_GRADIENTS
-
     def _complete(self, status: Status) -> list[int]:
-        """Launch the remaining buckets, the last with our words, and wait for all. Returns the unused parameters."""
+        """Launch the remaining buckets, the last with control words, and wait for all. Returns unused parameters."""
         if self._skipping is not None:
             self._skipping.agree(self.buckets)
         remaining = self.buckets[self._flight.num_launched :]
@@ -399,7 +340,7 @@ class Reducer:
             if not bucket.ready_s:
                 with station("ready"):
                     bucket.ready_s = time.perf_counter()
-            if not self._is_shelved(bucket):
+            if not bucket.left_out:
                 bucket.collect(self._scales, self._used_before, has_ended=True)
         unused = [index for bucket in self.buckets for index in bucket.untouched_members()]
         num_open = self.open_forwards.word(self._by_autograd)
@@ -413,11 +354,10 @@ class Reducer:
         if is_awaited or status is Status.ABORTED:
             self._flight.wait()
         last = self.buckets[-1]
-        if not (is_awaited and self.reduction.carries_words) or self._is_shelved(last) or last.words is None:
+        if not (is_awaited and self.reduction.carries_words) or last.left_out or last.words is None:
             self.verdict.exchange(self.process_groups[0], self._peers)
         if self._buffers.are_awaited:
             self._buffers.end_step()
-        self._buffers.are_in_line = False
         return unused
 
     def _reduce_late(self) -> None:
@@ -427,27 +367,26 @@ class Reducer:
                 collect_late(bucket)
             pending = bucket.launch_late(self._scales.mean, self._flight.group_of(bucket))
             self._peers.wait(pending, "reducing late gradients")
-            bucket.add_late()
 
     def _attach(self, unused: list[int]) -> None:
         """Give every parameter its reduced gradient; those that no rank used get what they had."""
         with station("attached"):
-            used_somewhere = self.verdict.control.is_used() if unused else []
+            is_used = self.verdict.control.is_used
             for bucket in self.buckets:
-                bucket.attach(used_somewhere.__getitem__)
-            if unused_everywhere := [index for index in unused if not used_somewhere[index]]:
+                bucket.attach(is_used)
+            if unused_everywhere := [index for index in unused if not is_used(index)]:
                 self.reduction.withdraw([self.managed.parameters[index] for index in unused_everywhere])
             if self.on_reduced is not None:
                 for parameter in self.managed.parameters:
                     self.on_reduced(parameter)
 
     def _note_unused(self, unused: list[int]) -> None:
-        looks = self.options.find_unused_parameters
+        looks = self.setting.find_unused_parameters
         if self._skipping is not None:
             unused = [] if self._skipping.looks else self._skipping.undeclared(unused)
         if unused:
             self.arrivals.expected.predicts = True
-            if not (looks or self.options.static_graph):
+            if not (looks or self.setting.static_graph):
                 self.verdict.warn_of_unused(unused)
         elif looks and self.num_steps == 0 and self.verdict.control.all_used_everywhere():
             self.verdict.warn_of_none_unused()
@@ -455,8 +394,6 @@ class Reducer:
     def rest(self) -> None:
         """No backward is under way any more."""
         self.recovery.forget()
-        if self in _under_way:
-            _under_way.remove(self)
         self.arrivals.rest()
 
     # ---- besides
@@ -474,20 +411,8 @@ class Reducer:
     def complete_aborted(self, status: Status) -> None:
         """Perform what is left of the last backward's collectives, and tell the other ranks that it raised."""
         self.arrivals.expect_nothing()
+        self._buffers.are_in_line = False
         self.out_of_memory = ()
-        try:
+        with suppress(SkipError):  # the other ranks raise it; nothing was launched
             self._complete(status)
-        except SkipError:  # the other ranks raise it; nothing was launched
-            self._buffers.are_in_line = False
-            return
-        self.out_of_memory = self.verdict.only_out_of_memory()
-
-    def set_static_graph(self) -> None:
-        """As the option `static_graph`, before the first step."""
-        if self.num_steps > 0 or self._used_before:
-            raise RuntimeError(
-                f"_set_static_graph() was called after {self.num_steps} synchronized steps. The first backward is the "
-                "one that counts a static graph, so call it before, or pass static_graph=True to the constructor."
-            )
-        self.options = replace(self.options, static_graph=True)
-        self.arrivals.expected.expect_static_graph()
+            self.out_of_memory = self.verdict.only_out_of_memory()

@@ -1,4 +1,4 @@
-"""Which buckets stay on the shelf: those that no rank needs in this step, agreed on before the first bucket leaves.
+"""Which buckets a step leaves out: those that no rank needs, as the ranks agree before the first bucket leaves.
 
 Rules
 1. When a synchronized backward begins, every rank says which gradients it needs, in one small sum ahead of all buckets.
@@ -8,9 +8,9 @@ Rules
    that must not be: there the first full bucket waits as long as it takes.
 2. A rank needs no gradient of what it has declared to be skipped (`model.skip`), nor, if `looks`, of what the autograd
    engine says this backward does not reach; but all that earlier backwards of the step have used. A bucket of which no
-   rank needs anything is shelved. Its gradients stay what they were, as those of parameters that nobody has used.
-3. Where ranks have declared different layers, all of them read so in the same sum: nobody launches anything, everybody
-   raises, and says so if the ranks are not in the same step (they would draw alike, but for different steps). A rank
+   rank needs anything is left out. Its gradients stay what they were, as those of parameters that no rank has used.
+3. Where ranks have declared different layers, all of them read so in the same sum: no rank launches anything, all
+   raise, and say so if the ranks are not in the same step (they would draw alike, but for different steps). A rank
    that runs no backward of its own (joined, or giving up) has no say, and follows.
 4. A gradient of a declared parameter is an error. One that the engine has not foreseen (reentrant checkpointing) is
    late (rule 5 of `reducer`), and from then on this rank needs everything.
@@ -27,6 +27,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
+from paceline.comm.backward import Backward
 from paceline.comm.collectives import device_for_metadata, launch_sum
 from paceline.comm.gradient_group import is_beside
 from paceline.comm.peers import Peers
@@ -37,34 +38,11 @@ from paceline.ddp.droppable import Parts, Unit, flat
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.open_forwards import OpenForwards, out_of_step
 from paceline.errors import ConfigurationError, SkipError
-from paceline.reductions import Reduction
 
 _BITS = 48  # of one word, which float64 sums exactly
 _UNITS = 5  # the units' bits begin here; before them: whether a rank has a say, and in four its open forwards
 _MOST_NAMED = 5
 PATIENCE_S = 0.002
-
-
-def check(units: Sequence[Unit], looks: bool, reduction: Reduction, **conflicting: object) -> None:
-    """Refuse to skip together with what needs every bucket in every step.
-
-    Args:
-        units: What can be skipped.
-        looks: Whether `skip_all_reduce_unused_params` was asked for.
-        reduction: Combines the gradients.
-        conflicting: Arguments that are given, by name, with which nothing can be skipped.
-    """
-    if not (units or looks):
-        return
-    found = [f"{name}={value!r}" for name, value in conflicting.items() if value]
-    if reduction.needs_all_buckets:
-        found.append(f"gradients combined by {reduction!r}")
-    if found:
-        asked = "droppable" if units else "skip_all_reduce_unused_params"
-        raise ConfigurationError(
-            f"{asked} is not possible with {'; nor with '.join(found)}: that needs every bucket in every step. Leave "
-            "out either."
-        )
 
 
 class Skipping:
@@ -145,16 +123,25 @@ class Skipping:
 
     # ---- a synchronized backward
 
-    def begin(self, by_autograd: bool, expected: Expectations) -> None:
-        """A backward begins: take down what is declared. Local."""
-        self._declared = frozenset().union(*self._contexts) if by_autograd else frozenset()
+    def begin(self, backward: Backward, expected: Expectations, used_before: set[int], asks: bool) -> None:
+        """A backward begins: take down what is declared, and what this rank needs if it `synchronizes`.
+
+        Args:
+            backward: This one.
+            expected: What it reaches; told of what it skips.
+            used_before: Indices of parameters that earlier, unsynchronized backwards of this step have touched.
+            asks: Whether to `ask` the others now. Local without it.
+        """
+        self._declared = frozenset().union(*self._contexts) if backward.by_autograd else frozenset()
         self._skipped = frozenset().union(*(self._members[number] for number in self._declared))
         self._pending, self._needed, self._disagreement = None, None, ""
         expected.skipped = self._skipped
+        if backward.synchronizes:
+            self._propose(backward.by_autograd, expected.reached() if self.looks else None, used_before)
+            if asks:
+                self.ask()
 
-    def propose(self, by_autograd: bool, expected: Expectations, used_before: set[int]) -> None:
-        """Write down what this rank needs. Local; after `begin`."""
-        reached = expected.reached() if self.looks else None
+    def _propose(self, by_autograd: bool, reached: list[bool] | None, used_before: set[int]) -> None:
         rank, num_ranks = self._group.rank(), self._group.size()
         needs = [
             index in used_before
@@ -185,7 +172,7 @@ class Skipping:
         self._pending.on_done(self._has_arrived.set)
 
     def lets_launch(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether it is known which of these leave. Local; waits once a backward (rule 1)."""
+        """Whether it is known which of these leave, and which are `left_out`. Local; waits once a backward (rule 1)."""
         if self._needed is None and self._pending is not None:
             patience_s, self._patience_s = self._patience_s, 0.0
             if not self._is_private or self._has_arrived.wait(patience_s):
@@ -214,7 +201,8 @@ class Skipping:
         counts = [round(word) for word in self._words.tolist()]
         self._needed = [count > 0 for count in counts[:num_parameters]]
         for bucket in buckets:
-            bucket.left_out = self.shelves(bucket)
+            if not any(self._needed[index] for index in bucket.members):
+                bucket.leave_out()
         said, width = counts[num_parameters:], self._num_words
         masks = {
             rank: sum(said[rank * width + place] << (place * _BITS) for place in range(width))
@@ -243,11 +231,6 @@ class Skipping:
             "Nothing was reduced; the gradients of this step were dropped on every rank, parameters are untouched."
         )
 
-    def shelves(self, bucket: Bucket) -> bool:
-        """Whether no rank needs anything of it. Local; once agreed on."""
-        needed = self._needed
-        return needed is not None and not any(needed[index] for index in bucket.members)
-
     # ---- backward has ended
 
     def error_of_used(self, buckets: Sequence[Bucket]) -> SkipError | None:
@@ -265,7 +248,7 @@ class Skipping:
         )
 
     def undeclared(self, unused: Sequence[int]) -> list[int]:
-        """Of these parameter indices those that nobody has said would not be used."""
+        """Of these parameter indices those that were not declared to be skipped."""
         return [index for index in unused if index not in self._skipped]
 
 

@@ -37,13 +37,15 @@ class SparseBucket:
         self._used = False
         self._kept: Tensor | None = None
         self._num_touched_at_collect = 0
-        self._late = self.message
 
     def arm(self, expected: int) -> None:
         self.touched.clear()
         self.expected = expected
         self.launched = self.left_out = False
         self.ready_s = 0.0
+
+    def leave_out(self) -> None:
+        self.left_out, self._used, self._num_touched_at_collect = True, False, 0
 
     def disarm(self) -> None:
         self.arm(expected=1)
@@ -60,8 +62,8 @@ class SparseBucket:
     def enter(self, slot: int, scale: float) -> None:
         """Sparse gradients wait for `collect`."""
 
-    def settle(self, slot: int) -> None:
-        """Nor has it a place to settle in."""
+    def accumulate(self, slot: int) -> None:
+        """There is no buffer to keep it in."""
 
     def collect(self, scales: Scales, used_before: set[int], has_ended: bool) -> None:
         parameter = self.parameters[0]
@@ -88,22 +90,19 @@ class SparseBucket:
             self.parameters[0].grad = self._kept
 
     def untouched_members(self) -> list[int]:
-        self._used = not self.left_out and (self._used or self.has_late_gradients())
+        self._used = self._used or self.has_late_gradients()
         return [] if self._used else list(self.members)
 
     def has_late_gradients(self) -> bool:
-        return self.launched and len(self.touched) > self._num_touched_at_collect
+        return (self.launched or self.left_out) and len(self.touched) > self._num_touched_at_collect
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Pending:
         late = _scaled(_as_sparse(self.parameters[0]), scale)
         self.parameters[0].grad = None  # as after `collect`
-        return launch_sparse_sum(late, group, self._keep_late)
+        return launch_sparse_sum(late, group, self._add_late)
 
-    def _keep_late(self, late: Tensor) -> None:
-        self._late = late
-
-    def add_late(self) -> None:
-        self.message = (self.message + self._late).coalesce()
+    def _add_late(self, late: Tensor) -> None:
+        self.message = (self.message + late).coalesce()
 
     def drop_installed(self) -> None:
         """Nothing is ever installed."""

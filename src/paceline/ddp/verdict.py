@@ -29,8 +29,8 @@ class Status(IntEnum):
     """How a rank's backward ended."""
 
     GOOD = 0
-    LATE_GRADIENTS = 1  # some gradients arrived after their bucket had left: everybody reduces once more
-    ABORTED = 2  # an exception ended it: nobody may use this step's gradients
+    LATE_GRADIENTS = 1  # some gradients arrived after their bucket had left: all ranks reduce once more
+    ABORTED = 2  # an exception ended it: no rank may use this step's gradients
     OUT_OF_MEMORY = 3  # likewise, and smaller batches may help
 
 
@@ -48,7 +48,7 @@ def _num_remainders(dtype: torch.dtype) -> int:
 
 
 class ControlWords:
-    """This rank's words, and after the reduction everybody's."""
+    """This rank's control words, and after the reduction their sum over all ranks."""
 
     def __init__(self, num_parameters: int, num_ranks: int, rank: int) -> None:
         self._num_parameters = num_parameters
@@ -58,6 +58,7 @@ class ControlWords:
         self.words = torch.zeros(self.num_words)
         self._all_used = torch.cat([torch.ones(num_parameters), torch.zeros(num_ranks)])
         self._status_words: list[int] = []
+        self._uses: list[float] = []  # of each parameter, how many ranks used it; once asked for
 
     def place(self, words: Tensor) -> None:
         """Use `words`, shape (num_words,), from now on: the end of the last bucket's buffer, or a tensor of its own."""
@@ -92,6 +93,7 @@ class ControlWords:
         words = self.words[self._num_parameters :].tolist()
         plain = _MODULE * self._module_remainder()
         self._status_words = [] if words == [plain] * len(words) else [round(word) for word in words]
+        self._uses = []
 
     @property
     def is_plain(self) -> bool:
@@ -119,9 +121,10 @@ class ControlWords:
         """Which module each rank has synchronized; after `read`."""
         return [word // _MODULE + 1 for word in self._status_words]
 
-    def is_used(self) -> list[bool]:
-        """Whether any rank used each parameter. On an accelerator this waits for the device."""
-        return [count > 0 for count in self.words[: self._num_parameters].tolist()]
+    def is_used(self, index: int) -> bool:
+        """Whether any rank used this parameter; after `read`. On an accelerator the first call waits for the device."""
+        self._uses = self._uses or self.words[: self._num_parameters].tolist()
+        return self._uses[index] > 0
 
     def all_used_everywhere(self) -> bool:
         """Whether every rank used every parameter."""
@@ -147,7 +150,7 @@ class Verdict:
         self._warned: set[str] = set()
 
     def exchange(self, process_group: ProcessGroup, peers: Peers) -> None:
-        """Sum the words, where they do not travel with a bucket. Collective; blocks."""
+        """Sum the words by themselves, where no bucket carries them. Collective; blocks."""
         if process_group.size() > 1:
             peers.wait(launch_sum(self.control.words, process_group), "waiting for the ranks' statuses")
 
@@ -230,15 +233,15 @@ class Verdict:
 
     # ---- gradients that are not finite
 
-    def suspect(self, step: int, ranks: list[int], order: Sequence[int]) -> None:
-        """These ranks have seen gradients that are not finite: find the first, for the next forward to say so.
+    def suspect_first_not_finite(self, step: int, order: Sequence[int]) -> None:
+        """If ranks have seen gradients that are not finite, find the first, for the next forward to say so.
 
         Args:
             step: The number of the step that ends.
-            ranks: As `ControlWords.ranks_not_finite`.
             order: In which backward makes the gradients.
         """
-        if self._suspicion is None:
+        ranks = self.control.ranks_not_finite()
+        if ranks and self._suspicion is None:
             self._suspicion = Suspicion.of(step, ranks, [self._named[index] for index in order])
 
     def confirm_suspicion(self) -> None:

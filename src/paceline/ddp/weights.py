@@ -53,7 +53,7 @@ class StepWeights:
 
     @property
     def first_rank(self) -> int:
-        """The first that has a micro-batch; 0 if nobody has."""
+        """The first that has a micro-batch; 0 if none has."""
         return next((rank for rank, count in enumerate(self.micro_steps) if count > 0), 0)
 
     def factor(self, weight: float, divides_by_all: bool = True) -> float:

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,29 +21,24 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.comm.gradient_group import gradient_groups, on_one_host
+from paceline.comm.gradient_group import gradient_groups
 from paceline.comm.peers import next_name
 from paceline.compression import Compressor
 from paceline.data import Balance, GlobalBatches
-from paceline.ddp import arguments, inputs_outputs, skipping, sync_batch_norm
+from paceline.ddp import arguments, inputs_outputs, sync_batch_norm
 from paceline.ddp.accumulation import Batch, Window
 from paceline.ddp.cap_search import CapSearch
-from paceline.ddp.coordinator import Setting, StepCoordinator
-from paceline.ddp.droppable import units_of
+from paceline.ddp.coordinator import StepCoordinator
 from paceline.ddp.forward_overlap import ForwardOverlap
-from paceline.ddp.joining import Shadow, refuse_beside
-from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.mixed_precision import LowPrecision, cast_buffers
-from paceline.ddp.mixed_precision import check as check_precision
-from paceline.ddp.plan import BucketCaps
 from paceline.ddp.reducer import Reducer
-from paceline.ddp.replicas import tell_of_refusal
+from paceline.ddp.setting import Setting
 from paceline.ddp.torch_compat import state_names
 from paceline.ddp.torch_compat.dynamo import may_compile, run_uncompiled_if_compiling, skip_package
-from paceline.ddp.torch_compat.torch_surface import TorchsReducer, TorchSurface, take_over_optimizers
+from paceline.ddp.torch_compat.torch_surface import TorchSurface
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings
-from paceline.reductions import Mean, Reduction
+from paceline.reductions import Reduction
 
 
 class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, override]
@@ -149,144 +145,37 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         overlap_forward: bool | str = False,
         droppable: Any = None,
     ) -> None:
+        given = SimpleNamespace(**locals())  # the arguments, by name
         Module.__init__(self)
         Joinable.__init__(self)
         self._logged_error: dict[str, Any] = {}
-        try:
-            self._process_groups = arguments.choose_process_groups(process_group, device_mesh)
-            arguments.check_is_module(module)
-            arguments.check_flags(
-                broadcast_buffers=broadcast_buffers,
-                init_sync=init_sync,
-                find_unused_parameters=find_unused_parameters,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                static_graph=static_graph,
-                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-                batched_grad_copy=batched_grad_copy,
-                forward_sync_buffers=forward_sync_buffers,
-            )
-            arguments.check_mixed_precision(mixed_precision)
-            arguments.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
-            arguments.local_module_of_mesh(module, device_mesh)
-            self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-            self._module_parameters = [
-                p for name, p in module.named_parameters() if name not in self.parameters_to_ignore
-            ]
-            arguments.check_not_wrapped(module)
-            arguments.check_module(self._module_parameters)
-            self.device_ids, self.output_device = arguments.check_devices(
-                self._module_parameters, device_ids, output_device
-            )
-            given_caps = BucketCaps.from_arguments(bucket_cap_mb, bucket_cap_mb_list)
-            self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
-            self._units = units_of(module, droppable)
-            managed = arguments.manage(
-                module, self.parameters_to_ignore, self._delay_all_reduce_params, self._units
-            )
-            self._reduction = arguments.choose_reduction(reduction, compression, mixed_precision)
-            arguments.check_linear(managed, self._reduction)
-            self._searches_caps = arguments.check_cap_search(
-                bucket_cap_mb, bucket_cap_mb_list, self._reduction, overlap_forward
-            )
-            skipping.check(
-                self._units,
-                skip_all_reduce_unused_params,
-                self._reduction,
-                overlap_forward=overlap_forward,
-                bucket_cap_mb=bucket_cap_mb if self._searches_caps else None,
-                static_graph=static_graph and bool(self._units),
-            )
-            if overlap_forward:
-                arguments.check_forward_overlap(
-                    overlap_forward,
-                    module,
-                    managed,
-                    self._process_groups,
-                    self._reduction,
-                    mixed_precision,
-                    init_sync,
-                )
-            if mixed_precision is not None and mixed_precision.param_dtype is not None:
-                check_precision(module, mixed_precision.param_dtype, mixed_precision.buffer_dtype)
-            self._reduction.prepare(managed.named(), self._process_groups[0])
-            device = self._module_parameters[0].device
-            self._shares = arguments.choose_shares(batch_sampler, balance, self._process_groups[0], device)
-            arguments.check_weight(weight)
-            self._weight = weight
-        except (RuntimeError, ValueError) as error:
-            if init_sync and hasattr(self, "_process_groups"):
-                known = getattr(self, "_module_parameters", None) or [torch.empty(0)]
-                tell_of_refusal(error, self._process_groups[0], known[0].device)
-            raise
-        self.process_group = self._process_groups[0]
-        if device_mesh is not None:
-            self.device_mesh = device_mesh
-        self.module = module
-        self.dim = dim
-        self.device = self._module_parameters[0].device
-        self.device_type = self.device.type
-        self._any_on_cpu = self.device_type == "cpu"
-        self._caps = given_caps or self._default_caps(self._any_on_cpu)
-        how = "searched" if self._searches_caps else "default"
-        self._chosen_caps = given_caps or f"{how} on {'one host' if _is_on_one_host() else 'several hosts'}"
-        self.bucket_bytes_cap_default = given_caps is None
-        self.bucket_bytes_cap_list = [] if bucket_cap_mb_list is None else list(self._caps.caps_bytes)
-        self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
+        self._setting = Setting.of(module, given)
+        self._name_as_torch(given)
         self.forward_sync_buffers, init_sync_buffers = arguments.choose_buffer_policy(
             broadcast_buffers, forward_sync_buffers
         )
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.batched_grad_copy = batched_grad_copy
-        self.lazy_bucket_allocation = lazy_bucket_allocation
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.static_graph = static_graph
-        self.mixed_precision = mixed_precision
         self.overlaps_forward = bool(overlap_forward)
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
         arguments.warn_of_ignored(
-            check_reduction,
-            static_graph,
-            find_unused_parameters,
-            lazy_bucket_allocation,
+            check_reduction, static_graph, find_unused_parameters, lazy_bucket_allocation
         )
-        self._set_up(managed, init_sync, init_sync_buffers, overlap_forward)
+        self._set_up(init_sync, init_sync_buffers, overlap_forward)
 
-    def _set_up(
-        self,
-        managed: ManagedParameters,
-        init_sync: bool,
-        init_sync_buffers: bool,
-        overlap_forward: bool | str = False,
-    ) -> None:
+    def _set_up(self, init_sync: bool, init_sync_buffers: bool, overlap_forward: bool | str = False) -> None:
         """Everything that depends on the process group and cannot be pickled; collective if `init_sync`."""
         self._init_torch_surface()
-        setting = Setting(
-            self._process_groups,
-            self._reduction,
-            self._caps,
-            self._searches_caps,
-            self._chosen_caps,
-            self._delay_all_reduce_params,
-            self._weight,
-            self._shares,
-            self._units,
-            self.skip_all_reduce_unused_params,
-            make_reducer=TorchsReducer,
-            take_over_optimizers=take_over_optimizers,
-        )
+        setting = self._setting
+        managed = setting.managed(self.module)
         name = next_name(self.process_group, init_sync)
-        self._steps = steps = StepCoordinator(self, self._module_parameters, setting, name)
+        self._steps = steps = StepCoordinator(self, setting, name)
         if steps.has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
         more = (("broadcast_buffers", init_sync_buffers), ("overlap_forward", overlap_forward))
         on_cpu = steps.verify(managed, *more) if init_sync else []
-        if on_cpu and self.bucket_bytes_cap_default:
-            self._any_on_cpu = any(on_cpu)
-            self._caps = setting.caps = self._default_caps(self._any_on_cpu)
+        if on_cpu:
+            setting.any_on_cpu = any(on_cpu)
+            setting.choose_caps()
         # Where only some ranks have their gradients in host memory, none of them may open a group for those.
-        steps.reduce_groups = gradient_groups(self._process_groups, bool(on_cpu) and all(on_cpu))
+        steps.reduce_groups = gradient_groups(setting.process_groups, bool(on_cpu) and all(on_cpu))
         if init_sync:
             steps.broadcast_model(source=0, with_buffers=init_sync_buffers)
             if steps.has_sync_batch_norm:
@@ -302,10 +191,6 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
         self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(state_names.take_back)  # type: ignore[no-untyped-call]
-
-    def _default_caps(self, any_on_cpu: bool) -> BucketCaps:
-        size_bytes = sum(p.numel() * p.element_size() for p in self._module_parameters if p.requires_grad)
-        return BucketCaps.default(size_bytes, any_on_cpu, _is_on_one_host(), self.process_group.size())
 
     @property
     def cap_search(self) -> CapSearch | None:
@@ -468,11 +353,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     @property
     def reduction(self) -> Reduction:
         """What combines the ranks' gradients; its `state_dict()` is this rank's own, to be saved by every rank."""
-        return self._reduction
+        return self._setting.reduction
 
     def balance_report(self) -> dict[str, Any]:
         """What `balance` has learnt and done, for JSON; empty without it. Local; the same on every rank."""
-        shares = self._shares
+        shares = self._setting.shares
         if shares is None or shares.balance is None:
             return {}
         return shares.balance.report(shares.sampler.batch)
@@ -481,7 +366,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         """Drop the gradients, as torch's; those that are still under way once they have been used."""
         overlap = self.forward_overlap
         if overlap is not None and overlap.has_outstanding:
-            overlap.zero_grad_of(self._module_parameters, set_to_none)
+            overlap.zero_grad_of(self._setting.parameters, set_to_none)
         else:
             super().zero_grad(set_to_none)
 
@@ -491,7 +376,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         Contract:
             Local. After a synchronized backward the same on every rank, because gradients are.
         """
-        gradients = [p.grad for p in self._module_parameters if p.grad is not None]
+        gradients = [p.grad for p in self._setting.parameters if p.grad is not None]
         return all(bool((g._values() if g.is_sparse else g).isfinite().all()) for g in gradients)
 
     @property
@@ -521,61 +406,25 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def join_hook(self, **kwargs: Any) -> Shadow:
-        """What `Join` runs on a rank that has no more batches, whether `join` made it or a script.
-
-        Raises:
-            ConfigurationError: An option of this module needs batches on every rank.
-        """
-        refuse_beside(self)
-        return Shadow(self, self._steps, kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        return self._steps.device
-
-    @property
-    def join_process_group(self) -> Any:
-        return self.process_group
-
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        left_out = {
-            "process_group",
-            "_process_groups",
-            "_steps",
-            "logger",
-            "device_mesh",
-            "_shares",
-            "_low_precision",
-        }
+        left_out = {"process_group", "_steps", "logger", "device_mesh", "_low_precision"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         state["_load_state_dict_post_hooks"] = type(self._load_state_dict_post_hooks)()
         state["_comm_hook"] = None
-        state["_shares"] = state["_weight"] = None  # a copy is trained by itself
-        if not self._reduction.is_ours:
-            state["_reduction"] = Mean()  # a hook's state need not survive a copy; torch leaves it out, too
+        state["_setting"] = self._setting.for_a_copy()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group = dist.distributed_c10d._get_default_group()
-        self._process_groups = [self.process_group]
         Module.__setstate__(self, state)
-        self._module_parameters = [
-            p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
-        ]
-        managed = arguments.manage(
-            self.module, self.parameters_to_ignore, self._delay_all_reduce_params, self._units
-        )
-        self._reduction.prepare(managed.named(), self.process_group)
-        self._set_up(managed, init_sync=False, init_sync_buffers=False)
-
-
-def _is_on_one_host() -> bool:
-    return on_one_host() is not False
+        setting = self._setting
+        setting.process_groups = [self.process_group]
+        setting.reduction.prepare(setting.managed(self.module).named(), self.process_group)
+        self._set_up(init_sync=False, init_sync_buffers=False)
 
 
 # Dynamo compiles the wrapped module and leaves alone what runs around it; all of that has been imported by now.

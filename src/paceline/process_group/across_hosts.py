@@ -63,7 +63,7 @@ class AcrossHosts:
         self._num_columns = min(len(ranks) for ranks in hosts)
         self._timeout_s = timeout.total_seconds()
         self._column: Executor | None = None
-        self._everybody: dict[int, Executor] = {}  # by the rank that is the first one there
+        self._all_ranks: dict[int, Executor] = {}  # by the rank that is the first one there
         self._links: Links | None = None
         self._only: str | None = None
         self._wanted = wanted_path(wanted)
@@ -134,11 +134,11 @@ class AcrossHosts:
 
     def _run(self, name: str, flat: Tensor, first: int, operation: str) -> None:
         ranks = self._inner.size()
-        if first not in self._everybody:
+        if first not in self._all_ranks:
             members = [(first + rank) % ranks for rank in range(ranks)]
-            self._everybody[first] = Executor(Subset(self._open(), members))
+            self._all_ranks[first] = Executor(Subset(self._open(), members))
         schedule = SCHEDULES[name].build(Topology.one_rank_a_host(ranks))
-        self._everybody[first].run(schedule, flat, None, self._timeout_s, operation=operation)
+        self._all_ranks[first].run(schedule, flat, None, self._timeout_s, operation=operation)
 
     def close(self) -> None:
         """Let go of connections of its own. Local."""

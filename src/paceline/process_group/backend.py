@@ -11,7 +11,7 @@ Rules
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,14 @@ from torch import Tensor
 
 from paceline.comm import BACKEND_NAME
 from paceline.comm.lane import Lane, LaneWork
-from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError
+from paceline.errors import PacelineError, PeerLostError, ProtocolError
 from paceline.host.exit import end_before_exit
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.blocking_collectives import BlockingCollectives, check_reducible
 from paceline.process_group.connections import INTERFACE, address_towards, make_gloo
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.options import Options
+from paceline.process_group.rows import Rows, only
 from paceline.process_group.shared_vectors import SharedVectors
 from paceline.transports.shared_memory import Host, HostBarrier, join_host
 
@@ -51,6 +52,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as a group in Python is made
         self._rank, self._size = rank, size
+        self._rows = Rows(rank, size)
         self._timeout = timeout
         known = None
         if dist.is_initialized() and size == dist.get_world_size():  # then ranks have the numbers of the job
@@ -175,7 +177,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        tensor = _only(tensors)
+        tensor = only(tensors)
         check_reducible(opts.reduceOp, tensor)
         return self._launch(lambda: self._collectives.reduce(tensor, opts), tensors, opts, "reduce")
 
@@ -185,7 +187,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         for output, rows in zip(outputs, inputs, strict=True):
             check_reducible(opts.reduceOp, output)
-            self._check_rows("reduce-scatter", rows, output.numel())
+            self._rows.check("reduce-scatter", rows, output.numel())
 
         def perform() -> None:
             for output, rows in zip(outputs, inputs, strict=True):
@@ -194,25 +196,25 @@ class ProcessGroup(dist.ProcessGroup):
         return self._launch(perform, outputs, opts, "reduce-scatter")
 
     def reduce_scatter_single(self, output: Tensor, rows: Tensor, opts: Any = None) -> dist.Work:
-        return self.reduce_scatter([output], [self._cut("reduce-scatter", rows, output.numel())], opts)
+        return self.reduce_scatter_single_coalesced([output], [rows], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         pairs = zip(inputs, outputs, strict=True)
         return self.reduce_scatter(
-            outputs, [self._cut("reduce-scatter", rows, output.numel()) for rows, output in pairs], opts
+            outputs, [self._rows.cut("reduce-scatter", rows, output.numel()) for rows, output in pairs], opts
         )
 
     # Gathers and broadcasts
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        tensor = _only(tensors)
+        tensor = only(tensors)
         return self._launch(lambda: self._collectives.broadcast(tensor, opts), tensors, opts, "broadcast")
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         for rows, tensor in zip(outputs, inputs, strict=True):
-            self._check_rows("all-gather", rows, tensor.numel())
+            self._rows.check("all-gather", rows, tensor.numel())
 
         def perform() -> None:
             for rows, tensor in zip(outputs, inputs, strict=True):
@@ -221,13 +223,13 @@ class ProcessGroup(dist.ProcessGroup):
         return self._launch(perform, [row for rows in outputs for row in rows], opts, "all-gather")
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        return self.allgather([self._cut("all-gather", output, tensor.numel())], [tensor], opts)
+        return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         pairs = zip(outputs, inputs, strict=True)
-        rows = [self._cut("all-gather", output, tensor.numel()) for output, tensor in pairs]
+        rows = [self._rows.cut("all-gather", output, tensor.numel()) for output, tensor in pairs]
         return self.allgather(rows, inputs, opts)
 
     def allgather_coalesced(
@@ -236,7 +238,7 @@ class ProcessGroup(dist.ProcessGroup):
         by_input = [[rows[index] for rows in outputs] for index in range(len(inputs))]
         return self.allgather(by_input, inputs, opts)
 
-    # What other backends have not
+    # Not in other backends
 
     @property
     def shares_memory(self) -> bool:
@@ -253,7 +255,7 @@ class ProcessGroup(dist.ProcessGroup):
         """
         return self._launch(lambda: self._collectives.on_all_vectors(kind, flat, perform), [flat], None, kind)
 
-    # What goes over Gloo whoever shares memory
+    # Over Gloo, also where memory is shared
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         return self._over_gloo("gather", lambda: self._inner.gather(outputs, inputs, opts), inputs, opts)
@@ -270,17 +272,12 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> dist.Work:
         sizes = zip((output, tensor), (output_sizes, input_sizes), strict=True)
-        outputs, inputs = (self._split("all-to-all", whole, parts) for whole, parts in sizes)
+        outputs, inputs = (self._rows.split("all-to-all", whole, parts) for whole, parts in sizes)
         return self.alltoall(outputs, inputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Exchange lists of tensors, which Gloo itself cannot do."""
-        dtypes = {tensor.dtype for tensor in (*outputs, *inputs)}
-        if len(outputs) != self._size or len(inputs) != self._size or len(dtypes) > 1:
-            raise ConfigurationError(
-                f"all-to-all on rank {self._rank} needs {self._size} inputs and outputs of one dtype; it got "
-                f"{len(inputs)} and {len(outputs)} of {', '.join(sorted(map(str, dtypes)))}."
-            )
+        self._rows.check_exchange("all-to-all", outputs, inputs)
         return self._launch(
             lambda: self._collectives.all_to_all(outputs, inputs), outputs, opts, "all-to-all"
         )
@@ -359,40 +356,6 @@ class ProcessGroup(dist.ProcessGroup):
                 f"{self._error} Destroy it (destroy_process_group) and make a new one."
             ) from self._error
 
-    def _cut(self, kind: str, tensor: Tensor, num_elements: int) -> list[Tensor]:
-        if tensor.numel() != num_elements * self._size:
-            raise ConfigurationError(
-                f"{kind} on rank {self._rank}: the large tensor has {tensor.numel()} elements, which is not "
-                f"{self._size} (ranks) times {num_elements}."
-            )
-        if not tensor.is_contiguous():
-            raise ConfigurationError(f"{kind} on rank {self._rank}: the large tensor must be contiguous.")
-        flat = tensor.detach().view(-1)
-        return list(flat.chunk(self._size)) if num_elements else [flat] * self._size
-
-    def _split(self, kind: str, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Cut along the first dimension: into rows of these sizes, or into equal ones if there are none."""
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        num_rows = tensor.shape[0]
-        if (sum(sizes) if sizes else num_rows // self._size * self._size) != num_rows or (
-            sizes and len(sizes) != self._size
-        ):
-            raise ConfigurationError(
-                f"{kind} on rank {self._rank}: a tensor with {num_rows} rows cannot be split into "
-                f"{sizes or 'equal parts'} for {self._size} ranks."
-            )
-        if not sizes and num_rows:
-            return list(tensor.chunk(self._size))  # in a third of the time of `split`
-        return list(tensor.split(sizes or [0] * self._size))
-
-    def _check_rows(self, kind: str, rows: Sequence[Tensor], num_elements: int) -> None:
-        if len(rows) != self._size or any(row.numel() != num_elements for row in rows):
-            raise ConfigurationError(
-                f"{kind} on rank {self._rank} needs {self._size} tensors of {num_elements} elements; it got "
-                f"{[row.numel() for row in rows]}."
-            )
-
     def abort(self) -> None:
         """Give up what is under way in this host's memory, on this rank and so on its neighbours; the group is broken.
 
@@ -409,9 +372,3 @@ class ProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Let go of threads and mapped memory, after what is under way; tensors of `allocate_tensor` stay valid."""
         self._leave(self._timeout.total_seconds())
-
-
-def _only(tensors: list[Tensor]) -> Tensor:
-    if len(tensors) != 1:
-        raise ConfigurationError(f"this collective takes one tensor a rank, not {len(tensors)}.")
-    return tensors[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from paceline.comm.rendezvous import decline
+from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError, PeerLostError
 from paceline.transports import Transport
 from paceline.transports.c10d import C10dTransport
@@ -89,17 +89,16 @@ def open_lossy_transport(
         ConfigurationError: numba is not installed, or there is no such interface.
         PeerLostError: A rank did not come, or it cannot, and said why.
     """
+    meeting = Rendezvous(store, rank, num_ranks, timeout, "connecting to sum gradients over UDP")
     try:
         check_numba()
         from paceline.transports.bounded_loss.lossy_link import LossyLink  # noqa: PLC0415  as there
 
-        return LossyLink.connect(
-            store, rank, num_ranks, timeout, *_listening_on(num_ranks), num_ports=num_ports
-        )
+        return LossyLink(rank, _meet(meeting, num_ranks, num_ports), timeout)
     except PeerLostError:
         raise
     except Exception as error:  # whatever it is, the others would wait for this rank
-        decline(store, rank, str(error))
+        meeting.decline(str(error))
         raise
 
 
@@ -147,7 +146,17 @@ def open_datagram_transport(
         )
     except ImportError as error:
         raise _without_numba("a transport over UDP", error) from error
-    return DatagramTransport(store, rank, num_ranks, timeout, *_listening_on(num_ranks))
+    meeting = Rendezvous(store, rank, num_ranks, timeout, "connecting over UDP")
+    return DatagramTransport(rank, _meet(meeting, num_ranks), timeout)
+
+
+def _meet(rendezvous: Rendezvous, num_ranks: int, num_ports: int = 1) -> Met:
+    """As `udp_socket.meet`, on the address on which this rank takes datagrams."""
+    from paceline.transports.bounded_loss.datagram_loop import compile_all  # noqa: PLC0415  as above
+    from paceline.transports.bounded_loss.udp_socket import meet  # noqa: PLC0415  as above
+
+    compile_all()  # before anyone waits for this rank
+    return meet(rendezvous, datagram_address(num_ranks), num_ports)
 
 
 def check_datagrams(num_ranks: int) -> None:
@@ -163,13 +172,15 @@ def check_datagrams(num_ranks: int) -> None:
     except ImportError as error:
         raise _without_numba("a transport over UDP", error) from error
     compile_all()
-    check_address(*_listening_on(num_ranks))
+    check_address(datagram_address(num_ranks))
 
 
-def _listening_on(num_ranks: int) -> tuple[str, str]:
-    """The address on which to take datagrams, or the interface."""
+def datagram_address(num_ranks: int) -> str:
+    """The address of this host on which to take datagrams. Local. Raises as `udp_socket.address_of`."""
+    from paceline.transports.bounded_loss.udp_socket import address_of  # noqa: PLC0415  as above
+
     interface = os.environ.get(INTERFACE, "").split(",")[0]
-    return ("" if interface else address_towards(num_ranks) or "127.0.0.1"), interface
+    return address_of(interface) if interface else address_towards(num_ranks) or "127.0.0.1"
 
 
 def _without_numba(what: str, error: ImportError) -> ConfigurationError:

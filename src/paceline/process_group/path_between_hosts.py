@@ -69,7 +69,7 @@ def open_path(inner: Gloo, store: dist.Store, timeout: timedelta, wanted: str) -
     transport = None
     troubles = _gathered(inner, _obstacle(inner))  # before anyone waits for a rank that cannot come
     if not troubles:
-        transport, trouble = _greet_everybody(inner, store, timeout)
+        transport, trouble = _greet_all(inner, store, timeout)
         troubles = _gathered(inner, trouble)
     if transport is not None and not troubles:
         return transport
@@ -105,9 +105,7 @@ def _obstacle(inner: Gloo) -> str:
     return ""
 
 
-def _greet_everybody(
-    inner: Gloo, store: dist.Store, timeout: timedelta
-) -> tuple[DatagramTransport | None, str]:
+def _greet_all(inner: Gloo, store: dist.Store, timeout: timedelta) -> tuple[DatagramTransport | None, str]:
     """Exchange a datagram of full size with every other rank; return the transport, and what went wrong if anything."""
     transport = None
     try:

@@ -1,4 +1,4 @@
-"""All ranks' vectors at once, where the ranks of a group share memory: for what is no fold, such as Adasum."""
+"""Access to all ranks' vectors in shared memory, for what is no elementwise reduction, such as Adasum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bounded loss took of a step's gradients: counts by rank and bucket, and the part of every parameter."""
+"""Reports what a step's gradients lost under bounded loss: counts by rank and bucket, a fraction by parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sum over those contributions to a shard that arrived, and what the others were."""
+"""Sums those contributions to a shard that arrived, makes up for the others, and says what was lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a module's steps are put off, and in which order their pieces then travel: measured, predicted, then seen.
+"""Whether a module's steps are put off, and in which order their pieces are sent: measured, predicted, then seen.
 
 Rules
 1. The ranks decide at the same steps by the same numbers, so they are never apart.

@@ -1,4 +1,4 @@
-"""What a parameter is while its gradient is being reduced: whoever reads it waits until its step has been made.
+"""The class of a parameter whose gradient is still being reduced: reading it waits until its step has been made.
 
 Rules
 1. A parameter is of this class from the end of backward until its bucket has arrived and its optimizer has stepped it.
@@ -86,7 +86,7 @@ def complete(parameter: Tensor, reads_gradient: bool = False) -> None:
 
 
 def mark(parameters: Iterable[Parameter], owner: Complete, bucket: int) -> None:
-    """From now on whoever reads one of these calls `owner(bucket, ...)`."""
+    """From now on reading one of these calls `owner(bucket, ...)`."""
     for parameter in parameters:
         _owners[id(parameter)] = (owner, bucket)
         parameter.__class__ = OutstandingParameter

@@ -3,8 +3,8 @@
 Rules
 1. The order is the same on every rank, and nothing overtakes: if the next piece of the order is not ready on this rank,
    those behind it wait. (Another rank may be in it already.)
-2. Nobody waits here for the network. A piece is launched by whoever makes room for it: the thread that makes a bucket
-   ready, or the thread of Gloo that has just finished another piece.
+2. Launching never waits for the network. A piece is launched by the thread that makes room for it: the one that makes
+   a bucket ready, or that of Gloo which has just finished another piece.
 3. Pieces have a process group of their own, so it does not matter what the main thread launches on others meanwhile.
 """
 

@@ -1,7 +1,7 @@
 """The life of a step that is put off: backward has ended, its gradients are under way, the next forward runs.
 
 Rules
-1. What is exchanged is the same on every rank: from the step on in which the ranks agree, gradients travel in pieces,
+1. What is exchanged is the same on every rank: from the step on in which the ranks agree, gradients are sent in pieces,
    in the agreed order, and the control words apart from them. When a rank waits is its own affair: settling early, or
    at once, never changes what it sends.
 2. No parameter is stepped before every rank's backward is known to have ended well: backward itself waits for the
@@ -180,7 +180,12 @@ class ForwardOverlap:
         return self.has_optimizer
 
     def take_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> None:
-        """The last flight's backward has ended well everywhere: complete each bucket when it is needed. Local."""
+        """The last flight's backward has ended well everywhere: complete each bucket when it is needed. Local.
+
+        Args:
+            attach: Gives a bucket's parameters their gradients.
+            conclude: Called when the last bucket has arrived, with the seconds spent waiting for buckets.
+        """
         assert self._flight is not None, "nothing to take over"
         with lock:
             buckets = self._flight.buckets

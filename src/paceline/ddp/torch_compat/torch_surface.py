@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -19,16 +19,31 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from paceline.comm.collectives import backend_of
-from paceline.ddp.arguments import ONE_WRAPPER
+from paceline.ddp import joining
+from paceline.ddp.arguments import ONE_WRAPPER, choose_devices
 from paceline.ddp.buffers import BROADCAST_BYTES, BufferHook
+from paceline.ddp.conflicts import check_comm_hook, check_join
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.torch_compat.logging_data import Logger, logging_data
+from paceline.ddp.torch_compat.torchs_reducer import TorchsReducer, take_over_optimizers
 from paceline.errors import ConfigurationError
-from paceline.reductions import Mean, NarrowMean, Reduction
 
 if TYPE_CHECKING:
     from paceline.ddp.coordinator import StepCoordinator
-    from paceline.ddp.plan import BucketCaps
+    from paceline.ddp.setting import Setting
+
+_UNCHANGED = (
+    "module",
+    "dim",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "mixed_precision",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+    "lazy_bucket_allocation",
+)
+"""Arguments that are kept, under their names, as they were given."""
 
 
 class WrappedAlready:
@@ -52,20 +67,16 @@ class TorchSurface:
     if TYPE_CHECKING:
         module: Module
         process_group: Any
-        parameters_to_ignore: set[str]
         static_graph: bool
         mixed_precision: Any
-        _process_groups: list[Any]
+        _setting: Setting
         _steps: StepCoordinator
-        _caps: BucketCaps
-        _any_on_cpu: bool
-        bucket_bytes_cap_default: bool
         _logged_error: dict[str, Any]
-        _reduction: Reduction
 
         @property
-        def reducer(self) -> Reducer: ...
-        def _default_caps(self, any_on_cpu: bool) -> BucketCaps: ...
+        def reducer(self) -> TorchsReducer: ...
+
+    _reducer_class: type[Reducer] = TorchsReducer
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -75,6 +86,31 @@ class TorchSurface:
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
+
+    def _name_as_torch(self, given: Any) -> None:
+        """Have the attributes of torch's that say what the constructor was given, and what that comes to."""
+        setting = self._setting
+        for name in _UNCHANGED:
+            setattr(self, name, getattr(given, name))
+        self.process_group = setting.process_groups[0]
+        if given.device_mesh is not None:
+            self.device_mesh = given.device_mesh
+        self.parameters_to_ignore = setting.ignored
+        self._module_parameters, self._delay_all_reduce_params = setting.parameters, setting.delayed
+        self.device_ids, self.output_device = choose_devices(
+            setting.parameters, given.device_ids, given.output_device
+        )
+        self.device = setting.device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({p.device for p in setting.parameters}) > 1
+        self.bucket_bytes_cap_default = setting.given_caps is None
+        has_list = given.bucket_cap_mb_list is not None
+        self.bucket_bytes_cap_list = list(setting.caps.caps_bytes) if has_list else []
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+
+    def _take_over_optimizers(self) -> Callable[[Parameter], None] | None:
+        return take_over_optimizers(self._setting.parameters)
 
     def _init_torch_surface(self) -> None:
         self.logger = Logger(self)
@@ -104,7 +140,7 @@ class TorchSurface:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        return max(self._caps.caps_bytes)
+        return max(self._setting.caps.caps_bytes)
 
     # ---- communication hooks
 
@@ -133,28 +169,13 @@ class TorchSurface:
             self._log_and_throw(
                 RuntimeError, "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
-        if not isinstance(self._reduction, Mean | NarrowMean):
-            self._log_and_throw(  # as torch for a second hook
-                RuntimeError,
-                f"register_comm_hook: gradients are combined by reduction={self._reduction!r}, which the hook would "
-                "replace. Leave out either.",
-            )
-        if self._steps.setting.searches_caps:
-            self._log_and_throw(
-                RuntimeError,
-                'register_comm_hook and bucket_cap_mb="auto": a hook may keep something of each bucket. Give '
-                "bucket_cap_mb a number.",
-            )
-        if self._steps.forward_overlap is not None:
-            self._log_and_throw(
-                RuntimeError,
-                "register_comm_hook and overlap_forward: pieces of buckets are summed, which the hook would replace. "
-                "Leave out either.",
-            )
+        try:
+            check_comm_hook(self._setting, overlaps_forward=self._steps.forward_overlap is not None)
+        except RuntimeError as error:
+            self._log_and_throw(RuntimeError, str(error))
         self._comm_hook = (hook, state)
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = name_of(hook)
-        self._reduction = reduction
         self._steps.reduce_by(reduction)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -208,6 +229,23 @@ class TorchSurface:
         self._steps.buffers.synchronize()
 
     # ---- uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> joining.Shadow:
+        """What `Join` runs on a rank that has no more batches, whether `join` made it or a script.
+
+        Raises:
+            ConfigurationError: An option of this module needs batches on every rank.
+        """
+        check_join(self)
+        return joining.Shadow(self, self._steps, kwargs.get("divide_by_initial_world_size", True))  # type: ignore[arg-type]
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._steps.device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
 
     @property
     def _divide_by_initial_world_size(self) -> bool:
@@ -278,17 +316,17 @@ class TorchSurface:
                 "the module. Leave out overlap_forward."
             )
         self.process_group = new_process_group
-        self._process_groups = [new_process_group]
-        if self.bucket_bytes_cap_default:  # which depends on the number of ranks
-            self._caps = self._steps.setting.caps = self._default_caps(self._any_on_cpu)
         self._steps.move_to(new_process_group)
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
-        managed = self._steps.managed()
+        managed = self._setting.managed(self.module)
         return list(managed.parameters), list(managed.sparse)
 
     def _check_default_group(self) -> None:
-        if len(self._process_groups) > 1 or self.process_group != dist.distributed_c10d._get_default_group():
+        if (
+            len(self._setting.process_groups) > 1
+            or self.process_group != dist.distributed_c10d._get_default_group()
+        ):
             self._log_and_throw(
                 RuntimeError,
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
@@ -311,67 +349,3 @@ def _mark_low_precision(module: Module, dtype: torch.dtype | None) -> None:
             low.untyped_storage().resize_(0)
             marked: Any = parameter
             marked._mp_param, marked._fp_param = low, parameter.data
-
-
-class TorchsReducer(Reducer):
-    """A reducer with the methods of torch's that frameworks call."""
-
-    _unused: list[int] | None = None  # by the last synchronized backward
-    _is_static = True  # whether that was the same in each
-
-    def _get_local_used_map(self) -> Tensor:
-        """How many ranks used each parameter in the last synchronized backward, shape (parameters,), int32."""
-        words = self.verdict.control.words[: len(self.managed)]
-        return words.real.round().to(torch.int32)
-
-    def _note_unused(self, unused: list[int]) -> None:
-        super()._note_unused(unused)
-        self._is_static, self._unused = self._is_static and self._unused in (None, unused), unused
-
-    def _ddp_graph_static(self) -> bool:
-        """Whether every backward used the same parameters here, as far as they were looked for."""
-        return self._is_static or not self.options.find_unused_parameters
-
-    # What Lightning calls itself where a training step runs its own backwards within forward.
-
-    def _rebuild_buckets(self) -> bool:
-        """Not needed: buckets are laid out anew when the first synchronized backward ends."""
-        return False
-
-    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Watch these outputs of a forward that has not returned yet; without any, the first gradient tells."""
-        self.open_forwards.backward_is_announced = True
-        if outputs:
-            self.watch([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
-
-    def _delay_all_reduce(self) -> None:
-        """Not needed: the first step of a static graph is reduced when its backward ends, not afterwards."""
-
-
-# Optimizers that step within backward (`torch.distributed.optim._apply_optimizer_in_backward`). Torch runs them as soon
-# as a gradient is there, which is before it was reduced; ours run when the parameter's bucket has come back.
-IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
-
-
-def take_over_optimizers(parameters: Iterable[Parameter]) -> Callable[[Parameter], None] | None:
-    """Remove the hooks that would run optimizers on gradients that are not reduced yet.
-
-    Returns:
-        What to call for every parameter once its gradient is reduced; None where there are no such optimizers.
-    """
-    handles = sys.modules[IN_BACKWARD].param_to_optim_hook_handle_map if IN_BACKWARD in sys.modules else None
-    if not handles:
-        return None
-    found = [handle for parameter in parameters for handle in handles.get(parameter, ())]
-    for handle in found:
-        handle.remove()
-    return _step_in_backward if found else None
-
-
-def _step_in_backward(parameter: Any) -> None:
-    """Run the parameter's own optimizers, if it has any; `.grad` is None afterwards."""
-    optimizers = getattr(parameter, "_in_backward_optimizers", None)
-    if optimizers:
-        for optimizer in optimizers:
-            optimizer.step()
-        parameter.grad = None

@@ -19,7 +19,7 @@ PIECE_BYTES = 1 << 20  # a server answers a piece while it receives the next
 
 @dataclass(frozen=True)
 class Piece:
-    """Keys of one bucket that travel to one server in one message.
+    """Keys of one bucket that are sent to one server in one message.
 
     Attributes:
         server: Its number.

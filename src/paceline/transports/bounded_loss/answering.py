@@ -1,4 +1,4 @@
-"""What an endpoint tells its peers: what has arrived, what is missing, what has ended, that it is there; compiled.
+"""How an endpoint answers its peers: acknowledgements, requests for what is missing, ends, keep-alives; compiled.
 
 Rules
 1. What is said by way of one port concerns the peer's port of that number; it leaves by the same port, unless that is

@@ -15,7 +15,6 @@ from datetime import timedelta
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from paceline.transports.bounded_loss import datagram_loop as loop
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.link_thread import LINGER_S, LinkThread, silence_s
 from paceline.transports.bounded_loss.message_endpoint import Ended, MessageEndpoint
-from paceline.transports.bounded_loss.udp_socket import Met, meet
+from paceline.transports.bounded_loss.udp_socket import Met
 from paceline.transports.transport import Message, Transport
 
 PART_BYTES = 1 << 20
@@ -40,34 +39,14 @@ class DatagramTransport(Transport):
     Limits first: Linux, IPv4.
 
     Args:
-        store: Used for this alone.
         rank: Of this process.
-        num_ranks: How many take part.
-        timeout: How long a rank waits for another to connect; one that is needed and silent for so long, at most 20 s,
-            is lost.
-        address: Of this host, on which it listens; "" for that of `interface`.
-        interface: A network interface, where there is no address.
-
-    Contract:
-        Collective: making one, over these ranks.  Blocks: until every rank has come.
-
-    Raises:
-        ConfigurationError: There is no such interface, or it has no IPv4 address.
-        PeerLostError: A rank did not come.
+        met: What it knows of the others; its sockets are this object's.
+        timeout: A rank that is needed and silent for so long, at most 20 s, is lost.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        num_ranks: int,
-        timeout: timedelta,
-        address: str = "",
-        interface: str = "",
-    ) -> None:
-        super().__init__(rank, num_ranks)
+    def __init__(self, rank: int, met: Met, timeout: timedelta) -> None:
+        super().__init__(rank, len(met.places))
         loop.compile_all()
-        met = meet(store, rank, num_ranks, timeout, address, interface, "connecting over UDP")
         self._driver = _Driver(rank, met, timeout.total_seconds())
         self._let_go = weakref.finalize(self, self._driver.close, 0.0)
         end_before_exit(self, DatagramTransport.close)
@@ -236,7 +215,7 @@ class _Driver(LinkThread):
                 self._misfits.add(misfit)
                 self._changed.notify_all()
 
-    def _is_settled(self) -> bool:
+    def _is_quiet(self) -> bool:
         """Whether peers have been quiet for longer than two of their ENDs are apart.
 
         Else one may not know that its last message arrived, and would ask nobody.

@@ -1,7 +1,7 @@
 """The memory of an endpoint: tables of numbers that compiled code works on, and the names of their columns.
 
-A collective reduces one vector: phase 0 sends every rank its shard of everybody's vector, phase 1 sends the reduced
-shards to everybody, and behind each, if anything may be lost, a mask of whose chunks are missing in it. A transfer is
+A collective reduces one vector: phase 0 sends every rank its shard of all ranks' vectors, phase 1 sends the reduced
+shards to all, and behind each, if anything may be lost, a mask of whose chunks are missing in it. A transfer is
 what one rank sends another in one phase: chunks of a datagram each.
 """
 
@@ -148,18 +148,23 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     NUM_W,
 ) = range(24)
 
-# rates: a way's, floating; times in microseconds
+# rates: a way's, floating; times in microseconds; KEPT is the window when the queue was short, or while this way
+# competed; MOST that at which it lost something then, 0 while it does not; GROWN_US how long it has grown since
 (
     R_WINDOW,
     R_RTT,
     R_ALPHA,
     R_NEXT_AT,
     R_MIN_WAIT,
-    R_MIN_WAIT_AT,
+    R_HEARD_AT,
     R_ROUND_WAIT,
+    R_ROUND_AT,
     R_SHORT_AT,
+    R_KEPT,
+    R_MOST,
+    R_GROWN_US,
     NUM_R,
-) = range(9)
+) = range(13)
 
 # ring: a datagram that was sent
 G_COLLECTIVE, G_CHUNK, G_STATE, G_NUMBER, G_ORDER, NUM_G = range(6)

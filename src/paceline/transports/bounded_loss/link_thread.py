@@ -81,7 +81,7 @@ class LinkThread(ABC):
     def _check(self) -> None:
         """Raise what only this kind of link can go wrong with. On the thread."""
 
-    def _is_settled(self) -> bool:
+    def _is_quiet(self) -> bool:
         """Whether no peer may be waiting for an answer, once nothing is under way. On the thread."""
         return True
 
@@ -164,7 +164,7 @@ class LinkThread(ABC):
                 self._check()
             if self._is_closing:
                 closed_s = closed_s or time.monotonic()
-                is_needed = self._is_under_way() or not self.end.is_idle or not self._is_settled()
+                is_needed = self._is_under_way() or not self.end.is_idle or not self._is_quiet()
                 if not is_needed or time.monotonic() - closed_s > LINGER_S:
                     self._fail(self._closed())
                     return

@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError, ProtocolError
@@ -21,7 +20,7 @@ from paceline.transports.bounded_loss import datagram_loop as loop
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.endpoint import Endpoint
 from paceline.transports.bounded_loss.link_thread import LINGER_S, LinkThread, silence_s
-from paceline.transports.bounded_loss.udp_socket import Met, meet
+from paceline.transports.bounded_loss.udp_socket import Met
 from paceline.transports.lossy_transport import Bound, Losses, LossyTransport, Sum, joined
 
 PART_BYTES = 1 << 20
@@ -47,43 +46,6 @@ class LossyLink(LossyTransport):
         self._let_go = weakref.finalize(self, self._driver.close, 0.0)
         end_before_exit(self, LossyLink.close)
         self._driver.thread.start()
-
-    @classmethod
-    def connect(
-        cls,
-        store: dist.Store,
-        rank: int,
-        num_ranks: int,
-        timeout: timedelta,
-        address: str = "",
-        interface: str = "",
-        num_servers: int = 0,
-        num_ports: int = 1,
-    ) -> LossyLink:
-        """Meet the other ranks in a store.
-
-        Args:
-            store: Used for this alone.
-            rank: Of this process.
-            num_ranks: How many take part.
-            timeout: How long a rank waits for another to connect, and for a sum.
-            address: Of this host, on which it listens; "" for that of `interface`.
-            interface: A network interface, where there is no address.
-            num_servers: As of `Endpoint`: 0, or how many ranks sum for the others.
-            num_ports: By how many ports it sends; the same on every rank. Networks that choose among paths by ports
-                (ECMP) then carry one rank's datagrams over several, and each as fast as it is.
-
-        Contract:
-            Collective over these ranks.  Blocks: until every rank has come.
-
-        Raises:
-            ConfigurationError: There is no such interface, or it has no IPv4 address.
-            PeerLostError: A rank did not come.
-        """
-        loop.compile_all()  # before anyone waits for this rank
-        doing = "connecting to sum gradients over UDP"
-        met = meet(store, rank, num_ranks, timeout, address, interface, doing, num_ports)
-        return cls(rank, met, timeout, num_servers)
 
     def launch(self, vector: NDArray[Any], bound: Bound) -> Sum:
         """Start replacing `vector` by the sum over the ranks.

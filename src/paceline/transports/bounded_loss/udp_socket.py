@@ -12,11 +12,9 @@ import struct
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from paceline.comm.rendezvous import Rendezvous
@@ -42,8 +40,8 @@ class Met:
 
     Attributes:
         sockets: Its own, bound; by all of them it sends, on the first it takes datagrams.
-        places: Everybody's address and port, in the order of the ranks.
-        keys: For every peer the secret that only the two know; one that nobody knows for others.
+        places: Address and port of each, in the order of the ranks.
+        keys: For every peer the secret that only the two know; for itself a random one.
         payload_bytes: What a datagram carries: as much as fits into the smallest MTU of all.
         names: What each is called in messages; none: by its rank.
     """
@@ -59,32 +57,28 @@ class Met:
         return self.names[peer] if self.names else f"rank {peer}"
 
 
-def meet(
-    store: dist.Store,
-    rank: int,
-    num_ranks: int,
-    timeout: timedelta,
-    address: str,
-    interface: str,
-    doing: str,
-    num_ports: int = 1,
-) -> Met:
-    """Open sockets on `address`, or on that of `interface`, and learn of the others'.
+def meet(rendezvous: Rendezvous, address: str, num_ports: int = 1) -> Met:
+    """Open sockets, and learn of the others'.
+
+    Args:
+        rendezvous: With whom; used for this alone.
+        address: Of this host, on which this rank listens.
+        num_ports: By how many ports it sends; the same on every rank. Networks that choose among paths by ports (ECMP)
+            then carry one rank's datagrams over several, and each as fast as it is.
 
     Contract:
         Collective over the ranks.  Blocks: until every rank has come.
 
     Raises:
-        ConfigurationError: There is no such interface, it has no IPv4 address, or another rank was told another number
-            of ports.
-        PeerLostError: A rank did not come while this one was `doing` that.
+        ConfigurationError: No socket can listen there, or another rank was told another number of ports.
+        PeerLostError: A rank did not come.
     """
     if not 1 <= num_ports <= MOST_PORTS:
         raise ConfigurationError(
             f"paths={num_ports!r} cannot be: datagrams leave by 1 to {MOST_PORTS} ports. For two paths 8 are enough."
         )
-    rendezvous = Rendezvous(store, rank, num_ranks, timeout, doing)
-    introduction = Introduction(address or _address_of(interface), num_ports)
+    rank = rendezvous.rank
+    introduction = Introduction(address, num_ports)
     rendezvous.publish("place", json.dumps(introduction.card))
     cards = [json.loads(words) for words in rendezvous.collect("place")]
     for other, said in enumerate(cards):
@@ -98,7 +92,7 @@ def meet(
 
 
 class Introduction:
-    """What somebody says of itself to those that it will exchange datagrams with, who say the like; its sockets.
+    """What one end of a datagram exchange tells the others: its address, public key and MTU; and its sockets.
 
     Attributes:
         card: What is said; for JSON.
@@ -119,7 +113,12 @@ class Introduction:
         }
 
     def met(self, cards: Sequence[Mapping[str, Any] | None], names: Sequence[str] = ()) -> Met:
-        """The group, in order; None where this one is, and whoever it will exchange nothing with. Takes the sockets."""
+        """The group of these cards, in order; it takes this end's sockets.
+
+        Args:
+            cards: None is this end, or one that it exchanges nothing with.
+            names: As of `Met`.
+        """
         here = self._sockets[0].getsockname()
         return Met(
             self._sockets,
@@ -137,9 +136,9 @@ class Introduction:
             each.close()
 
 
-def check_address(address: str, interface: str) -> None:
-    """Make sure that a socket can listen on `address`, or on that of `interface`. Local. Raises: as `meet`."""
-    _bind(address or _address_of(interface)).close()
+def check_address(address: str) -> None:
+    """Make sure that a socket can listen on `address`. Local. Raises: as `Introduction`."""
+    _bind(address).close()
 
 
 def _bind(address: str) -> socket.socket:
@@ -201,8 +200,12 @@ def socket_addresses(places: Sequence[tuple[str, int]]) -> NDArray[np.int64]:
     return found
 
 
-def _address_of(interface: str) -> str:
-    """The IPv4 address of an interface."""
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface; of several, with commas between them, of the first.
+
+    Raises:
+        ConfigurationError: There is no such interface, or it has no IPv4 address.
+    """
     names = [name for _, name in socket.if_nameindex()]
     for name in interface.split(","):
         if name not in names:

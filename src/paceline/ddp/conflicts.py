@@ -1,0 +1,146 @@
+"""Which options exclude each other, and why; asked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+
+from paceline.ddp.droppable import Unit
+from paceline.ddp.forward_overlap import outstanding
+from paceline.ddp.layout import ManagedParameters
+from paceline.errors import ConfigurationError
+from paceline.reductions import Mean, NarrowMean, Reduction
+
+if TYPE_CHECKING:
+    from paceline.ddp.setting import Setting
+
+_MOST_NAMED = 3
+
+
+def _refuse(option: str, beside: Mapping[str, object], advice: str) -> None:
+    """Raise ConfigurationError, naming what is there of what the option is not possible with."""
+    if found := [what for what, is_there in beside.items() if is_there]:
+        named = "; nor with ".join(found[:_MOST_NAMED])
+        raise ConfigurationError(f"{option} is not possible with {named}{advice}")
+
+
+def check_linear(managed: ManagedParameters, reduction: Reduction) -> None:
+    """Refuse sparse gradients beside a reduction that is not linear: they are always averaged."""
+    sparse = [name for name, is_sparse in zip(managed.names, managed.sparse, strict=True) if is_sparse]
+    if sparse and not reduction.is_linear:
+        raise ConfigurationError(
+            f"{reduction!r} combines dense gradients only, and {', '.join(sparse)} would have sparse ones, which are "
+            "averaged. Build the embedding with sparse=False, or leave out reduction."
+        )
+
+
+def check_cap_search(bucket_cap_mb_list: Any, reduction: Reduction, overlap_forward: Any) -> None:
+    """Refuse to search caps beside something else that keeps to buckets, or looks at the time of steps itself."""
+    not_here = {
+        f"bucket_cap_mb_list={bucket_cap_mb_list!r}": bucket_cap_mb_list is not None,
+        f"gradients combined by {reduction!r} (only the mean)": type(reduction) is not Mean,
+        "overlap_forward (its pieces do not depend on buckets)": overlap_forward,
+    }
+    _refuse('bucket_cap_mb="auto"', not_here, ". Leave out either.")
+
+
+def check_skipping(units: Sequence[Unit], reduction: Reduction, **given: object) -> None:
+    """Refuse to leave buckets out beside what needs every bucket in every step.
+
+    Args:
+        units: What can be skipped, by `droppable`.
+        reduction: Combines the gradients.
+        given: Arguments that exclude it, by name, where they are not False or None.
+    """
+    not_here = {f"{name}={value!r}": value for name, value in given.items()}
+    not_here[f"gradients combined by {reduction!r}"] = reduction.needs_all_buckets
+    option = "droppable" if units else "skip_all_reduce_unused_params"
+    _refuse(option, not_here, ": that needs every bucket in every step. Leave out either.")
+
+
+def check_forward_overlap(
+    module: Module,
+    managed: ManagedParameters,
+    process_groups: Sequence[ProcessGroup],
+    reduction: Reduction,
+    given: Any,
+) -> None:
+    """Refuse `overlap_forward` beside what it is not exact for.
+
+    Args:
+        module: The whole.
+        managed: Its parameters.
+        process_groups: Over which they are reduced.
+        reduction: By which.
+        given: The constructor's arguments, as attributes.
+    """
+    wanted = given.overlap_forward
+    if wanted not in (True, "always", "debug"):
+        raise ConfigurationError(
+            f'overlap_forward={wanted!r} is none of True, False, "always" (without asking whether it pays) and "debug" '
+            "(always, and a read past the hooks raises)."
+        )
+    parts = list(module.modules())
+    named = managed.named()
+    for parameter in managed.parameters:
+        outstanding.complete(parameter)  # it may have been wrapped before
+    not_here = {
+        "a module on an accelerator": any(p.device.type != "cpu" for p in managed.parameters),
+        "init_sync=False (it opens a process group)": not given.init_sync,
+        "several process groups": len(process_groups) > 1,
+        f"gradients combined by {reduction!r} (only the mean)": type(reduction) is not Mean,
+        "mixed_precision (it reads all parameters before forward; torch.autocast does not)": given.mixed_precision,
+        "sparse gradients": any(managed.sparse),
+        "a compiled or scripted part": any(
+            isinstance(part, torch.jit.ScriptModule)
+            or part._compiled_call_impl is not None
+            or hasattr(part, "_orig_mod")
+            for part in parts
+        ),
+        **{
+            f"{name}, a {type(p).__name__} (only torch.nn.Parameter)": type(p) is not Parameter
+            for name, p in named.items()
+        },
+    }
+    advice = ". Leave out overlap_forward; the guide's page on it says what it supports."
+    _refuse("overlap_forward", not_here, advice)
+
+
+def check_join(model: Any) -> None:
+    """Raise ConfigurationError if the wrapper does what a rank without batches cannot take part in."""
+    if model.cap_search is not None:
+        raise ConfigurationError(
+            'join() and bucket_cap_mb="auto": a rank without batches has no steps to be timed. Give a number.'
+        )
+    if model.forward_overlap is not None:
+        raise ConfigurationError(
+            "join() and overlap_forward: a rank without batches has no forward to overlap with, and would keep the "
+            "others waiting. Leave out overlap_forward, or give all ranks equally many batches."
+        )
+
+
+def check_comm_hook(setting: Setting, overlaps_forward: bool) -> None:
+    """Refuse a communication hook beside what it would replace or disturb.
+
+    Raises:
+        RuntimeError: As torch for a second hook.
+    """
+    if not isinstance(setting.reduction, Mean | NarrowMean):
+        raise RuntimeError(  # noqa: TRY004  torch's class
+            f"register_comm_hook: gradients are combined by reduction={setting.reduction!r}, which the hook would "
+            "replace. Leave out either."
+        )
+    if setting.searches_caps:
+        raise RuntimeError(
+            'register_comm_hook and bucket_cap_mb="auto": a hook may keep something of each bucket. Give '
+            "bucket_cap_mb a number."
+        )
+    if overlaps_forward:
+        raise RuntimeError(
+            "register_comm_hook and overlap_forward: pieces of buckets are summed, which the hook would replace. Leave "
+            "out either."
+        )

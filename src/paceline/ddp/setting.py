@@ -1,0 +1,174 @@
+"""How the gradients of one module are reduced: what the constructor's arguments come to, once they are checked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+
+from paceline.comm.gradient_group import on_one_host
+from paceline.ddp import arguments, conflicts, mixed_precision
+from paceline.ddp.droppable import Unit, units_of
+from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.plan import BucketCaps
+from paceline.ddp.replicas import tell_of_refusal
+from paceline.ddp.step_shares import StepShares
+from paceline.reductions import Mean, Reduction
+
+
+@dataclass
+class Setting:
+    """How the gradients of a module are reduced.
+
+    Attributes:
+        process_groups: Over whom; several take turns, bucket by bucket.
+        ignored: Names of parameters and buffers that stay each rank's own.
+        parameters: Of the module, without those to ignore; frozen ones included.
+        delayed: Parameters that are reduced after all others.
+        droppable: What steps may skip.
+        skips_unused: What no rank's backward reaches is not reduced.
+        find_unused_parameters: Look for unused parameters when backward begins, from the first one on.
+        static_graph: Every backward touches the same parameters equally often; learn how often from the first one.
+        reduction: What combining means.
+        given_caps: When a bucket is full, as the caller said; None: a default.
+        searches_caps: Whether `caps` are where to begin, and others are tried.
+        weight: What this rank's batch counts, by the forward's inputs, in steps outside of windows.
+        shares: Connects the module with its batches' sampler.
+        any_on_cpu: Whether any rank, as far as this one knows, has its parameters on a CPU.
+        caps: When a bucket is full.
+    """
+
+    process_groups: list[ProcessGroup]
+    ignored: set[str]
+    parameters: list[Parameter]
+    delayed: list[Parameter]
+    droppable: tuple[Unit, ...]
+    skips_unused: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    reduction: Reduction
+    given_caps: BucketCaps | None
+    searches_caps: bool
+    weight: Callable[..., float] | None
+    shares: StepShares | None
+    any_on_cpu: bool = field(init=False)
+    caps: BucketCaps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.any_on_cpu = self.device.type == "cpu"
+        self.choose_caps()
+
+    @classmethod
+    def of(cls, module: Module, given: Any) -> Setting:
+        """Check the constructor's arguments, in torch's order, and say what they come to.
+
+        Args:
+            module: To be wrapped; where it lies in a larger mesh, its sharded parameters become local ones.
+            given: The constructor's other arguments, as attributes.
+
+        Contract:
+            Local where they are good. If not, and with `init_sync`, the other ranks are told, who are wrapping theirs.
+
+        Raises:
+            RuntimeError, ValueError: What torch raises for the same mistake, in its words.
+            ConfigurationError: Any other mistake.
+        """
+        process_groups = arguments.choose_process_groups(given.process_group, given.device_mesh)
+        try:
+            return cls._checked(module, given, process_groups)
+        except (RuntimeError, ValueError) as error:
+            if given.init_sync:
+                parameters = module.parameters() if isinstance(module, Module) else ()
+                tell_of_refusal(error, process_groups[0], next(iter(parameters), torch.empty(0)).device)
+            raise
+
+    @classmethod
+    def _checked(cls, module: Module, given: Any, process_groups: list[ProcessGroup]) -> Setting:
+        arguments.check_is_module(module)
+        arguments.check_flags(given)
+        arguments.check_mixed_precision(given.mixed_precision)
+        arguments.check_delayed(given.delay_all_reduce_named_params, given.param_to_hook_all_reduce)
+        arguments.local_module_of_mesh(module, given.device_mesh)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        parameters = [p for name, p in module.named_parameters() if name not in ignored]
+        arguments.check_not_wrapped(module)
+        arguments.check_module(parameters)
+        arguments.choose_devices(parameters, given.device_ids, given.output_device)
+        given_caps = BucketCaps.from_arguments(given.bucket_cap_mb, given.bucket_cap_mb_list)
+        delayed = [p for _, p in given.delay_all_reduce_named_params or ()]
+        units = units_of(module, given.droppable)
+        managed = ManagedParameters.of(module, ignored, delayed, units)
+        reduction = arguments.choose_reduction(given.reduction, given.compression, given.mixed_precision)
+        conflicts.check_linear(managed, reduction)
+        searches_caps = isinstance(given.bucket_cap_mb, str)  # "auto": read already
+        if searches_caps:
+            conflicts.check_cap_search(given.bucket_cap_mb_list, reduction, given.overlap_forward)
+        if units or given.skip_all_reduce_unused_params:
+            conflicts.check_skipping(
+                units,
+                reduction,
+                overlap_forward=given.overlap_forward,
+                bucket_cap_mb=given.bucket_cap_mb if searches_caps else None,
+                static_graph=given.static_graph and bool(units),
+            )
+        if given.overlap_forward:
+            conflicts.check_forward_overlap(module, managed, process_groups, reduction, given)
+        low = given.mixed_precision
+        if low is not None and low.param_dtype is not None:
+            mixed_precision.check(module, low.param_dtype, low.buffer_dtype)
+        reduction.prepare(managed.named(), process_groups[0])
+        device = parameters[0].device
+        shares = arguments.choose_shares(given.batch_sampler, given.balance, process_groups[0], device)
+        arguments.check_weight(given.weight)
+        return cls(
+            process_groups=process_groups,
+            ignored=ignored,
+            parameters=parameters,
+            delayed=delayed,
+            droppable=units,
+            skips_unused=given.skip_all_reduce_unused_params,
+            find_unused_parameters=given.find_unused_parameters,
+            static_graph=given.static_graph,
+            reduction=reduction,
+            given_caps=given_caps,
+            searches_caps=searches_caps,
+            weight=given.weight,
+            shares=shares,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return self.parameters[0].device
+
+    def managed(self, module: Module) -> ManagedParameters:
+        """The parameters of the module that are to be synchronized now."""
+        return ManagedParameters.of(module, self.ignored, self.delayed, self.droppable)
+
+    def choose_caps(self) -> None:
+        """Take the caps that were given; else the default for these groups, hosts and devices. Local."""
+        size_bytes = sum(p.numel() * p.element_size() for p in self.parameters if p.requires_grad)
+        num_ranks = self.process_groups[0].size()
+        default = BucketCaps.default(size_bytes, self.any_on_cpu, _is_on_one_host(), num_ranks)
+        self.caps = self.given_caps or default
+
+    def described_caps(self) -> str:
+        """What was asked for, equal on all ranks also where defaults depend on the rank."""
+        how = "searched" if self.searches_caps else "default"
+        return str(self.given_caps or f"{how} on {'one host' if _is_on_one_host() else 'several hosts'}")
+
+    def for_a_copy(self) -> Setting:
+        """What survives pickling: a copy is trained by itself, and a hook's state need not survive, as with torch."""
+        kept = copy.copy(self)
+        kept.process_groups, kept.weight, kept.shares = [], None, None
+        kept.reduction = self.reduction if self.reduction.is_ours else Mean()
+        return kept
+
+
+def _is_on_one_host() -> bool:
+    return on_one_host() is not False

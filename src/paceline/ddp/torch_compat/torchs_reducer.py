@@ -1,0 +1,87 @@
+"""The methods of torch's own reducer that frameworks call, and the optimizers that torch steps within backward."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.ddp.reducer import Reducer
+
+
+class TorchsReducer(Reducer):
+    """A reducer with the methods of torch's that frameworks call."""
+
+    _unused: list[int] | None = None  # by the last synchronized backward
+    _is_static = True  # whether that was the same in each
+
+    def set_static_graph(self) -> None:
+        """As the option `static_graph`, before the first step."""
+        if self.num_steps > 0 or self._used_before:
+            raise RuntimeError(
+                f"_set_static_graph() was called after {self.num_steps} synchronized steps. The first backward is the "
+                "one that counts a static graph, so call it before, or pass static_graph=True to the constructor."
+            )
+        self.setting.static_graph = True
+        self.arrivals.expected.expect_static_graph()
+
+    def _get_local_used_map(self) -> Tensor:
+        """How many ranks used each parameter in the last synchronized backward, shape (parameters,), int32."""
+        words = self.verdict.control.words[: len(self.managed)]
+        return words.real.round().to(torch.int32)
+
+    def _note_unused(self, unused: list[int]) -> None:
+        super()._note_unused(unused)
+        self._is_static, self._unused = self._is_static and self._unused in (None, unused), unused
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every backward used the same parameters here, as far as they were looked for."""
+        return self._is_static or not self.setting.find_unused_parameters
+
+    # What Lightning calls itself where a training step runs its own backwards within forward.
+
+    def _rebuild_buckets(self) -> bool:
+        """Not needed: buckets are laid out anew when the first synchronized backward ends."""
+        return False
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Watch these outputs of a forward that has not returned yet; without any, the first gradient tells."""
+        self.open_forwards.backward_is_announced = True
+        if outputs:
+            self.watch([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
+
+    def _delay_all_reduce(self) -> None:
+        """Not needed: the first step of a static graph is reduced when its backward ends, not afterwards."""
+
+
+# Optimizers that step within backward (`torch.distributed.optim._apply_optimizer_in_backward`). Torch runs them as soon
+# as a gradient is there, which is before it was reduced; ours run when the parameter's bucket has come back.
+IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
+
+
+def take_over_optimizers(parameters: Iterable[Parameter]) -> Callable[[Parameter], None] | None:
+    """Remove the hooks that would run optimizers on gradients that are not reduced yet.
+
+    Returns:
+        What to call for every parameter once its gradient is reduced; None where there are no such optimizers.
+    """
+    handles = sys.modules[IN_BACKWARD].param_to_optim_hook_handle_map if IN_BACKWARD in sys.modules else None
+    if not handles:
+        return None
+    found = [handle for parameter in parameters for handle in handles.get(parameter, ())]
+    for handle in found:
+        handle.remove()
+    return _step_in_backward if found else None
+
+
+def _step_in_backward(parameter: Any) -> None:
+    """Run the parameter's own optimizers, if it has any; `.grad` is None afterwards."""
+    optimizers = getattr(parameter, "_in_backward_optimizers", None)
+    if optimizers:
+        for optimizer in optimizers:
+            optimizer.step()
+        parameter.grad = None
