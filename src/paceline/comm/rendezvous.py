@@ -68,7 +68,7 @@ class Rendezvous:
 
     def decline(self, why: str) -> None:
         """Let all others hear why this rank does not come, instead of waiting for it. Local."""
-        self._store.set(_FAILED, f"{self._rank} rank {self._rank} cannot come ({why})")
+        self._store.set(_FAILED, f"{self.rank} rank {self.rank} cannot come ({why})")
 
     def collect(self, topic: str) -> list[bytes]:
         """Return what every rank has published.
