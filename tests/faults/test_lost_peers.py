@@ -222,3 +222,4 @@ def test_all_ranks_hear_why_the_first_one_failed():
         assert "every rank still answers" in who
         assert "a router drops what is long" in said
         assert ("another rank has called the roll (rank 1's backend said" in said) == (rank != 1)
+        assert said.count("called the roll") == (rank != 1), "quoted once"
