@@ -11,7 +11,8 @@ traffic are real, on the hosts of an emulated cluster. All sides live in the sam
 
 A turn is several consecutive steps without a barrier between them, from a barrier until the last gradient has arrived
 and the last parameter has been stepped: what is put off into the next step is paid for by the last one (the drain). The
-step in the steady state is the median of the times from one step's beginning to the next one's.
+step in the steady state is the median of the times from one step's beginning to the next one's, but for the first of
+each turn: it begins with nothing under way, so nothing that was put off delays it.
 
 `least` is what no order of sending goes below (`planning.forward_overlap.least_step_s`), `least without` the same if
 backward alone hides communication, both at the link's rate less headers (5 %) and with a ring's bytes, 2 (P-1)/P. Of
@@ -200,7 +201,7 @@ def _notes(config: Config, outcomes: Sequence[SideOutcome], floor: Floor | None)
         )
         how = "computation sleeps"
     notes = [
-        f"{what}; {config.num_steps} consecutive steps a turn",
+        f"{what}; {config.num_steps} consecutive steps a turn, the first of which is not in the steady state",
         f"{how}; gradients and traffic are real; no side has a barrier within a turn",
     ]
     if config.is_uneven:
@@ -247,7 +248,7 @@ def main(
     if compute not in ("timed", "real"):
         raise ConfigurationError(f"--compute {compute} is neither timed nor real.")
     if quick:
-        compute_s, scale, ratio, rounds, steps, always, hosts = 0.02, 64.0, None, 2, 2, True, 0
+        compute_s, scale, ratio, rounds, steps, always, hosts = 0.02, 64.0, None, 2, 3, True, 0
     profile = default_profile(workload).taking(compute_s) if compute == "timed" else None
     names = parse_names(sides)
     config = Config(workload, profile, names, rounds, steps, scale, always, slow_rank, jitter, quick)

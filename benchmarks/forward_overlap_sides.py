@@ -32,6 +32,7 @@ from paceline.planning.forward_overlap import Layer
 
 WARM_UP_STEPS = 8  # three before the ranks agree on an order, three before they do so again, two with it
 UNDECIDED_STEPS = 8
+LEAST_STEPS = 3  # of a turn, so that an interval is left besides the first one
 FORWARD, ALONE = "ours-forward", "none"
 TOLERANCE = 1e-6  # relative, of the gradients' mean: rounding in another order of sums
 
@@ -68,6 +69,11 @@ class Config:
         if self.is_uneven and self.profile is None:
             raise ConfigurationError(
                 "--slow-rank and --jitter change sleeps; with --compute real nobody sleeps."
+            )
+        if self.num_steps < LEAST_STEPS:
+            raise ConfigurationError(
+                f"--steps {self.num_steps} leaves no step in the steady state: a turn's first one waits for nothing, "
+                f"and its last one for everything. Pass {LEAST_STEPS} or more."
             )
         if not 0 <= self.jitter_ratio <= 1 or not 0 < self.slow_rank_ratio < float("inf"):
             raise ConfigurationError(
@@ -180,6 +186,7 @@ class Trainee:
         self.carry: Any = None
         self.num_steps = 0
         self.steady_s: list[float] = []
+        self.first_s: list[float] = []  # of each turn
         self.turn_s: list[float] = []  # of each turn, divided by its steps
         self.backward_s: list[float] = []
 
@@ -199,7 +206,9 @@ class Trainee:
         self.settle()
         ended_s = time.perf_counter()
         if timed:
-            self.steady_s += [b - a for a, b in itertools.pairwise(beginnings_s)]
+            first_s, *steady_s = [after - before for before, after in itertools.pairwise(beginnings_s)]
+            self.first_s.append(first_s)  # began settled: nothing of an earlier step delays it
+            self.steady_s += steady_s
             self.turn_s.append((ended_s - beginnings_s[0]) / num_steps)
             self.backward_s += backward_s
 
@@ -257,10 +266,18 @@ def _parallel(name: str, config: Config, module: nn.Module, workload: Workload) 
 
 @dataclass(frozen=True)
 class SideOutcome:
-    """One side; lists are of the slowest rank."""
+    """One side; lists are of the slowest rank.
+
+    Attributes:
+        steady_s: From a step's beginning to the next one's, but for the first of each turn.
+        first_s: Those: shorter, if later ones wait for what an earlier step has put off.
+        turn_s: Of each turn, until everything has arrived, divided by its steps.
+        backward_s: Of every step.
+    """
 
     name: str
     steady_s: list[float]
+    first_s: list[float]
     turn_s: list[float]
     backward_s: list[float]
     is_on: bool | None
@@ -292,6 +309,7 @@ def _outcome(name: str, trainee: Trainee) -> SideOutcome:
     return SideOutcome(
         name,
         slowest_rank(gather(trainee.steady_s)),
+        slowest_rank(gather(trainee.first_s)),
         slowest_rank(gather(trainee.turn_s)),
         slowest_rank(gather(trainee.backward_s)),
         None if overlapped is None else overlapped.is_on,

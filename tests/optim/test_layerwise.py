@@ -231,6 +231,27 @@ def test_gradients_of_any_scale(dtype, size):
             assert step == pytest.approx(0.01, rel=0.1 if dtype == torch.bfloat16 else 1e-3)
 
 
+@pytest.mark.parametrize("size", [50, SMALL_ELEMENTS + 1])
+def test_lambs_range(size):
+    """Steps are as long from 1e-34 to 1e20 in float32; a square that overflows holds its element for good."""
+    direction = torch.randn(size, generator=generator(5))
+    parameters = [nn.Parameter(torch.randn(size, generator=generator(6))) for _ in range(4)]
+    before = parameters[0].detach().clone()
+    optimizer = LAMB(parameters, lr=0.01)
+    for parameter, scale in zip(parameters, (1e-34, 1.0, 1e20, 1.0), strict=True):
+        parameter.grad = scale * direction
+    parameters[3].grad[0] = 1e21
+    optimizer.step()
+    for parameter in parameters:
+        assert (parameter.detach() - before).norm() / before.norm() == pytest.approx(0.01, rel=1e-3)
+    for parameter in parameters:
+        parameter.grad = direction
+    optimizer.step()
+    stands = parameters[3].detach() == before
+    assert stands[0]
+    assert stands.sum() == 1
+
+
 def test_norms_at_the_ends():
     """Weights of any scale; what has no elements, is zero, infinite or no number; a factor that would be infinite."""
     for size in (5, SMALL_ELEMENTS + 1):

@@ -36,6 +36,9 @@ class LAMB(LayerwiseOptimizer):
 
     where phi(z) is z within `weight_norm_bounds`. With `layerwise=False` it is AdamW.
 
+    Limits first: v holds squares in the parameters' precision. In float32, where |g| exceeds
+    sqrt(3.4e38 / (1 - beta2)), about 6e20, v is infinite from then on and that element stands still.
+
     Args:
         params: Parameters or groups. Biases and normalisation are best put into a group with `layerwise=False`.
         lr: The rate.
