@@ -2,13 +2,17 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from models import Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
-from ranks import Ranks
+from paceline.comm.peers import Peers, next_name
+from paceline.errors import PeerLostError
+from ranks import Ranks, pool
 
 GROUP_TIMEOUT_S = 60.0  # who is dead is named long before
 STOPPED_TIMEOUT_S = 6.0  # that passes where the other is not dead
@@ -73,7 +77,8 @@ def check(outcomes, victim, how):
         assert "TimeoutError" in kinds
         assert "RuntimeError" in kinds
         assert untouched, "parameters changed"
-        named = {r for r in range(len(outcomes)) if r != outcome.rank and f"rank {r} " in message}
+        verdict = message.partition("The backend said")[0]  # which may quote others
+        named = {r for r in range(len(outcomes)) if r != outcome.rank and f"rank {r} " in verdict}
         assert named == {victim}, message
 
 
@@ -187,3 +192,34 @@ def test_a_peer_lost_while_buffers_travel(victim):
         name, message = survivor.value
         assert name == "PeerLostError"
         assert f"rank {victim} " in message
+
+
+class Stuck:
+    """A collective that fails where there is a reason, and else never ends."""
+
+    def __init__(self, reason):
+        self._reason = reason
+
+    def wait(self, timeout_s=None):
+        if self._reason:
+            raise RuntimeError(self._reason)
+        time.sleep(min(timeout_s, 0.05))
+        return False
+
+
+def waits(rank, _num_ranks):
+    peers = Peers(dist.group.WORLD, next_name(dist.group.WORLD, is_collective=True), in_slices=True)
+    with pytest.raises(PeerLostError) as caught:
+        peers.wait(Stuck("a router drops what is long" if rank == 1 else ""), "waiting for bucket 0")
+    return str(caught.value)
+
+
+def test_all_ranks_hear_why_the_first_one_failed():
+    """Only one sees the reason; it says so in the roll call, and who answers does not take its place."""
+    others = pool(3).run(waits)
+    for rank, message in enumerate(others):
+        who, _, said = message.partition("The backend said: ")
+        assert "every rank still answers" in who
+        assert "a router drops what is long" in said
+        assert ("another rank has called the roll (rank 1's backend said" in said) == (rank != 1)
+        assert said.count("called the roll") == (rank != 1), "quoted once"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.lab.packet_network import engine, sides
+from paceline.lab.packet_network import engine, sides, tcp
 from paceline.lab.packet_network import state as s
 from paceline.lab.packet_network import tcp_state as c
 from paceline.lab.packet_network.datagram_hosts import DatagramHosts, JobPlan
@@ -35,7 +35,7 @@ def send(net, source, target, collectives, spine=0, levels=(0,), flags=0):
         own = flags | levels[collective % len(levels)] << d.CLASS_SHIFT
         d.write_header(word, d.DATA, 0, own, source, collective, 0, 0, 0, 0, 1, 0)
     sizes, hosts = np.full(len(rows), SIZE), np.full(len(rows), target)
-    engine.send_datagrams(net, rows, words, sizes, hosts, source, len(rows), spine)
+    engine.send_datagrams(net, rows, words, sizes, hosts, source, len(rows), np.full(len(rows), spine))
 
 
 def received(net, host):
@@ -154,6 +154,20 @@ def test_a_lost_tail_waits_for_the_smallest_timeout():
     assert len(kernel.flow_ms) == 3 * 8
 
 
+def test_where_everything_was_sent_twice_what_is_missing_has_the_handshakes_round_trip():
+    """Then none was measured; 64 that pushed at once into a port of 64 KiB had one that never ended."""
+    net, connections = new_network(LeafSpine(2, rate_bits_per_s=RATE), 0), c.new_connections(1)
+    x, segments = connections.connections[0], connections.segments[0]
+    x[[c.C_NXT, c.C_HIGH, c.C_FLIGHT, c.C_SACKED, c.C_RACK_AT]] = 2, 2, 1, 1, 5000
+    x[c.C_RECOVERY_TO] = 2
+    segments[0, [c.T_STATE, c.T_AT, c.T_IS_REPEATED]] = c.FLYING, 4000, 1
+    segments[1, [c.T_STATE, c.T_AT, c.T_IS_REPEATED]] = c.SACKED, 5000, 1
+    net.clock[s.NOW] = 6000
+    tcp.find_lost(net, connections, 0)
+    handshake_ns = int(connections.rates[0, c.F_RTT])
+    assert x[c.C_DEADLINE] == 4000 + handshake_ns + 1
+
+
 def test_the_protocol_is_the_transports_own():
     """The ends are `Endpoint`s, their sums are sums, and every datagram they count as sent was in the network."""
     net = new_network(LeafSpine(3, rate_bits_per_s=RATE, loss_ratio=0.05), 1, d.HEADER_BYTES + 64)
@@ -210,3 +224,14 @@ def test_networks_that_cannot_be_are_refused():
     send(net, 0, 1, range(5))
     with pytest.raises(ConfigurationError, match="most_packets"):
         s.check_room(net)
+
+
+@pytest.mark.parametrize(("ports", "ways"), [(1, 1), (8, 4)])
+def test_a_ranks_ports_take_several_ways(ports, ways):
+    """Uplinks of the first leaf that carried something, of a sum with the other rack."""
+    spec = LeafSpine(4, racks=2, spines=4, rate_bits_per_s=RATE, uplink_bits_per_s=RATE)
+    net = new_network(spec, 3, d.HEADER_BYTES + 64)
+    hosts = DatagramHosts(net, NO_TCP, [JobPlan([0, 3], 20_000, Bound(0.0), num_ports=ports)], payload=64)
+    hosts.run()
+    assert (net.ports[2 * 4 : 2 * 4 + 4, s.Q_MOST_BYTES] > 0).sum() == ways
+    check_conservation(net)

@@ -209,14 +209,17 @@ def test_options_that_cannot_be_are_refused():
         Options.of(timedelta(1))
 
 
-def unknown(rank, _num_ranks):
-    with pytest.raises(ValueError, match=r"PACELINE_BETWEEN_HOSTS='tdp'"), group_on("01", rank, "tdp"):
+def unknown(rank, _num_ranks, hosts):
+    with pytest.raises(ValueError, match=r"PACELINE_BETWEEN_HOSTS='tdp'"), group_on(hosts, rank, "tdp"):
         pass
 
 
-def test_an_unknown_path_is_refused_where_the_group_is_made():
+@pytest.mark.parametrize("hosts", ["01", "00"])
+def test_an_unknown_path_is_refused_where_the_group_is_made(hosts):
+    """Also on one host, where there is no path: it is refused before the job moves to several."""
     with Ranks(2) as ranks:
-        assert "tdp" not in str(ranks.outcomes(unknown, deadline_s=30)[0].value)
+        refused = ranks.outcomes(unknown, hosts, deadline_s=30)[0]
+    assert refused.clean, refused.story()
 
 
 def lose(rank, _num_ranks, how):

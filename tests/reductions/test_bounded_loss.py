@@ -1,18 +1,25 @@
 """`reduction=BoundedLoss(...)` under DDP, by real processes over real sockets on the loopback interface."""
 
+import contextlib
 import copy
+import os
 import socket
+import sys
+import time
+from datetime import timedelta
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from models import Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError
 from paceline.reductions import BoundedLoss
 from paceline.transports.bounded_loss.datagram_loop import compile_all
-from ranks import pool
+from ranks import Ranks, pool
 
 
 def _steps(model, rank, num_steps=3, dtype=torch.float32):
@@ -44,6 +51,26 @@ def _train(rank, num_ranks):
     return found, (losses.lost, losses.sent > 0, len(losses.by_rank)), strangers, model.reduction.counters
 
 
+def _at_senders(rank, _num_ranks):
+    """Noise at all ports of a rank that sends by three; what it counts, before and after its link is closed."""
+    model = DistributedDataParallel(Mlp(), reduction=BoundedLoss(0.0, paths=3))
+    _steps(model, rank, 1)
+    link = model.reduction._connection._link
+    places = [each.getsockname() for each in link._driver._sockets]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for place in places[1:] * 50:  # more than a socket's buffer would hold
+            stranger.sendto(b"noise" * 100, place)
+    counted = link.counters["strangers"]
+    _steps(model, rank, 1)
+    dist.barrier()
+    assert link.close(10.0)
+    return counted, link.counters["strangers"]
+
+
+def test_noise_at_ports_that_only_send_is_dropped_and_counted():
+    assert pool(2).run(_at_senders) == [(100, 100)] * 2
+
+
 def _disturb(model):
     """Send noise, and a replay of nothing we know, to this rank's port."""
     link = model.reduction._connection._link
@@ -71,11 +98,60 @@ def test_gradients_are_the_mean_on_every_rank_and_strangers_are_counted():
 
 
 def test_impossible_bounds_are_refused():
-    for bound in (-0.1, 1.0, 7):
+    for bound in (-0.1, 1.0, 7, "0.01", None, float("nan")):
         with pytest.raises(ConfigurationError, match="cannot be"):
             BoundedLoss(bound)
-    with pytest.raises(ConfigurationError, match="protected_ratio"):
-        BoundedLoss(0.1, protected_ratio=2)
+    for ratio in (2, "x", None):
+        with pytest.raises(ConfigurationError, match="protected_ratio"):
+            BoundedLoss(0.1, protected_ratio=ratio)
     assert repr(copy.deepcopy(BoundedLoss(0.25, 0.5))) == (
         "BoundedLoss(bound=0.25, protected_ratio=0.5, compensation='survivors')"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("paths", value) for value in ("8", 2.5, 8.0, True, None, 0, 17)),
+        *(("connect", value) for value in (5, "udp")),
+        *(("priorities", value) for value in ("yes", 1, None)),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(name, value):
+    with pytest.raises(ConfigurationError, match=name):
+        BoundedLoss(**{name: value})
+
+
+def _without_numba(rank, _num_ranks):
+    """Rank 1 has none: what each rank is told when it wraps its model."""
+    missing = mock.patch.dict(sys.modules, {"paceline.transports.bounded_loss.lossy_link": None})
+    with (
+        missing if rank == 1 else contextlib.nullcontext(),
+        pytest.raises((RuntimeError, ConfigurationError)) as caught,
+    ):
+        DistributedDataParallel(Mlp(), reduction=BoundedLoss(0.0))
+    return str(caught.value)
+
+
+def test_where_one_rank_has_no_numba_all_are_told_before_they_train():
+    for said in pool(2).run(_without_numba):
+        assert "needs the package numba: pip install 'paceline[lossy]'" in said
+
+
+def _deaf(rank, _num_ranks):
+    """Rank 1 cannot listen; nobody waits for it any longer than it takes to say so."""
+    group = dist.new_group(timeout=timedelta(seconds=25))
+    model = DistributedDataParallel(Mlp(), reduction=BoundedLoss(0.0), process_group=group)
+    began_s = time.monotonic()
+    interface = mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nowhere0"} if rank == 1 else {})
+    with interface, pytest.raises(Exception, match="nowhere0") as caught:
+        _steps(model, rank, 1)
+    return str(caught.value), time.monotonic() - began_s
+
+
+def test_a_rank_that_cannot_connect_says_so_to_all():
+    with Ranks(2) as ranks:
+        other, own = (outcome.value for outcome in ranks.outcomes(_deaf))
+    assert "there is no interface 'nowhere0'" in own[0]
+    assert "rank 1 cannot come" in other[0]
+    assert other[1] < 20

@@ -106,7 +106,7 @@ def test_without_compensation_a_lost_contribution_is_zero():
     assert torch.equal(flat(ranks.reduce(here)), expected)
     report = ranks._reductions[0].losses
     assert (report.lost, report.sent) == (12, 36)
-    assert report.by_rank == (3, 3, 3, 3)
+    assert report.by_rank == report.by_sender == (3, 3, 3, 3)
     assert report.by_bucket == (12,)
     assert report.by_parameter == {"first": 8 / 20, "second": 8 / 20}
 
@@ -120,6 +120,16 @@ def test_the_report_says_of_which_parameter_something_was_lost():
     for reduction in ranks._reductions:
         assert reduction.losses.by_parameter == {"first": 8 / (3 * 40), "second": 0.0}
         assert reduction.losses.by_rank == (0, 1, 0, 0)
+        assert reduction.losses.by_sender == (0, 0, 0, 1)
+
+
+def test_a_rank_whose_link_is_bad_stands_out_among_the_senders():
+    """It loses a half of what it sends: all shards miss as much, by their owners nobody could tell which it is."""
+    ranks = ranks_with(lambda _, source, _owner, sent: np.arange(len(sent)) < (source == 2), "survivors")
+    ranks.reduce(gradients(0))
+    report = ranks._reductions[0].losses
+    assert report.by_rank == (1, 1, 0, 1)
+    assert report.by_sender == (0, 0, 3, 0)
 
 
 def test_survivors_estimate_the_mean_and_nothing_else_shrinks_it():
@@ -168,11 +178,57 @@ def test_state_goes_into_a_checkpoint_and_only_fits_there():
     state = ranks._reductions[0].state_dict()
     with pytest.raises(ConfigurationError, match="not of BoundedLoss"):
         BoundedLoss().load_state_dict(state)
-    state["residual"]["first"] = torch.zeros(3)
     with pytest.raises(ConfigurationError, match="first differ in size"):
-        again._reductions[0].load_state_dict(state)
+        again._reductions[0].load_state_dict({**state, "sizes": {**state["sizes"], "first": 3}})
+    with pytest.raises(
+        ConfigurationError, match="the state of another kind of reduction, not of BoundedLoss"
+    ):
+        again._reductions[0].load_state_dict({})
     assert BoundedLoss().state_dict() == {}
     BoundedLoss().load_state_dict({})
+
+
+def test_a_state_is_of_one_rank_of_as_many():
+    """Another's residuals would be added to gradients that lost nothing; `strict=False` begins without any."""
+    named = parameters()
+    ranks, again = (ranks_with(at_random(0.4, 0), "feedback", named) for _ in range(2))
+    ranks.reduce(gradients(0))
+    again.reduce(gradients(0))
+    first, second = (reduction.state_dict() for reduction in ranks._reductions[:2])
+    loading = again._reductions[0]
+    for other, told in ((second, "rank 1 of 4"), ({**first, "num_ranks": 3}, "rank 0 of 3")):
+        with pytest.raises(ConfigurationError, match=f"rank 0 of 4 was given the state of {told}"):
+            loading.load_state_dict(other)
+        assert residuals(again)[0].abs().sum() > 0
+    loading.load_state_dict(second, strict=False)
+    assert loading.state_dict()["residual"] == {}
+
+
+def test_residuals_do_not_depend_on_the_bound_nor_on_what_carries_them():
+    named, world = parameters(), LossyMemory(RANKS, at_random(0.4, 0), chunk_bytes=4 * PER_CHUNK)
+    ranks = ranks_with(at_random(0.4, 0), "feedback", named)
+    ranks.reduce(gradients(0))
+    kept = [reduction.state_dict() for reduction in ranks._reductions]
+
+    def otherwise():
+        return BoundedLoss(
+            0.1, 0.2, "feedback", lambda group: world.transports[group.rank()], priorities=True
+        )
+
+    again = RankReductions(named, RANKS, otherwise)
+    for state, reduction in zip(kept, again._reductions, strict=True):
+        reduction.load_state_dict(state)
+    assert all(torch.equal(one, other) for one, other in zip(residuals(again), residuals(ranks), strict=True))
+
+
+def test_one_for_each_model():
+    ranks = ranks_with(at_random(0.0, 0), "survivors")
+    group = ranks._groups[0]
+    with pytest.raises(
+        ConfigurationError, match=r"another model's gradients already.*Make one for each model"
+    ):
+        ranks._reductions[0].prepare(parameters(), group)
+    ranks.reduce(gradients(0))  # the first model goes on
 
 
 def test_an_unknown_compensation_is_refused():

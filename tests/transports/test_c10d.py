@@ -109,3 +109,26 @@ def test_a_rank_that_dies_or_stops_ends_the_collective_everywhere(name, how, tim
     told = [outcome.value for outcome in outcomes if outcome.rank != 1]
     assert all(message.startswith("all_reduce number 1 (SUM of 1,000 float32") for message, _ in told)
     assert any(peer == 1 and "rank 1" in message for message, peer in told)
+
+
+class Failing:
+    """A c10d backend whose messages time out at once, as on a connection that has failed before."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+    def send(self, *_):
+        return self
+
+    recv = send
+
+    def wait(self, *_):
+        raise RuntimeError("Timed out waiting 60000ms for recv operation to complete.")
+
+
+def test_an_error_says_how_long_was_waited_and_not_how_long_might_have_been():
+    with pytest.raises(PeerLostError, match=r"from rank 1 for 0(\.\d+)? s \(of 60: "):
+        C10dTransport(Failing()).exchange([], [(1, torch.zeros(3))], 60.0)

@@ -69,7 +69,10 @@ def emulate(
         str | None, typer.Option(help="Switch ports ECN-mark packets above this backlog, for example 60KiB.")
     ] = None,
     drop: Annotated[
-        str | None, typer.Option(help="Switch ports drop packets without ECN above this backlog.")
+        str | None,
+        typer.Option(
+            help="Switch ports drop packets without ECN above this backlog; one value, or eight by class selector."
+        ),
     ] = None,
     racks: Annotated[int, typer.Option(help="Divide the hosts into racks, joined by a spine.")] = 1,
     uplink: Annotated[str | None, typer.Option(help="Rate between a rack and the spine.")] = None,

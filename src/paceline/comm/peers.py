@@ -120,11 +120,18 @@ class Peers:
             return ServerLostError(
                 f"rank {self._rank} was {doing} when communication failed: {error}. {consequence or self._consequence}"
             )
-        who = self._roll_call.who_is_gone(doing, error.peer if isinstance(error, PeerLostError) else None)
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = None if isinstance(error, _CalledError) else f"rank {self._rank}'s backend said: {said}"
+        named = error.peer if isinstance(error, PeerLostError) else None
+        who = self._roll_call.who_is_gone(doing, named, reason)
         return PeerLostError(
             f"rank {self._rank} was {doing} when communication failed: {who}. {consequence or self._consequence} "
-            f"The backend said: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"The backend said: {said}"
         )
+
+
+class _CalledError(RuntimeError):
+    """Another rank has started a roll call; the message says why."""
 
 
 @dataclass
@@ -181,22 +188,24 @@ class _RollCall:
         """
         if self._has_store and (self._query is None or not self._query.is_alive()):
             self._query = _StoreQuery(self._store, "roll_call")
-            if self._query.found(SLICE_S):
-                raise RuntimeError("another rank has called the roll")
+            reason = self._query.answer(SLICE_S)
+            if reason is not None:
+                raise _CalledError(f"another rank has called the roll ({reason.decode(errors='replace')})")
 
-    def who_is_gone(self, doing: str, named: int | None = None) -> str:
+    def who_is_gone(self, doing: str, named: int | None, reason: str | None) -> str:
         """Start a roll call, or answer it; returns in words which ranks are missing.
 
         Args:
             doing: What this rank was doing.
             named: The rank that the failed collective named, if it did.
+            reason: Why the others are called; None: they know.
         """
         if not self._has_store:
             return "this job has no store in which to ask who still answers"
         if self._query is not None:
             self._query.join(GRACE_S)  # on a busy machine it may be late without hanging
         self.progress.is_store_busy = self._query is not None and self._query.is_alive()
-        silent = None if self.progress.is_store_busy else self._call(doing)
+        silent = None if self.progress.is_store_busy else self._call(doing, reason)
         if silent is None:
             return self._without_store(named)
         states = {rank: self._state_of(rank) for rank in silent}
@@ -217,12 +226,13 @@ class _RollCall:
         first = "" if len(gone) == 1 else "; their outputs say which was first"
         return f"{who} (the job's store does not answer either){first}"
 
-    def _call(self, doing: str) -> list[int] | None:
+    def _call(self, doing: str, reason: str | None) -> list[int] | None:
         """Ranks that do not answer; None when the store does not."""
         deadline_s = time.monotonic() + GRACE_S
         try:
             self._store.set(f"here/{self._rank}", doing)
-            self._store.set("roll_call", "1")
+            if reason is not None:
+                self._store.set("roll_call", reason)
             others = (rank for rank in range(self._num_ranks) if rank != self._rank)
             return [rank for rank in others if not self._answers(rank, deadline_s)]
         except RuntimeError:
@@ -274,29 +284,29 @@ def _say_left(store: SealedStore, rank: int, progress: _Progress) -> None:
 
 
 class _StoreQuery(threading.Thread):
-    """Asks the store whether it has a key; on a thread, because a store behind a cut network never answers."""
+    """Asks the store for a key; on a thread, because a store behind a cut network never answers."""
 
     def __init__(self, store: SealedStore, key: str) -> None:
         super().__init__(name="paceline-roll-call", daemon=True)
         self._store = store
         self._key = key
-        self._answer = False
+        self._answer: bytes | None = None
         self._error: RuntimeError | None = None
         self.start()
         end_before_exit(self, threading.Thread.join)
 
     def run(self) -> None:
         try:
-            self._answer = self._store.get(self._key) is not None
+            self._answer = self._store.get(self._key)
         except RuntimeError as error:
             self._error = error
 
-    def found(self, patience_s: float) -> bool:
-        """Whether the key is there; False also while there is no answer."""
+    def answer(self, patience_s: float) -> bytes | None:
+        """What is there; None if nothing is, and while there is no answer."""
         self.join(patience_s)
         if self._error is not None:
             raise self._error
-        return self._answer and not self.is_alive()
+        return None if self.is_alive() else self._answer
 
 
 @dataclass(frozen=True)

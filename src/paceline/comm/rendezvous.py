@@ -66,6 +66,10 @@ class Rendezvous:
         """Let all others read this. Local."""
         self._store.set(f"{topic}/{self.rank}", words)
 
+    def decline(self, why: str) -> None:
+        """Let all others hear why this rank does not come, instead of waiting for it. Local."""
+        self._store.set(_FAILED, f"{self.rank} rank {self.rank} cannot come ({why})")
+
     def collect(self, topic: str) -> list[bytes]:
         """Return what every rank has published.
 

@@ -21,7 +21,6 @@ from paceline.errors import ConfigurationError
 from paceline.process_group.connections import Gloo
 from paceline.process_group.executor import Executor
 from paceline.process_group.folds import Fold
-from paceline.process_group.options import TCP
 from paceline.process_group.path_between_hosts import open_path, wanted_path
 from paceline.schedules import SCHEDULES, Choice, Links, Topology, choose
 from paceline.transports import Subset
@@ -67,7 +66,7 @@ class AcrossHosts:
         self._all_ranks: dict[int, Executor] = {}  # by the rank that is the first one there
         self._links: Links | None = None
         self._only: str | None = None
-        self._wanted = wanted_path(wanted) if len(hosts) > 1 else TCP
+        self._wanted = wanted_path(wanted)
         self.use(os.environ.get(CHOICE), CHOICE)
 
     def use(self, name: str | None, set_by: str = "use_schedule") -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from paceline.comm.rendezvous import Rendezvous
-from paceline.errors import ConfigurationError
+from paceline.errors import ConfigurationError, PeerLostError
 from paceline.transports import Transport
 from paceline.transports.c10d import C10dTransport
 from paceline.transports.lossy_transport import LossyTransport
@@ -87,13 +87,31 @@ def open_lossy_transport(
 
     Raises:
         ConfigurationError: numba is not installed, or there is no such interface.
+        PeerLostError: A rank did not come, or it cannot, and said why.
+    """
+    meeting = Rendezvous(store, rank, num_ranks, timeout, "connecting to sum gradients over UDP")
+    try:
+        check_numba()
+        from paceline.transports.bounded_loss.lossy_link import LossyLink  # noqa: PLC0415  as there
+
+        return LossyLink(rank, _meet(meeting, num_ranks, num_ports), timeout)
+    except PeerLostError:
+        raise
+    except Exception as error:  # whatever it is, the others would wait for this rank
+        meeting.decline(str(error))
+        raise
+
+
+def check_numba() -> None:
+    """Make sure that this rank has what a transport with bounded loss needs. Local; the first time half a second.
+
+    Raises:
+        ConfigurationError: numba is not installed.
     """
     try:
-        from paceline.transports.bounded_loss.lossy_link import LossyLink  # noqa: PLC0415  numba takes a while
+        from paceline.transports.bounded_loss.lossy_link import LossyLink  # noqa: F401, PLC0415  numba takes a while
     except ImportError as error:
         raise _without_numba("a transport with bounded loss", error) from error
-    meeting = Rendezvous(store, rank, num_ranks, timeout, "connecting to sum gradients over UDP")
-    return LossyLink(rank, _meet(meeting, num_ranks, num_ports), timeout)
 
 
 def introduce(address: str, num_ports: int = 1) -> Introduction:

@@ -90,8 +90,9 @@ class Executor:
         try:
             call.perform()
         except PeerLostError as error:
+            why = str(error).rstrip(".")
             raise PeerLostError(
-                f"{descriptor} failed: {error}. Its tensor is undefined.", error.peer
+                f"{descriptor} failed: {why}. Its tensor is undefined.", error.peer
             ) from error
 
 

@@ -28,8 +28,10 @@ from paceline.comm.pending import Done, Pending, PendingWork
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
+from paceline.process_group.connections import check_numba
 from paceline.reductions.bounded_loss_connection import LossyConnection, over_udp
 from paceline.reductions.error_feedback import RESIDUAL, Memory, Slot
+from paceline.reductions.kept_state import Keeper, check_one_model
 from paceline.reductions.loss_report import LossReport
 from paceline.reductions.parameter_servers import ParameterServers
 from paceline.reductions.parameter_servers.server_sums import over_servers
@@ -103,7 +105,7 @@ class BoundedLoss(Reduction):
                 f"compensation={compensation!r} is none of {', '.join(map(repr, COMPENSATIONS))}. Leave it out for "
                 "gradients whose expectation is the mean."
             )
-        if not 1 <= paths <= _MOST_PATHS or (paths > 1 and connect is not None):
+        if not _is_whole(paths) or not 1 <= paths <= _MOST_PATHS or (paths > 1 and connect is not None):
             raise ConfigurationError(
                 f"paths={paths!r} cannot be: a rank sends by 1 to {_MOST_PATHS} ports, and a transport from `connect=` "
                 "has its own. For two paths 8 are enough."
@@ -113,6 +115,13 @@ class BoundedLoss(Reduction):
                 f"servers={servers!r} cannot be: give ParameterServers(), or ParameterServers(addresses), and no "
                 "`connect=` beside it."
             )
+        if connect is not None and not callable(connect):
+            raise ConfigurationError(
+                f"connect={connect!r} cannot be: it is a function that makes this rank's transport for a process "
+                "group. Leave it out for one over UDP."
+            )
+        if not isinstance(priorities, bool):
+            raise ConfigurationError(f"priorities={priorities!r} is neither True nor False.")
         self._bound = Bound(bound, protected_ratio, is_scaled=compensation == SURVIVORS)
         self._paths = paths
         self._compensation = compensation
@@ -127,6 +136,7 @@ class BoundedLoss(Reduction):
         self._sums: list[_Reduced] = []
         self._residuals = Memory()
         self._scale_of_residuals = 1.0
+        self._place = (0, 1)  # this rank's number, and the number of ranks
         self._sizes: dict[str, int] = {}
         self._names: dict[int, str] = {}
 
@@ -160,9 +170,13 @@ class BoundedLoss(Reduction):
         BoundedLoss.__init__(self, **state)
 
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
+        check_one_model(self, self._names, named_parameters)
+        if self._connect is None and process_group.size() > 1:
+            check_numba()
         if process_group is not self._prepared_for:
             self._connection = None  # the other group may have been destroyed
         self._prepared_for = process_group
+        self._place = (process_group.rank(), process_group.size())
         self._sizes = {name: real_numel(parameter) for name, parameter in named_parameters.items()}
         self._names = {id(parameter): name for name, parameter in named_parameters.items()}
         if self._priorities:
@@ -208,36 +222,32 @@ class BoundedLoss(Reduction):
     def end_step(self, timing: StepTiming) -> None:
         sums, self._sums = self._sums, []
         found = [(each.sum.losses, each.sizes) for each in sums if each.sum and each.sum.losses]
-        ranks = self._prepared_for.size() if self._prepared_for else 1
-        self.losses = LossReport.of(found, ranks if self._servers else ranks - 1)
+        ranks = self._place[1]
+        self.losses = LossReport.of(found, ranks, ranks if self._servers else ranks - 1)
         if all(each.is_finite for each in sums):
             self._residuals.commit()
+
+    @property
+    def _keeper(self) -> Keeper:
+        """Residuals depend on neither the bound nor on what carries datagrams, and who sums them."""
+        kind = f"BoundedLoss(compensation={self._compensation!r})"
+        return Keeper(kind, "what was lost of the last gradients", self._sizes, *self._place)
 
     def state_dict(self) -> dict[str, Any]:
         if self._compensation != FEEDBACK:
             return {}
         return {
-            "kind": repr(self),
+            **self._keeper.words(),
             "loss_scale": self._scale_of_residuals,
             RESIDUAL: self._residuals.by_name(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        own = repr(self) if self._compensation == FEEDBACK else None
-        if state.get("kind") != own:
-            raise ConfigurationError(
-                f"this is the state of {state.get('kind', 'a reduction without state')}, not of {self!r}. Nothing was "
-                "loaded. Training may go on without: what was lost of the last gradients is then lost for good."
-            )
-        if own is None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """As of `Lossy`: with `strict=False` another rank's state is accepted, and residuals start at zero."""
+        if self._compensation != FEEDBACK and not state:
             return
-        other = [name for name, kept in state[RESIDUAL].items() if self._sizes.get(name) != kept.numel()]
-        if other:
-            raise ConfigurationError(
-                f"this is the state of another model: {', '.join(sorted(other)[:5])} differ in size or are missing. "
-                "Nothing was loaded."
-            )
-        self._residuals.load(state[RESIDUAL])
+        is_own = self._keeper.has_saved(state, strict)
+        self._residuals.load(state[RESIDUAL] if is_own else {})
         self._scale_of_residuals = state["loss_scale"]
 
     @property
@@ -330,6 +340,10 @@ def _classes(named_parameters: Mapping[str, Parameter]) -> dict[int, int]:
         found[id(parameter)] = _CLASSES - before * _CLASSES // total
         before += real_numel(parameter)
     return {which: max(1, level) for which, level in found.items()}
+
+
+def _is_whole(paths: Any) -> bool:
+    return isinstance(paths, int) and not isinstance(paths, bool)
 
 
 def _one() -> float:

@@ -18,6 +18,8 @@ class LossReport:
         lost: Contributions that did not arrive, over all ranks and buckets.
         sent: Contributions that were sent for the first time, likewise.
         by_rank: Of the lost ones, those for the shard of each rank; where servers sum, of each server.
+        by_sender: Of the lost ones, those that each rank sent: one whose link is bad stands out here, and the others
+            share its losses in `by_rank`.
         by_bucket: Of the lost ones, those of each bucket, in launch order.
         by_parameter: Of each parameter's elements, over all ranks' contributions to others, the part that was lost.
     """
@@ -25,6 +27,7 @@ class LossReport:
     lost: int = 0
     sent: int = 0
     by_rank: tuple[int, ...] = ()
+    by_sender: tuple[int, ...] = ()
     by_bucket: tuple[int, ...] = ()
     by_parameter: Mapping[str, float] = field(default_factory=dict)
 
@@ -34,21 +37,27 @@ class LossReport:
         return self.lost / self.sent if self.sent else 0.0
 
     @classmethod
-    def of(cls, buckets: Sequence[tuple[Losses, Mapping[str, int]]], num_senders: int) -> LossReport:
+    def of(
+        cls, buckets: Sequence[tuple[Losses, Mapping[str, int]]], num_ranks: int, num_senders: int
+    ) -> LossReport:
         """Sum up a step.
 
         Args:
             buckets: In launch order, what was lost of each and its parameters' numbers of elements, as they lie in it.
+            num_ranks: How many there are.
             num_senders: How many ranks send each element to whoever sums it.
         """
         by_rank = [sum(missing) for missing in zip(*(losses.missing for losses, _ in buckets), strict=True)]
+        by_sender = np.zeros(num_ranks, np.int64)
         parts: dict[str, float] = {}
         for losses, sizes in buckets:
+            by_sender += np.bincount(losses.ranges[:, 0], minlength=num_ranks)
             parts |= _parts(losses, sizes, num_senders)
         return cls(
             lost=sum(by_rank),
             sent=sum(sum(losses.expected) for losses, _ in buckets),
             by_rank=tuple(by_rank),
+            by_sender=tuple(by_sender.tolist()),
             by_bucket=tuple(sum(losses.missing) for losses, _ in buckets),
             by_parameter=parts,
         )

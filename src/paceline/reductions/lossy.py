@@ -28,9 +28,9 @@ from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.pending import Pending, PendingWork
 from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Layout
-from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.reductions.error_feedback import Memory
+from paceline.reductions.kept_state import Keeper, check_one_model
 from paceline.reductions.reduction import Message, Reduction, launch_sparse_sum, real_numel
 
 MOST_UNDER_WAY = 2  # buckets that were sent and not yet decompressed
@@ -73,12 +73,7 @@ class Lossy(Reduction):
         sizes = {name: real_numel(parameter) for name, parameter in named_parameters.items()}
         for name, parameter in named_parameters.items():
             self._check_dtype(name, parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype)
-        ids = {id(parameter) for parameter in named_parameters.values()}
-        if self._names and not self._names.keys() & ids:
-            raise ConfigurationError(
-                f"{self!r} reduces another model's gradients already, of which it keeps what was left out. "
-                "Make one for each model."
-            )
+        check_one_model(self, self._names, named_parameters)
         self._names = {id(parameter): name for name, parameter in named_parameters.items()}
         ends = torch.tensor([0, *sizes.values()]).cumsum(0).tolist()
         self._positions = dict(zip(sizes, ends, strict=False))
@@ -210,15 +205,17 @@ class Lossy(Reduction):
             memory.load({})
         self._num_steps = 0
 
+    @property
+    def _keeper(self) -> Keeper:
+        return Keeper(
+            repr(self), "what compression had left out of earlier gradients", self._sizes, *self._place
+        )
+
     def state_dict(self) -> dict[str, Any]:
-        rank, num_ranks = self._place
         return {
-            "kind": repr(self),
-            "rank": rank,
-            "num_ranks": num_ranks,
+            **self._keeper.words(),
             "num_steps": self._num_steps,
             "loss_scale": self._scale_of_memories,
-            "sizes": dict(self._sizes),
             "memories": {kind: memory.by_name() for kind, memory in self._memories.items()},
         }
 
@@ -236,7 +233,7 @@ class Lossy(Reduction):
         Raises:
             ConfigurationError: It is the state of another reduction, rank or model; nothing was changed.
         """
-        is_own = self._check_state(state, strict)
+        is_own = self._keeper.has_saved(state, strict)
         self._load_shared(state)
         for kind, memory in self._memories.items():
             memory.load(state["memories"][kind] if is_own else {})
@@ -245,32 +242,6 @@ class Lossy(Reduction):
 
     def _load_shared(self, state: Mapping[str, Any]) -> None:
         """Restore what is the same on all ranks."""
-
-    def _check_state(self, state: Mapping[str, Any], strict: bool) -> bool:
-        """Whether it was saved by this rank of as many ranks. Raises as `load_state_dict` does."""
-        rank, num_ranks = self._place
-        advice = (
-            "Nothing was loaded. Training may go on without: what compression had left out of earlier gradients is "
-            "then lost, once."
-        )
-        if state.get("kind") != repr(self):
-            raise ConfigurationError(
-                f"this is the state of {state.get('kind', 'another kind of reduction')}, not of {self!r}. {advice}"
-            )
-        is_own = (state["rank"], state["num_ranks"]) == (rank, num_ranks)
-        if strict and not is_own:
-            raise ConfigurationError(
-                f"rank {rank} of {num_ranks} was given the state of rank {state['rank']} of {state['num_ranks']}: "
-                "each rank keeps what is left of its own gradients. Save on every rank, to a file of its own; or pass "
-                f"strict=False, to start with nothing left over. {advice}"
-            )
-        if state["sizes"] != self._sizes:
-            other = {*state["sizes"].items()} ^ {*self._sizes.items()}
-            names = sorted({name for name, _ in other})
-            raise ConfigurationError(
-                f"this is the state of another model: {', '.join(names[:5])} differ in size or are missing. {advice}"
-            )
-        return is_own
 
 
 def _one() -> float:

@@ -66,18 +66,23 @@ class C10dTransport(Transport):
         try:
             return operation(tensor, self._backend, peer, tensor.nbytes & _MAX_TAG)
         except RuntimeError as error:
-            raise self._lost(peer, error, 0.0) from error
+            raise self._lost(peer, error, 0.0, 0.0) from error
 
     def _wait(self, work: dist.Work, peer: int, deadline: float, timeout_s: float) -> None:
         """Wait for a message. Gloo takes 0 for no timeout, and counts in milliseconds."""
         try:
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
-            raise self._lost(peer, error, timeout_s) from error
+            left_s = max(deadline - time.monotonic(), 0.0)
+            raise self._lost(peer, error, timeout_s - left_s, timeout_s) from error
 
-    def _lost(self, peer: int, error: RuntimeError, timeout_s: float) -> PeerLostError:
+    def _lost(self, peer: int, error: RuntimeError, waited_s: float, timeout_s: float) -> PeerLostError:
         if "imed out" in str(error):
-            words = f"heard nothing from rank {peer} for {timeout_s:g} s: it is stuck, stopped or unreachable"
+            waited_s = round(waited_s, 2)
+            early = (
+                f" (of {timeout_s:g}: its connection had failed before)" if waited_s < 0.9 * timeout_s else ""
+            )
+            words = f"heard nothing from rank {peer} for {waited_s:g} s{early}: it is stuck, stopped or unreachable"
         else:
             words = f"lost rank {peer}, which ended or gave up"
         return PeerLostError(f"rank {self.rank} {words}", peer)

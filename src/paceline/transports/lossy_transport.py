@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
+from paceline.numbers_given import number
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,14 @@ class Bound:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ratio < 1:
+        if not 0 <= number(self.ratio) < 1:
             raise ConfigurationError(
-                f"a bound of {self.ratio} cannot be: it is the part of a transfer that may be lost, at least 0 and "
+                f"a bound of {self.ratio!r} cannot be: it is the part of a transfer that may be lost, at least 0 and "
                 "less than 1. Give 0.01 for one percent."
             )
-        if not 0 <= self.protected_ratio <= 1:
+        if not 0 <= number(self.protected_ratio) <= 1:
             raise ConfigurationError(
-                f"protected_ratio={self.protected_ratio} cannot be: it is a part of the chunks, from 0 to 1."
+                f"protected_ratio={self.protected_ratio!r} cannot be: it is a part of the chunks, from 0 to 1."
             )
         if self.priority not in range(6):
             raise ConfigurationError(

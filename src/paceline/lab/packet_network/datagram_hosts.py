@@ -26,6 +26,7 @@ SPRAYED = -1
 _ROWS = 64
 _BATCHES = 4
 _HIGHEST = 5
+_HASH = 7919  # odd: the ports of a rank take all ways in turn
 _SILENCE_US = 10**12
 _LONGEST_US = 600_000_000
 
@@ -43,6 +44,8 @@ class JobPlan:
         is_sprayed: Whether every packet takes any way; else a flow takes one, by the seed.
         has_classes: Whether layers have classes, the one launched last the first; what may be lost is then not
             ECN-capable.
+        num_ports: By how many ports each rank sends: a flow then takes as many ways, by the seed; its windows are by
+            port, the host's queue is one.
     """
 
     hosts: Sequence[int]
@@ -52,6 +55,7 @@ class JobPlan:
     num_vectors: int = 1
     is_sprayed: bool = False
     has_classes: bool = False
+    num_ports: int = 1
 
     def bound_of(self, layer: int) -> Bound:
         """What may be lost of one of the vectors, with its class."""
@@ -102,7 +106,7 @@ class DatagramHosts:
         self._jobs = [self._new_job(plan, payload, int(dice.integers(1 << 20))) for plan in jobs]
         self._rows = np.zeros((_ROWS, self._jobs[0].ends[0].row_bytes), np.uint8)
         self._words, _ = words_of(self._rows)
-        self._sizes, self._peers = np.zeros(_ROWS, np.int64), np.zeros(_ROWS, np.int64)
+        self._sizes, self._ways = np.zeros(_ROWS, np.int64), np.zeros(_ROWS, np.int64)
         self._marks = np.zeros(_ROWS, np.int64)
         self._local = {
             host: np.array([loop._SMALLEST_LIMIT, loop._LARGEST_LIMIT, 0, 0], np.int64)
@@ -124,7 +128,7 @@ class DatagramHosts:
             keys = {
                 peer: bytes([min(rank, peer), max(rank, peer)]) * 8 for peer in range(ranks) if peer != rank
             }
-            ends.append(Endpoint(rank, ranks, keys, payload, _SILENCE_US, plan.num_servers))
+            ends.append(Endpoint(rank, ranks, keys, payload, _SILENCE_US, plan.num_servers, plan.num_ports))
         return _Job(plan, ends, flow)
 
     def run(self, at_least_us: int = 0) -> list[_Job]:
@@ -164,19 +168,22 @@ class DatagramHosts:
             got = engine.take_datagrams(net, host, self._rows, self._sizes, self._marks)
             end.receive(self._rows, self._sizes, self._marks, got, self.now_us)
         self._note_arrivals(job, rank)
-        targets = np.asarray(job.plan.hosts)
-        spine = SPRAYED if job.plan.is_sprayed else job.flow + rank
+        targets, ports = np.asarray(job.plan.hosts), job.plan.num_ports
         for _ in range(_BATCHES):
             local, queued = self._local[host], engine.queued_bytes(net, host)
-            end.tables.local_us[0] = loop._note_drain(self._drain[host], queued, self.now_us)
+            end.tables.local_us[:] = loop._note_drain(self._drain[host], queued, self.now_us)
             most = loop._room(local, queued, self._rows.shape[1])
-            count = end.transmit(self._rows, self._sizes, self._peers, self.now_us, most)
-            if end.room_left[0] == 0:
+            count = end.transmit(
+                self._rows, self._sizes, self._ways, self.now_us, [-(-most // ports)] * ports
+            )
+            if not end.room_left.any():
                 local[loop._WAS_FULL] = 1
             if count == 0:
                 break
+            peers, by = self._ways[:count] // ports, self._ways[:count] % ports
+            spines = np.full(count, SPRAYED) if job.plan.is_sprayed else job.flow + rank + by * _HASH
             engine.send_datagrams(
-                net, self._rows, self._words, self._sizes, targets[self._peers], host, count, spine
+                net, self._rows, self._words, self._sizes, targets[peers], host, count, spines
             )
         for losses in end.take_finished():
             job.running -= 1

@@ -76,7 +76,7 @@ def _arrive(net: Any, connections: Any, packet: int) -> None:
 
 @entry
 def send_datagrams(
-    net: Any, rows: Any, words: Any, sizes: Any, hosts: Any, source: int, count: int, spine: int
+    net: Any, rows: Any, words: Any, sizes: Any, hosts: Any, source: int, count: int, spines: Any
 ) -> None:
     """Put datagrams of the bounded-loss protocol into their host's port, in the band of their class selector.
 
@@ -88,12 +88,12 @@ def send_datagrams(
         hosts: To which host each goes.
         source: The host that sends them.
         count: How many.
-        spine: Of the flow; -1 sprays.
+        spines: Of the flow of each; -1 sprays.
     """
     for i in range(count):
         tos = tos_of(words[i])
         band, is_ect = _LOWEST_BAND - (tos >> 5), 1 if tos & _ECN else 0
-        way = spine if spine < 0 else spine + hosts[i] * 40503
+        way = spines[i] if spines[i] < 0 else spines[i] + hosts[i] * 40503
         packet = ports.new_packet(net, source, hosts[i], sizes[i] + DATAGRAM_HEADERS, band, is_ect, way)
         if packet == s.NOTHING:
             return

@@ -5,7 +5,8 @@
 Rules
 1. A port has a queue a band and serves them strictly, the first band first. A packet that does not fit into its band's
    queue is dropped; one that says it is ECN-capable is marked where the port holds more than `mark_bytes`, one that is
-   not is dropped where it holds more than `drop_bytes`. This is the port of an emulated cluster.
+   not is dropped where it holds more than `drop_bytes`. It is the port of an emulated cluster, but for that one's drop
+   threshold a class.
 2. A packet crosses one spine, the same for all of a flow, or any of them (spraying): whoever sends it says which.
 3. What is lost at random is lost on a link, behind the port that sends into it.
 """

@@ -24,6 +24,7 @@ class Datagrams:
     is_sprayed: bool = False
     has_classes: bool = False
     protected_ratio: float = 0.0
+    num_ports: int = 1
 
 
 SIDES: dict[str, TcpKind | Datagrams] = {
@@ -37,6 +38,7 @@ SIDES: dict[str, TcpKind | Datagrams] = {
     "ours, bound 0": Datagrams(0.0),
     "ours, bound 5 %": Datagrams(0.05),
     "ours, bound 0, sprayed": Datagrams(0.0, True),
+    "ours, bound 0, eight ports": Datagrams(0.0, num_ports=8),
     "ours, 5 %, sprayed": Datagrams(0.05, True),
     "ours, 5 %, classes": Datagrams(0.05, False, True, 0.5),
     "ours, 5 %, sprayed, classes": Datagrams(0.05, True, True, 0.5),
@@ -135,6 +137,7 @@ def _datagrams(kind: Datagrams, spec: LeafSpine, traffic: Traffic, seed: int) ->
             traffic.num_vectors,
             kind.is_sprayed,
             kind.has_classes,
+            kind.num_ports,
         )
         for hosts in traffic.jobs
     ]

@@ -349,8 +349,9 @@ def find_lost(net: Any, tcp: Any, connection: int) -> None:
     if x[c.C_HIGH] <= x[c.C_UNA]:
         return
     is_strict = x[c.C_SACKED] >= _FEW or x[c.C_RECOVERY_TO] >= 0
-    grace = 0.0 if is_strict and not x[c.C_REORDERED] else f[c.F_MIN_RTT] / 4
-    limit = f[c.F_MIN_RTT] if is_strict and not x[c.C_REORDERED] else f[c.F_RTT] + grace
+    least = congestion.least_rtt(f)
+    grace = 0.0 if is_strict and not x[c.C_REORDERED] else least / 4
+    limit = least if is_strict and not x[c.C_REORDERED] else f[c.F_RTT] + grace
     found, soonest = 0, 1e18
     for sequence in range(x[c.C_UNA], x[c.C_HIGH]):
         segment = tcp.segments[connection, sequence % c.RING]

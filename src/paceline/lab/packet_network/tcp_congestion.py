@@ -24,6 +24,12 @@ _LEAST_ROUNDS, _MOST_ROUNDS, _POLICED_ROUNDS = 4, 16, 48
 
 
 @compiled
+def least_rtt(f: Any) -> float:
+    """The smallest round trip; the handshake's while there is no other, since all segments were sent twice."""
+    return float(f[c.F_MIN_RTT] if f[c.F_MIN_RTT_AT] > 0 else f[c.F_RTT])
+
+
+@compiled
 def on_loss(x: Any, f: Any) -> None:
     """A loss was found: once a round trip at most."""
     x[c.C_REPAIR_FLIGHT], x[c.C_REPAIR_GOOD], x[c.C_REPAIR_SENT] = x[c.C_FLIGHT] + x[c.C_LOST], 0, 0
@@ -129,7 +135,7 @@ def _cubic(f: Any, good: int, now: int) -> None:
         f[c.F_K] = ((f[c.F_MOST] - window) / _CUBE) ** (1 / 3) if window < f[c.F_MOST] else 0.0
         f[c.F_ORIGIN] = max(window, f[c.F_MOST])
         f[c.F_ESTIMATE] = window
-    elapsed = (now - f[c.F_EPOCH] + f[c.F_MIN_RTT]) / 1e9 - f[c.F_K]
+    elapsed = (now - f[c.F_EPOCH] + least_rtt(f)) / 1e9 - f[c.F_K]
     target = min(f[c.F_ORIGIN] + _CUBE * elapsed * elapsed * elapsed, 1.5 * window)
     f[c.F_ESTIMATE] += good * 3 * (1 - _BETA) / (1 + _BETA) / window
     window += good * max((target - window) / window, 0.01 / window)
@@ -221,7 +227,8 @@ def _bbr(x: Any, f: Any, good: int, rate: float, now: int) -> None:
         slot = c.F_RATES + x[c.C_ROUND] % c.RATES
         f[slot] = max(f[slot], rate)
     best = best_rate(x, f)
-    ahead = best * f[c.F_MIN_RTT]
+    least = least_rtt(f)
+    ahead = best * least
     if x[c.C_MODE] == _STARTUP and is_new_round and not is_limited:
         if best >= 1.25 * f[c.F_FULL_RATE]:
             f[c.F_FULL_RATE] = best
@@ -233,7 +240,7 @@ def _bbr(x: Any, f: Any, good: int, rate: float, now: int) -> None:
     if x[c.C_MODE] == _DRAIN and x[c.C_FLIGHT] <= ahead:
         x[c.C_MODE], x[c.C_PHASE], f[c.F_PHASE_AT], f[c.F_GAIN] = _PROBE, 2, now, 1.0
     if x[c.C_MODE] == _PROBE:
-        is_over = now - f[c.F_PHASE_AT] > f[c.F_MIN_RTT]
+        is_over = now - f[c.F_PHASE_AT] > least
         if x[c.C_PHASE] == 0:
             is_over = is_over and (x[c.C_LOST] > 0 or x[c.C_FLIGHT] >= 1.25 * ahead)
         elif x[c.C_PHASE] == 1:

@@ -19,7 +19,7 @@ from paceline.transports.bounded_loss import datagram_loop as loop
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss import system_calls as system
 from paceline.transports.bounded_loss.datagram_end import DatagramEnd
-from paceline.transports.bounded_loss.udp_socket import Met, socket_addresses
+from paceline.transports.bounded_loss.udp_socket import Met, dropped_by_kernel, socket_addresses
 
 _ROWS = 64
 _SLICE_US = 100_000
@@ -60,7 +60,8 @@ class LinkThread(ABC):
             system.MOST_SEGMENTS,
         )
         self._lock = threading.RLock()
-        self._is_closing = False
+        self._is_closing = self._are_closed = False
+        self._came_to_senders = 0
         self._failure: Exception | None = None
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -101,7 +102,16 @@ class LinkThread(ABC):
             "stale": e.STALE,
             "marked": e.MARKED,
         }
-        return {name: int(n[column]) for name, column in names.items()}
+        found = {name: int(n[column]) for name, column in names.items()}
+        with self._lock:
+            found["strangers"] += self._num_at_senders()
+        return found
+
+    def _num_at_senders(self) -> int:
+        """Datagrams that came to the ports which only send; with the lock."""
+        if not self._are_closed:
+            self._came_to_senders = sum(map(dropped_by_kernel, self._sockets[1:]))
+        return self._came_to_senders
 
     def close(self, timeout_s: float) -> bool:
         """End the thread, after peers have what they need of this rank; returns whether it has ended."""
@@ -131,6 +141,8 @@ class LinkThread(ABC):
             self._fail(error)
         with self._lock:
             self._is_closing = True
+            self._num_at_senders()
+            self._are_closed = True
             for each in self._sockets:
                 each.close()
             os.close(self._wake)

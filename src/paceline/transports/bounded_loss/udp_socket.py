@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import secrets
@@ -28,6 +29,9 @@ _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 _IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_RECVTOS = 10, 2, 13
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 _ECN_CAPABLE = 2
+_SO_ATTACH_FILTER, _SO_MEMINFO = 26, 55
+_TAKE_NOTHING = struct.pack("=HBBI", 6, 0, 0, 0)  # a socket filter of one instruction: return 0
+_MEMINFO, _DROPS = struct.Struct("=9I"), 8
 
 
 @dataclass(frozen=True)
@@ -167,13 +171,21 @@ def _bind(address: str) -> socket.socket:
     return made
 
 
+def dropped_by_kernel(socket_: socket.socket) -> int:
+    """How many datagrams the kernel has dropped that came to a socket; on one that only sends, all of strangers."""
+    words = socket_.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
+    return int(_MEMINFO.unpack(words)[_DROPS])
+
+
 def _bind_sender(address: str) -> socket.socket:
-    """A socket that only sends: what comes there is a stranger's, and nobody reads it."""
+    """A socket that only sends: what comes there is a stranger's, and the kernel drops and counts it."""
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 0)
+    program = ctypes.create_string_buffer(_TAKE_NOTHING)
+    made.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
     made.bind((address, 0))
     return made
 

@@ -1,0 +1,87 @@
+"""Whose state it is that a checkpoint of a reduction holds: residuals belong to one rank of so many, and one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn import Parameter
+
+from paceline.errors import ConfigurationError
+
+_LOST = "is then lost, once."
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Who keeps state.
+
+    Attributes:
+        kind: The reduction, with those settings alone that its state depends on.
+        sizes: Numbers of real elements, by parameter.
+        rank: Of this process.
+        num_ranks: How many there are.
+        kept: What the state is, for messages: "what compression had left out of earlier gradients".
+    """
+
+    kind: str
+    kept: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    rank: int = 0
+    num_ranks: int = 1
+
+    def words(self) -> dict[str, Any]:
+        """What a checkpoint says of it."""
+        return {
+            "kind": self.kind,
+            "rank": self.rank,
+            "num_ranks": self.num_ranks,
+            "sizes": dict(self.sizes),
+        }
+
+    def has_saved(self, state: Mapping[str, Any], strict: bool) -> bool:
+        """Whether `state` was saved by this rank of as many ranks.
+
+        Raises:
+            ConfigurationError: It is the state of another reduction or model; or, if `strict`, of another rank.
+        """
+        advice = f"Nothing was loaded. Training may go on without: {self.kept} {_LOST}"
+        if state.get("kind") != self.kind:
+            raise ConfigurationError(
+                f"this is the state of {state.get('kind', 'another kind of reduction')}, not of {self.kind}. {advice}"
+            )
+        is_own = (state["rank"], state["num_ranks"]) == (self.rank, self.num_ranks)
+        if strict and not is_own:
+            raise ConfigurationError(
+                f"rank {self.rank} of {self.num_ranks} was given the state of rank {state['rank']} of "
+                f"{state['num_ranks']}: each rank keeps what is left of its own gradients. Save on every rank, to a "
+                f"file of its own; or pass strict=False, to start with nothing left over. {advice}"
+            )
+        if state["sizes"] != self.sizes:
+            other = {*state["sizes"].items()} ^ {*self.sizes.items()}
+            names = sorted({name for name, _ in other})
+            raise ConfigurationError(
+                f"this is the state of another model: {', '.join(names[:5])} differ in size or are missing. {advice}"
+            )
+        return is_own
+
+
+def check_one_model(
+    reduction: object, known: Mapping[int, str], named_parameters: Mapping[str, Parameter]
+) -> None:
+    """Make sure that a reduction which keeps state by parameter is not prepared for a second model.
+
+    Args:
+        reduction: For messages.
+        known: Names by the ids of the parameters it was prepared for before; empty at first.
+        named_parameters: Those it is prepared for now; unfrozen ones may have come.
+
+    Raises:
+        ConfigurationError: They are another model's.
+    """
+    if known and not known.keys() & {id(parameter) for parameter in named_parameters.values()}:
+        raise ConfigurationError(
+            f"{reduction!r} reduces another model's gradients already, of which it keeps what was left out. "
+            "Make one for each model."
+        )

@@ -1,0 +1,36 @@
+"""Hosts whose network drops UDP, or what is long of it: real sockets, and packets that the kernel drops."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paceline.transports.bounded_loss.datagram_loop import compile_all
+
+VICTIM, RANKS = 1, 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("tc") is None, reason="tc (iproute2) is not installed")
+@pytest.mark.timeout(300)  # it may have to compile
+def test_a_firewall_leads_to_tcp_and_a_small_mtu_is_named_on_all_ranks(cluster):
+    compile_all()
+    rows = []
+
+    def take(_host, rank, text):
+        if rank is not None and text.startswith("{"):
+            rows.append(json.loads(text))
+
+    script = str(Path(__file__).parent / "blocked_datagrams.py")
+    outcome = cluster(hosts=RANKS, rate="100mbit").run([script], on_line=take, timeout_s=120)
+    assert outcome.exit_code == 0, outcome.failure()
+    assert sorted(row["rank"] for row in rows) == list(range(RANKS))
+    for row in rows:
+        assert row["sum"] == [RANKS]
+        assert "by datagrams" not in row["explained"]
+        assert len(row["said"]) == (row["rank"] == 0)
+        assert "a router between them drops what is longer than its MTU" in row["error"], row["error"]
+    (said,) = next(row["said"] for row in rows if row["rank"] == 0)
+    assert "All ranks of this group use TCP" in said
+    assert f"rank {VICTIM}" in said
