@@ -216,7 +216,7 @@ def test_a_store_that_is_late_is_not_gone():
     call._has_store = True
     call._store.set("here/1", "waiting")
     call._query = peers._StoreQuery(SlowStore(), "roll_call")
-    assert "every rank still answers" in call.who_is_gone("waiting")
+    assert "every rank still answers" in call.who_is_gone("waiting", None, None)
 
 
 def test_rank_0_does_not_blame_itself():
