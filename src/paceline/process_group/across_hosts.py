@@ -21,7 +21,7 @@ from paceline.errors import ConfigurationError
 from paceline.process_group.connections import Gloo
 from paceline.process_group.executor import Executor
 from paceline.process_group.folds import Fold
-from paceline.process_group.path_between_hosts import open_path, wanted_path
+from paceline.process_group.path_between_hosts import open_path
 from paceline.schedules import SCHEDULES, Choice, Links, Topology, choose
 from paceline.transports import Subset
 from paceline.transports.c10d import C10dTransport
@@ -42,7 +42,7 @@ class AcrossHosts:
         hosts: The ranks of every host.
         index: This rank's place on its host.
         timeout: For one collective.
-        wanted: The path, as in `Options`.
+        wanted: The path, by `wanted_path`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AcrossHosts:
         hosts: tuple[tuple[int, ...], ...],
         index: int,
         timeout: timedelta,
-        wanted: str = "",
+        wanted: str,
     ) -> None:
         self._inner, self._store, self._timeout = inner, store, timeout
         self._path: Path | None = None
@@ -66,7 +66,7 @@ class AcrossHosts:
         self._all_ranks: dict[int, Executor] = {}  # by the rank that is the first one there
         self._links: Links | None = None
         self._only: str | None = None
-        self._wanted = wanted_path(wanted)
+        self._wanted = wanted
         self.use(os.environ.get(CHOICE), CHOICE)
 
     def use(self, name: str | None, set_by: str = "use_schedule") -> None:

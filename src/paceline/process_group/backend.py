@@ -28,6 +28,7 @@ from paceline.process_group.blocking_collectives import BlockingCollectives, che
 from paceline.process_group.connections import INTERFACE, address_towards, make_gloo
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.options import Options
+from paceline.process_group.path_between_hosts import wanted_path
 from paceline.process_group.rows import Rows, only
 from paceline.process_group.shared_vectors import SharedVectors
 from paceline.transports.shared_memory import Host, HostBarrier, join_host
@@ -51,6 +52,7 @@ class ProcessGroup(dist.ProcessGroup):
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, options: Options | None = None
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as a group in Python is made
+        wanted = wanted_path((options or Options()).between_hosts)  # refused before anything is connected
         self._rank, self._size = rank, size
         self._rows = Rows(rank, size)
         self._timeout = timeout
@@ -65,7 +67,6 @@ class ProcessGroup(dist.ProcessGroup):
         self._inner = make_gloo(dist.PrefixStore("collectives", store), rank, size, timeout, self.address)
         self._messages = make_gloo(dist.PrefixStore("messages", store), rank, size, timeout, self.address)
         paths = dist.PrefixStore("between hosts", store)
-        wanted = (options or Options()).between_hosts
         self._across = AcrossHosts(self._inner, paths, self.host.hosts, self.host.index, timeout, wanted)
         self._collectives = BlockingCollectives(self.host, self._here, self._across, self._inner)
         self._lane = Lane(f"paceline lane of rank {rank}")
