@@ -391,6 +391,7 @@ def test_a_killed_laboratory_is_noticed_and_cleaned_up_after(possible):
     with made:
         group = Path(made.hosts[0].command([])[5])
         made._laboratory.kill()
+        made._laboratory.wait()  # or it may still answer
         with pytest.raises(EmulationError, match="the laboratory that holds the emulated hosts is gone"):
             made.counters()
     assert not group.parent.parent.exists()

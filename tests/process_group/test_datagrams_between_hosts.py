@@ -209,17 +209,16 @@ def test_options_that_cannot_be_are_refused():
         Options.of(timedelta(1))
 
 
-def unknown(rank, _num_ranks, hosts):
-    with pytest.raises(ValueError, match=r"PACELINE_BETWEEN_HOSTS='tdp'"), group_on(hosts, rank, "tdp"):
-        pass
+def unknown(_rank, _num_ranks):
+    asked = mock.patch.dict(os.environ, {"PACELINE_BETWEEN_HOSTS": "tdp"})
+    with asked, pytest.raises(ValueError, match=r"PACELINE_BETWEEN_HOSTS='tdp'"):
+        dist.new_group(backend="paceline")
+    return True
 
 
-@pytest.mark.parametrize("hosts", ["01", "00"])
-def test_an_unknown_path_is_refused_where_the_group_is_made(hosts):
+def test_an_unknown_path_is_refused_where_the_group_is_made():
     """Also on one host, where there is no path: it is refused before the job moves to several."""
-    with Ranks(2) as ranks:
-        refused = ranks.outcomes(unknown, hosts, deadline_s=30)[0]
-    assert refused.clean, refused.story()
+    assert pool(2).run(unknown) == [True, True]
 
 
 def lose(rank, _num_ranks, how):
