@@ -67,6 +67,7 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     assert all(len(row) == len(record["columns"]) for row in record["rows"])
     baseline = {
         "compression": {"memcpy", "int8"},
+        "skipped_layers": {"torch", "ours-skip"},
         "auto_compression": {"light", "loopback"},
         "unequal": {"1:4", "2"},
         "time_to_loss": {"text 1:3"},

@@ -7,6 +7,7 @@ bits; with what was lost known exactly, and within its bound.
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -215,6 +216,7 @@ def test_schedules():
     _search(200, 25)
 
 
+@pytest.mark.timeout(900)  # minutes on a busy machine
 def test_thousands_of_schedules():
     """The same for longer; of the laboratory."""
     _search(4000, 50)
