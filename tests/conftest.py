@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +150,14 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """For .ci/run, which may run what failed once more: all tests have run, and nothing but a test has failed."""
     if not hasattr(session.config, "workerinput") and getattr(session.config, "cache", None):
         session.config.cache.set("paceline/only_failures", exitstatus == pytest.ExitCode.TESTS_FAILED)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As many threads compute as in a rank."""
+    import torch  # the server of `warm.py` has it already; the controller needs none
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -17,13 +17,7 @@ from ranks import pool
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SIZES = ((1,), (3, 0, 1001, 2, 0), (40_001, 3, 70_000))
 
-
-@pytest.fixture(autouse=True)
-def _one_thread_a_rank():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def perform(flats, sizes):

@@ -31,13 +31,7 @@ from ranks import pool
 FREE = Links(Link(0.0, 1e9), Link(0.0, 1e9))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
-
-@pytest.fixture(autouse=True)
-def _one_thread_a_rank():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def perform(topology, flats, sizes):

@@ -23,14 +23,7 @@ from ranks import pool
 
 RANK_BATCH, STEPS, RATE = 8, 4, 0.1
 
-
-@pytest.fixture(autouse=True)
-def as_many_threads_as_a_rank_has():
-    """How many threads compute decides the last bits of a convolution."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")  # how many decides the last bits of a convolution
 
 
 def model_of(name):

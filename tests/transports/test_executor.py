@@ -31,13 +31,7 @@ FREE = Links(Link(0.0, 1e9), Link(0.0, 1e9))
 ALL_REDUCES = [name for name, algorithm in SCHEDULES.items() if algorithm.operation == "all_reduce"]
 quick = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
-
-@pytest.fixture(autouse=True)
-def _one_thread_a_rank():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def perform(schedule, inputs, op=dist.ReduceOp.SUM, piece_bytes=1 << 20):

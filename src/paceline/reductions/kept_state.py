@@ -10,8 +10,6 @@ from torch.nn import Parameter
 
 from paceline.errors import ConfigurationError
 
-_LOST = "is then lost, once."
-
 
 @dataclass(frozen=True)
 class Keeper:
@@ -46,7 +44,7 @@ class Keeper:
         Raises:
             ConfigurationError: It is the state of another reduction or model; or, if `strict`, of another rank.
         """
-        advice = f"Nothing was loaded. Training may go on without: {self.kept} {_LOST}"
+        advice = f"Nothing was loaded. Training may go on without: {self.kept} is then lost, once."
         if state.get("kind") != self.kind:
             raise ConfigurationError(
                 f"this is the state of {state.get('kind', 'another kind of reduction')}, not of {self.kind}. {advice}"
