@@ -115,7 +115,7 @@ class SVC(PairwiseVotes, KernelMachine):
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
-        self._check_number("C", 0.0, is_open=True)
+        self._check_number("C", 0.0, np.inf, is_open=True)
         if not isinstance(self.probability, (bool, np.bool_)):
             self._refuse("probability", "a bool")
         if self.decision_function_shape not in ("ovr", "ovo"):

@@ -14,6 +14,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
 from paceline.host.memory import available_bytes
+from paceline.numba_cache import without_waiting
 from paceline.svm.compilation import shown
 from paceline.svm.elimination import Elimination
 from paceline.svm.kernels import Kernel, expand
@@ -47,6 +48,7 @@ class KernelMachine(Validation):
     def _fit(self, X: Any, y: Any, sample_weight: Any) -> None:
         """Check, number the samples over all ranks, solve, and keep the model."""
         world = world_for(self.rows if isinstance(self.rows, str) else "own")
+        is_alone = world.num_ranks == 1
         X, y, weights = agreed(world, lambda: self._checked(X, y, sample_weight))
         if self.rows == "all" and world.num_ranks > 1 and self._is_for_one(X, y) and world.rounds_alike:
             world = Alone()
@@ -57,7 +59,12 @@ class KernelMachine(Validation):
         self._sparse = sp.issparse(X)
         self._gamma = self._resolved_gamma(world, X)
         self._kernel = Kernel(self._kernel_name(), self._gamma, float(self.coef0), float(self.degree))
-        with thread_pool(), shown(always=bool(self.verbose) and not callable(self.verbose)):
+        self._check_kernel(data)
+        with (
+            thread_pool(),
+            shown(always=bool(self.verbose) and not callable(self.verbose)),
+            without_waiting(really=is_alone),
+        ):
             self._solve_all(data, self._what_the_kernel_sees(data))
 
     def _is_for_one(self, X: Any, y: Any) -> bool:
@@ -245,7 +252,7 @@ class KernelMachine(Validation):
             return np.asarray(X[:, self.support_[support]] @ table.T, np.float64)
         behind, rows = self._sampled(self.support_vectors_[support]), self._sampled(X)
         dtype = self._precision(behind.squares, table)
-        with thread_pool():
+        with thread_pool(), without_waiting(really=world_for("own").num_ranks == 1):
             sums = expand(self._kernel, behind.astype(dtype), table, rows.astype(dtype))
         return np.asarray(sums.T)
 

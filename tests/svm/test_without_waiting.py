@@ -1,0 +1,160 @@
+"""A first fit that does not wait for the compiler: plain Python finds the same bits, and compiled code takes over."""
+
+import importlib
+import itertools
+import subprocess
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import warm
+from paceline.numba_cache import waiting
+from paceline.svm import SVC, SVR, OneClassSVM
+from paceline.svm.gaussian import gaussian_rows, scratch_for
+from paceline.svm.placement import LARGEST
+
+ENTRIES = {
+    "small_problems": ["solve_some"],
+    "sub_problem": ["solve", "_mirror"],
+    "kernels": ["gaussian_rows", "copy_rows"],
+    "gradients": ["add_rows"],
+    "working_set": ["_violations"],
+}
+generator = np.random.default_rng(0)
+X = generator.normal(size=(LARGEST + 100, 4))
+X[np.abs(X) < 0.1] = 0.0
+y = (X[:, 0] + X[:, 1] ** 2 + 0.3 * generator.normal(size=len(X)) > 0.5).astype(int)
+three, wide = y + (X[:, 2] > 1), np.hstack([X] * 13)
+FITS = {
+    "two classes": (SVC(), X[:300], y[:300]),
+    "three classes, all values at once": (SVC(C=10), X[:200], three[:200]),
+    "three classes, rows that other pairs have": (SVC(rows="alone"), X[:2100], three[:2100]),
+    "no room for rows": (SVC(cache_size=1e-3), X[:300], y[:300]),
+    "working sets in single precision": (SVC(), X, y),
+    "working sets in double precision": (SVC(C=1e4, max_iter=3000), X, y),
+    "wide": (SVC(), wide, y),
+    "linear": (SVC(kernel="linear"), X[:200], y[:200]),
+    "polynomial": (SVC(kernel="poly"), X[:200], y[:200]),
+    "sigmoid": (SVC(kernel="sigmoid", coef0=-1.0), X[:200], y[:200]),
+    "Gram matrix": (SVC(kernel="precomputed"), X[:200] @ X[:200].T, y[:200]),
+    "sparse": (SVC(), sp.csr_matrix(X[:200]), y[:200]),
+    "regression": (SVR(), X[:200], X[:200, 0]),
+    "one class": (OneClassSVM(nu=0.1), X[:200], None),
+}
+
+
+def plainly(monkeypatch, is_there):
+    """Let plain functions stand in for all that have them, until `is_there()` says otherwise."""
+    for module, names in ENTRIES.items():
+        found = importlib.import_module(f"paceline.svm.{module}")
+        for name in names:
+            monkeypatch.setattr(found, name, getattr(found, name).stand_in(is_there))
+
+
+def bits(model, rows):
+    arrays = model.dual_coef_, model.intercept_, model.support_, model.decision_function(rows[:20])
+    return [np.asarray(array).tobytes() for array in arrays], model.n_iter_
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("kind", FITS)
+def test_plain_python_finds_the_same_bits(kind, monkeypatch):
+    model, rows, targets = FITS[kind]
+    with waiting():
+        compiled = bits(model.fit(rows, targets), rows)
+    plainly(monkeypatch, lambda: False)
+    again = bits(model.fit(rows, targets), rows)
+    assert again[0] == compiled[0]
+    assert np.array_equal(again[1], compiled[1])
+
+
+@pytest.mark.parametrize(
+    "kind", ["two classes", "three classes, all values at once", "working sets in single precision"]
+)
+def test_compiled_code_takes_over_in_mid_fit(kind, monkeypatch):
+    """In the fit's third piece of work: what was changed by then is taken back."""
+    model, rows, targets = FITS[kind]
+    with waiting():
+        compiled = bits(model.fit(rows, targets), rows)
+    looks = itertools.count()
+    plainly(monkeypatch, lambda: next(looks) >= 2)
+    again = bits(model.fit(rows, targets), rows)
+    assert next(looks) > 2, "it was looked whether the code is there"
+    assert again[0] == compiled[0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_kernel_values_of_any_size_have_the_same_bits(dtype):
+    """From 1 to what is rounded to the smallest normal number, and 0 of the distance."""
+    squares = np.r_[0.0, 10.0 ** np.arange(-9, 9)].astype(dtype)
+    dots = np.outer(np.sqrt(squares), np.sqrt(squares)).astype(dtype) * np.linspace(-1, 1.01, 19).astype(
+        dtype
+    )
+    num, slots = len(squares), np.arange(len(squares))
+    slots[3] = -1
+    found = []
+    for function in (gaussian_rows, gaussian_rows.stand_in(lambda: False)):
+        out, total = np.zeros((num, num + 2), dtype), np.zeros(num + 2)
+        scratch, spare = scratch_for(num, dtype), np.empty(num, dtype)
+        function(dots.copy(), (squares, squares), 0.7, scratch, spare, out, slots, 1, squares * 1.0, total)
+        found.append((out.tobytes(), total.tobytes()))
+    assert found[0] == found[1]
+
+
+FUNCTIONS = """
+import functools, os, signal, sys, threading, time
+import numba
+from pathlib import Path
+from numba.core import event
+from paceline import numba_cache
+from paceline.numba_cache import Waits, without_waiting, waiting
+numba.config.CACHE_DIR = "cache"
+os.sched_getaffinity = lambda _: {0} if sys.argv[1] == "one core" else {0, 1}
+
+def plain(is_there): return None if sys.argv[1] == "none" else lambda x: ("plain", x + 1)
+def _first(x): return x + 1
+first = numba.njit(cache=True, _nrt=False)(_first)
+numba_cache.keep(first, numba_cache.stamp_of([Path(__file__)]), None, plain)
+compile = first._compiler.compile
+def late(*types):
+    if os.getpid() != me:
+        while not Path("go").exists(): time.sleep(0.01)
+        if sys.argv[1] == "killed": os._exit(1)
+    return compile(*types)
+me, first._compiler.compile = os.getpid(), late
+class Waiting(event.Listener):
+    def on_start(self, _): print("waits")
+    def on_end(self, _): pass
+"""
+PROGRAM = """
+from functions import *
+with waiting() if sys.argv[1] == "waiting" else without_waiting(really=sys.argv[1] != "ranks"):
+    print(first(1), first(2))
+if sys.argv[1] == "killed":
+    Path("go").touch()
+    while threading.active_count() > 1: time.sleep(0.01)  # one waits for the fork
+threading.Timer(0.3, Path("go").touch).start()
+with event.install_listener(numba_cache.WAITING, Waiting()), without_waiting(): print(first(3))
+print(first(4), sum(first.stats.cache_misses.values()), Waits.num_not)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("forked", "('plain', 2) ('plain', 3)\nwaits\n4\n5 0 1\n"),
+        ("killed", "('plain', 2) ('plain', 3)\n4\n5 1 1\n"),
+        ("none", "2 3\n4\n5 1 0\n"),
+        ("one core", "2 3\n4\n5 1 0\n"),
+        ("ranks", "2 3\n4\n5 1 0\n"),
+        ("waiting", "2 3\n4\n5 1 0\n"),
+    ],
+)
+def test_only_the_first_block_does_without(how, said, tmp_path):
+    """The next waits for the fork, or compiles if the fork has failed; where there can be none, the first does."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [str(warm.folder() / "python"), "program.py", how]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == said
