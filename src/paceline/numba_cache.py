@@ -160,6 +160,7 @@ class _OneProcess:
     """Stands between a function made by numba and its stored code: holds a lock from a miss to the end of compiling."""
 
     _waits = True  # until a wait was in vain
+    _fork: threading.Thread | None = None  # the last that this process made for what it does not wait for
 
     def __init__(
         self,
@@ -177,7 +178,8 @@ class _OneProcess:
         self._lock: IO[bytes] | None = None
         self._meanwhile, self._stand_in = meanwhile, stand_in
         self._target = function.targetctx
-        self._forks: dict[Any, tuple[int, threading.Thread | None]] = {}  # in which block each was begun
+        self._blocks: dict[Any, int] = {}  # in which each signature was first needed
+        self._forks: dict[Any, threading.Thread | None] = {}  # for which signature
         self._found: Any = None  # loaded, and not handed out yet
         self._looked_s = 0.0
         self._load, self._store, self._compile = cache.load_overload, cache.save_overload, function.compile
@@ -201,12 +203,16 @@ class _OneProcess:
         instead = self._stand_in(functools.partial(self._is_there_by_now, signature))
         if instead is None:
             return None
+        if self._blocks.setdefault(signature, Waits.block) != Waits.block:
+            return None
         if signature not in self._forks:
-            fork = _in_a_fork(self._compile_as_fork, signature)
-            self._forks[signature] = Waits.block, fork
-            Waits.num_not += fork is not None
-        begun, fork = self._forks[signature]
-        return instead if begun == Waits.block and fork is not None and fork.is_alive() else None
+            other = _OneProcess._fork
+            if other is not None and other.is_alive():  # one at a time, or they take this process's core
+                return instead
+            self._forks[signature] = _OneProcess._fork = _in_a_fork(self._compile_as_fork, signature)
+            Waits.num_not += _OneProcess._fork is not None
+        fork = self._forks[signature]
+        return instead if fork is not None and fork.is_alive() else None
 
     def _compile_as_fork(self, signature: Any) -> None:
         Waits.block = 0

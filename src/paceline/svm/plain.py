@@ -170,7 +170,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
     "add_rows": _add_rows,
     "fill_from_gram": _fill_from_gram,
     "_mirror": _mirror,
-    "_violations": _violations,
+    "violations": _violations,
 }
 
 

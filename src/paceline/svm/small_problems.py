@@ -243,7 +243,9 @@ def _solve_some(
 
 def _changes(*arguments: Any) -> list[NDArray[Any]]:
     problems, which, shared, outcomes = arguments[2], arguments[3], arguments[6], arguments[7]
-    own = [problems.beta[:, problems.first[k] : problems.first[k + 1]] for k in which]  # others are other threads'
+    own = [
+        problems.beta[:, problems.first[k] : problems.first[k + 1]] for k in which
+    ]  # others are other threads'
     return [*own, *(outcomes[k : k + 1] for k in which), shared.slot, shared.num]
 
 
