@@ -207,7 +207,8 @@ def _predict_s(model: Any, split: Split, now_s: Callable[[], float]) -> float:
 def report(outcomes: dict[str, Outcome], config: Config, name: str, load_before: float) -> Report:
     """Turn the outcomes into rows: one per data set. Ratios are the first side's times over the others'."""
     first, *others = config.sides
-    rows, summaries = [], {}
+    rows: list[tuple[str, ...]] = []
+    summaries: dict[str, dict[str, dict[str, Any]]] = {}
     for data, outcome in outcomes.items():
         best = min(outcome.objective.values(), default=0.0)
         if outcome.gap > TOL or any(

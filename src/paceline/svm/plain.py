@@ -198,13 +198,13 @@ def _in_pieces(update_pairs: Callable[..., Any], is_there: Callable[[], bool]) -
     def update(lanes: Any, variables: Any, memory: Any, rows: Any, tolerance: float, max_steps: int) -> Any:
         steps, decrease = 0, 0.0
         while True:
+            if is_there():
+                raise _CodeIsThereError
             size = min(_STEPS, max_steps - steps)
             done, by, missing = update_pairs(lanes, variables, memory, rows, tolerance, size)
             steps, decrease = steps + done, decrease + by
             if done < size or missing >= 0 or steps >= max_steps:
                 return steps, decrease, missing
-            if is_there():
-                raise _CodeIsThereError
 
     return update
 
