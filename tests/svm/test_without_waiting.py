@@ -10,7 +10,7 @@ import scipy.sparse as sp
 
 import warm
 from paceline.numba_cache import waiting
-from paceline.svm import SVC, SVR, OneClassSVM
+from paceline.svm import SVC, SVR, OneClassSVM, small_problems
 from paceline.svm.gaussian import gaussian_rows, scratch_for
 from paceline.svm.placement import LARGEST
 
@@ -83,6 +83,30 @@ def test_compiled_code_takes_over_in_mid_fit(kind, monkeypatch):
     again = bits(model.fit(rows, targets), rows)
     assert next(looks) > 100, "it was looked whether the code is there"
     assert again[0] == compiled[0]
+
+
+def test_what_other_threads_solved_is_not_taken_back(monkeypatch):
+    """While one problem is solved, something is written to the next, as another thread does; then the code is there."""
+    compiled, seen = small_problems.solve_some, []
+
+    def solve_some(*arguments):
+        problems, which, outcomes = arguments[2], arguments[3], arguments[7]
+        other = problems.beta[:, problems.first[which[1]] : problems.first[which[1] + 1]], outcomes[which[1]]
+
+        def write():
+            for array in other:
+                array[:] = 7.0
+            return True
+
+        compiled.stand_in(write)(*arguments[:3], which[:1], *arguments[4:])
+        seen.extend(array.tolist() for array in other)
+        for array in other:
+            array[:] = 0.0
+        return compiled(*arguments)
+
+    monkeypatch.setattr(small_problems, "solve_some", solve_some)
+    SVC().fit(X[:90], three[:90])
+    assert set(np.concatenate([np.ravel(numbers) for numbers in seen])) == {7.0}
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
