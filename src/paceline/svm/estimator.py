@@ -134,12 +134,16 @@ class KernelMachine(Validation):
         return table
 
     def _settings(self) -> SolverSettings:
+        elimination = Elimination.named(self.elimination if self.shrinking else "none")
+        grows = (
+            self.cache_size == "auto" and elimination.every is None
+        )  # else to eliminate samples takes less time
         return SolverSettings(
             tol=float(self.tol),
             max_steps=int(self.max_iter),
             cache_bytes=_CACHE_BYTES if self.cache_size == "auto" else float(self.cache_size) * 1e6,
-            most_cache_bytes=_MEMORY_RATIO * available_bytes() if self.cache_size == "auto" else 0.0,
-            elimination=Elimination.named(self.elimination if self.shrinking else "none"),
+            most_cache_bytes=_MEMORY_RATIO * available_bytes() if grows else 0.0,
+            elimination=elimination,
             report=self.verbose if callable(self.verbose) else (_show if self.verbose else None),
         )
 
