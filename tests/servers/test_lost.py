@@ -150,3 +150,18 @@ def test_a_stopped_server_is_named_and_not_the_rank_that_waits_for_it():
         for answers in awaited:
             with pytest.raises(ServerLostError, match=f"parameter server 1 at {addresses[1]} "):
                 answers.wait(20.0)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_waits_for_the_server_which_misses_it_is_named():
+    """Ranks that push different pieces wait for one server, and each misses the other's there."""
+    values = np.ones(4, np.float32)
+    with in_threads(1) as addresses:
+        awaited = []
+        for rank in range(2):
+            link = Link(addresses, Rank(rank, 2, "session", 1.0, ""))
+            awaited.append((link, Answers(1)))
+            link.ask(0, Frame(Kind.PUSH, rank, 0, DType.FLOAT32, (values,)), awaited[-1][1])
+        for _, answers in awaited:
+            with pytest.raises(PeerLostError, match="rank 1 .* has not pushed piece 0"):
+                answers.wait(20.0)
