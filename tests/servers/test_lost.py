@@ -163,5 +163,5 @@ def test_a_rank_that_waits_for_the_server_which_misses_it_is_named():
             awaited.append((link, Answers(1)))
             link.ask(0, Frame(Kind.PUSH, rank, 0, DType.FLOAT32, (values,)), awaited[-1][1])
         for _, answers in awaited:
-            with pytest.raises(PeerLostError, match="rank 1 .* has not pushed piece 0"):
+            with pytest.raises(PeerLostError, match=r"rank 1 .* has not pushed piece 0"):
                 answers.wait(20.0)
