@@ -6,8 +6,8 @@ Rules
 3. Of the chunks in the kernel's queue there are only as many as keep the link busy until the next turn (`_room`):
    which peer is served, and how fast, is decided as late as possible, and peers are served evenly. The time that they
    wait there is no queue of the network's, so it is left out of what is measured (`_note_drain`).
-4. While transfers are under way it rests for a fixed short time rather than until the next datagram, so that one turn
-   handles several: waking up for each would cost more than handling it.
+4. While transfers are under way it rests for a while rather than until the next datagram, so that one turn handles
+   several: waking up for each would cost more than handling it. It rests longer while the kernel's queue lasts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from paceline.transports.bounded_loss import system_calls as system
 from paceline.transports.bounded_loss.endpoint import Endpoint
 from paceline.transports.bounded_loss.machine_code import compiled, inner
 from paceline.transports.bounded_loss.receiving import take_datagrams
-from paceline.transports.bounded_loss.sending import advance, transmit
+from paceline.transports.bounded_loss.sending import BURST, LONGEST_REST_US, advance, transmit
 
 HAPPENED, CALLED, TIME_IS_UP, FAILED = range(4)
 """Why the loop returned; after FAILED, `status[0]` is the kernel's error number."""
 
 _REST_US = 300
+_BATCHES = 4
 _IDLE_US = 50_000
 _PENDING, _SENT_UPTO, _SEGMENTS, _ERROR = range(4)
 
@@ -37,7 +38,7 @@ _SMALLEST_LIMIT, _LARGEST_LIMIT = 16 * 1024, 1024 * 1024
 _PERIOD_TURNS = 128
 _LIMIT, _LOWEST, _TURNS, _WAS_FULL = range(4)
 _RATE, _FILLED, _FILLED_AT = range(3)
-_LONGEST_LOCAL_US = 2500
+_LONGEST_LOCAL_US, _LASTS_US = 2500, 5000
 
 
 class Io(NamedTuple):
@@ -117,7 +118,7 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
             io.events[0] = system.POLL_OUT if is_blocked else (0 if is_active else system.POLL_IN)
             full = io.outgoing.ports[io.status[_SENT_UPTO]] if is_blocked else 0
             io.descriptors[0] = io.ports[full]
-            rest_us = _REST_US if is_active else _IDLE_US
+            rest_us = _IDLE_US if not is_active else _REST_US if sent > 0 else _rest_us(io.drain)
             system.wait_for(io.descriptors, io.events, io.scratch, rest_us)
             if io.scratch[3] >> 48:
                 return CALLED
@@ -125,23 +126,25 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
 
 @inner
 def _send(t: Any, io: Any, now: int) -> int:
-    """Send what is pending, and then what should leave now; returns -1 if the kernel refuses."""
+    """Send what is pending, and then what should leave now.
+
+    Returns 1 if there may be more that should leave, 0 if not, -1 if the kernel refuses.
+    """
     batch, status = io.outgoing, io.status
-    for _ in range(4):
+    is_cut_short = True
+    for _ in range(_BATCHES):
         if status[_PENDING] == status[_SENT_UPTO]:
             ports = io.ports.shape[0]
             for port in range(ports):
                 queued = system.queued_bytes(io.ports[port], io.scratch)
                 t.local_us[port] = _note_drain(io.drain[port], queued, now)
-                row_bytes = batch.rows.shape[1]
-                smallest = max(
-                    _SMALLEST_LIMIT // ports, 2 * row_bytes
-                )  # or ports would wait for each other's turns
-                io.most[port] = _room(io.local[port], queued, row_bytes, smallest)
+                smallest = smallest_limit(io.drain[port], batch.rows.shape[1], ports)
+                io.most[port] = _room(io.local[port], queued, batch.rows.shape[1], smallest)
             count = transmit(t, batch.words, batch.longs, batch.sizes, batch.ways, now, io.most)
             for port in range(ports):
                 if io.most[port] == 0:
                     io.local[port, _WAS_FULL] = 1
+            is_cut_short = count >= 2 * BURST  # else every peer was given all that it may be sent now
             status[_SENT_UPTO] = 0
             status[_PENDING] = system.prepare_messages(batch, count, status[_SEGMENTS], ports)
             if count == 0:
@@ -160,7 +163,22 @@ def _send(t: Any, io: Any, now: int) -> int:
                 status[_SENT_UPTO] += 1  # as if it had been lost
                 if -taken == system.TOO_LONG:
                     return -1
-    return 0
+        if not is_cut_short:
+            break
+    for port in range(io.ports.shape[0]):
+        io.drain[port, _FILLED] = system.queued_bytes(io.ports[port], io.scratch)
+        io.drain[port, _FILLED_AT] = now
+    return 1 if is_cut_short else 0
+
+
+@compiled
+def _rest_us(drain: Any) -> int:
+    """How long to rest while transfers are under way: until half of what the shortest queue holds has left."""
+    lasts_us = 2.0 * LONGEST_REST_US
+    for port in range(drain.shape[0]):
+        queued, rate = drain[port, _FILLED], drain[port, _RATE]
+        lasts_us = min(lasts_us, queued / rate if rate else 0.0)
+    return int(max(_REST_US, lasts_us / 2.0))
 
 
 @compiled
@@ -183,6 +201,17 @@ def _note_drain(drain: Any, queued: int, now: int) -> int:
 
 
 @compiled
+def smallest_limit(drain: Any, row_bytes: int, ports: int) -> int:
+    """The least limit of a port's queue in the kernel: what leaves in `_LASTS_US`, if that is known.
+
+    Between namespaces what waits in the network is counted as well (`_note_drain`). A limit that covers no more than
+    that is never found too short, as the queue is never empty, and the link would be idle half of the time.
+    """
+    known = max(_SMALLEST_LIMIT // ports, 2 * row_bytes)  # or ports would wait for each other's turns
+    return int(max(known, int(drain[_RATE] * _LASTS_US)))
+
+
+@compiled
 def _room(local: Any, queued: int, row_bytes: int, smallest: int = _SMALLEST_LIMIT) -> int:
     """How many chunks may be added to the kernel's queue of `queued` bytes; finds the limit for it.
 
@@ -193,6 +222,7 @@ def _room(local: Any, queued: int, row_bytes: int, smallest: int = _SMALLEST_LIM
     Source:
         Herbert 2011, "Byte queue limits" (Linux, lib/dynamic_queue_limits.c), the idea.
     """
+    local[_LIMIT] = max(local[_LIMIT], smallest)
     if local[_WAS_FULL]:
         if queued == 0:
             local[_LIMIT] = min(2 * local[_LIMIT], _LARGEST_LIMIT)
