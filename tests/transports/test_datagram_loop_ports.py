@@ -186,16 +186,6 @@ def test_the_queue_s_rate_is_learnt_from_what_is_in_it_after_sending(drive, link
     assert 300 < max(rests) <= 900, "its queue lasts for longer than the shortest rest"
 
 
-def test_a_queue_holds_what_leaves_in_five_milliseconds_though_it_never_runs_empty(drive, link):
-    """As between namespaces, where what waits in the network is counted as well."""
-    end, io, kernel = link
-    io.drain[0, 0] = 12.5
-    drive(kernel, end, io, 0)
-    assert io.local[0, 0] == 62_500
-    assert loop.smallest_limit(np.zeros(3), 1472, 1) == 16 * 1024, "nothing is known of the link"
-    assert loop.smallest_limit(np.zeros(3), 8968, 8) == 2 * 8968
-
-
 def test_a_turn_sends_on_until_all_that_there_is_room_for_has_left(drive, link):
     """A peer is given 16 datagrams at a time; a fast link takes more before the next turn, which comes soon then."""
     end, io, kernel = link

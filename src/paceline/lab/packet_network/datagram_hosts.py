@@ -172,8 +172,7 @@ class DatagramHosts:
         for _ in range(_BATCHES):
             local, queued = self._local[host], engine.queued_bytes(net, host)
             end.tables.local_us[:] = loop._note_drain(self._drain[host], queued, self.now_us)
-            row_bytes = self._rows.shape[1]
-            most = loop._room(local, queued, row_bytes, loop.smallest_limit(self._drain[host], row_bytes, 1))
+            most = loop._room(local, queued, self._rows.shape[1])
             count = end.transmit(
                 self._rows, self._sizes, self._ways, self.now_us, [-(-most // ports)] * ports
             )

@@ -38,7 +38,7 @@ _SMALLEST_LIMIT, _LARGEST_LIMIT = 16 * 1024, 1024 * 1024
 _PERIOD_TURNS = 128
 _LIMIT, _LOWEST, _TURNS, _WAS_FULL = range(4)
 _RATE, _FILLED, _FILLED_AT = range(3)
-_LONGEST_LOCAL_US, _LASTS_US = 2500, 5000
+_LONGEST_LOCAL_US = 2500
 
 
 class Io(NamedTuple):
@@ -138,8 +138,11 @@ def _send(t: Any, io: Any, now: int) -> int:
             for port in range(ports):
                 queued = system.queued_bytes(io.ports[port], io.scratch)
                 t.local_us[port] = _note_drain(io.drain[port], queued, now)
-                smallest = smallest_limit(io.drain[port], batch.rows.shape[1], ports)
-                io.most[port] = _room(io.local[port], queued, batch.rows.shape[1], smallest)
+                row_bytes = batch.rows.shape[1]
+                smallest = max(
+                    _SMALLEST_LIMIT // ports, 2 * row_bytes
+                )  # or ports would wait for each other's turns
+                io.most[port] = _room(io.local[port], queued, row_bytes, smallest)
             count = transmit(t, batch.words, batch.longs, batch.sizes, batch.ways, now, io.most)
             for port in range(ports):
                 if io.most[port] == 0:
@@ -201,17 +204,6 @@ def _note_drain(drain: Any, queued: int, now: int) -> int:
 
 
 @compiled
-def smallest_limit(drain: Any, row_bytes: int, ports: int) -> int:
-    """The least limit of a port's queue in the kernel: what leaves in `_LASTS_US`, if that is known.
-
-    Between namespaces what waits in the network is counted as well (`_note_drain`). A limit that covers no more than
-    that is never found too short, as the queue is never empty, and the link would be idle half of the time.
-    """
-    known = max(_SMALLEST_LIMIT // ports, 2 * row_bytes)  # or ports would wait for each other's turns
-    return int(max(known, int(drain[_RATE] * _LASTS_US)))
-
-
-@compiled
 def _room(local: Any, queued: int, row_bytes: int, smallest: int = _SMALLEST_LIMIT) -> int:
     """How many chunks may be added to the kernel's queue of `queued` bytes; finds the limit for it.
 
@@ -222,7 +214,6 @@ def _room(local: Any, queued: int, row_bytes: int, smallest: int = _SMALLEST_LIM
     Source:
         Herbert 2011, "Byte queue limits" (Linux, lib/dynamic_queue_limits.c), the idea.
     """
-    local[_LIMIT] = max(local[_LIMIT], smallest)
     if local[_WAS_FULL]:
         if queued == 0:
             local[_LIMIT] = min(2 * local[_LIMIT], _LARGEST_LIMIT)
