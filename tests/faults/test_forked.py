@@ -24,7 +24,7 @@ from paceline.reductions import BoundedLoss, ParameterServers
 from ranks import pool
 from running_servers import in_threads
 
-PATIENCE_S = 40  # of a process that should end at once, on a busy machine
+PATIENCE_S = 30  # of a process that should end at once, on a busy machine
 WAYS = {
     "gloo": {},
     "backend": {},
