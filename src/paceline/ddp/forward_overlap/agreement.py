@@ -170,13 +170,10 @@ class Agreement:
             launch_gather(rows, row, self._group), "comparing steps with and without forward overlap"
         )
         with_median_s, without_median_s = torch.stack(rows).amax(0).tolist()
-        was_worth_it, self.seen = (
-            self.seen is not None,
-            Gain(without_s=without_median_s, with_s=with_median_s),
-        )
-        if (
-            with_median_s >= without_median_s
-        ):  # else shorter, or NaN: aborted steps have left nothing to compare
+        was_worth_it = self.seen is not None
+        self.seen = Gain(without_s=without_median_s, with_s=with_median_s)
+        # Where aborted steps have left nothing to compare, there is a NaN, and it stays on.
+        if with_median_s >= without_median_s:
             self.is_on, self._is_paused = None if was_worth_it else False, was_worth_it
 
 
