@@ -6,10 +6,12 @@ They have the rank's objects, memory and sockets, but none of its threads.
 import contextlib
 import ctypes
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
 import warnings
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -20,11 +22,13 @@ from torch.utils.data import DataLoader
 from models import Mlp, digest, generator, squares
 from paceline import DistributedDataParallel
 from paceline.optim import overlap
+from paceline.process_group.connections import make_gloo
 from paceline.reductions import BoundedLoss, ParameterServers
 from ranks import pool
 from running_servers import in_threads
 
-PATIENCE_S = 40  # of a process that should end at once, on a busy machine
+numbers = itertools.count()
+PATIENCE_S = 30  # of a process that should end at once, on a busy machine
 WAYS = {
     "gloo": {},
     "backend": {},
@@ -36,13 +40,22 @@ WAYS = {
 }
 
 
+def opened(rank):
+    """A connected group of Gloo's that nobody else refers to: it is destroyed with the training."""
+    store = dist.PrefixStore(f"apart/{next(numbers)}", dist.distributed_c10d._get_default_store())
+    apart = make_gloo(store, rank, 2, timedelta(seconds=PATIENCE_S), "127.0.0.1")
+    apart.barrier(dist.BarrierOptions()).wait()
+    return apart
+
+
 class Training:
     """One way to train, on one rank, with work of the last step still under way where that is possible."""
 
     def __init__(self, rank, way, addresses, group=None):
         torch.manual_seed(0)
         options = {name: value(addresses) if callable(value) else value for name, value in WAYS[way].items()}
-        self.rank, self.group = rank, group
+        self.rank = rank
+        self.apart = opened(rank)
         self.model = DistributedDataParallel(Mlp(), bucket_cap_mb=0.0005, process_group=group, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         if "overlap_forward" in options:
@@ -87,7 +100,7 @@ def train_and_fork(rank, num_ranks, way, addresses):
     """How the forked process ended, whether it read what the rank did, and told others; and how the training ended."""
     warnings.simplefilter("ignore")
     group = dist.new_group(backend="paceline") if way == "backend" else None
-    training, undisturbed = (Training(rank, way, addresses, group) for _ in range(2))
+    training = Training(rank, way, addresses, group)
     training.train(range(5))
     if way == "forward overlap":
         assert training.model.forward_overlap.has_outstanding
@@ -96,6 +109,7 @@ def train_and_fork(rank, num_ranks, way, addresses):
     batches = DataLoader(torch.arange(5, 9), num_workers=2, multiprocessing_context="fork")
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # it may have children
         training.train(map(int, batches))
+    undisturbed = Training(rank, way, addresses, group)
     undisturbed.train(range(9))
     return found, training.digest() == undisturbed.digest(), training.digest()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from paceline.comm.peers import Peers
-from paceline.ddp.forward_overlap.agreement import AGREES_AGAIN_EVERY, LOOKS_BACK_STEPS, Agreement
+from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.observe import BucketTiming, StepTiming, StepTimings
 from paceline.planning.forward_overlap import MeasuredStep, arrivals, cut, plan, predict
 from ranks import pool
@@ -16,7 +16,7 @@ from ranks import pool
 BACKWARD_S, FORWARD_S, NUM_BUCKETS, BUCKET_BYTES = 0.6, 0.3, 24, 4 * 2**20
 CHANGES, CHANGES_BACK, STEPS = 101, 203, 300
 NORMAL, FAST, SLOW = 0.9, 0.09, 1.8  # seconds that all gradients take
-FOLLOWS_STEPS = AGREES_AGAIN_EVERY + LOOKS_BACK_STEPS
+FOLLOWS_STEPS = 24
 
 
 @dataclass

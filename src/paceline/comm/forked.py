@@ -26,8 +26,8 @@ def _keep_groups() -> None:
     for group, (_, store) in dist.distributed_c10d._world.pg_map.items():
         keep_for_ever(group)
         keep_for_ever(store)
-    for group in _used:
-        keep_for_ever(group)
+    for used in _used:
+        keep_for_ever(used)
 
 
 os.register_at_fork(after_in_child=_keep_groups)

@@ -212,10 +212,11 @@ class ForwardOverlap:
         In evaluation, all of them: torch's attention and transformer layers then read the parameters of their parts,
         and take a slower way, with other rounding, if one of these is of a class of its own.
         """
-        self._needs.note(parameters)
         if evaluates:
             self.settle()
-        elif self._step is not None:
+            return
+        self._needs.note(parameters)
+        if self._step is not None:
             for parameter in parameters:
                 outstanding.complete(parameter)
 
