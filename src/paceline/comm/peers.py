@@ -21,6 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from paceline.comm.forked import keep_when_forked
 from paceline.comm.pending import Pending
 from paceline.comm.rendezvous import announce
 from paceline.comm.sealed_store import SealedStore
@@ -76,6 +77,7 @@ class Peers:
         first_act: str = "wrapping its model",
         consequence: str = _GRADIENTS_ARE_UNDEFINED,
     ) -> None:
+        keep_when_forked(process_group)
         self._rank = process_group.rank()
         self._in_slices = in_slices and process_group.size() > 1
         self._consequence = consequence
