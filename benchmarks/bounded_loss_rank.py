@@ -184,7 +184,8 @@ def _wrapped(side: str, module: Any, scale: float) -> Any:
         caps: list[Any] = [cap / scale for cap in (1.0, 25.0)]  # torch says int, and takes parts of one
         return torch.nn.parallel.DistributedDataParallel(module, init_sync=False, bucket_cap_mb_list=caps)
     whole = sum(4 * p.numel() for p in module.parameters()) * scale
-    found = BucketCaps.default(int(whole), any_on_cpu=True, on_one_host=False)
+    num_ranks = torch.distributed.get_world_size()
+    found = BucketCaps.default(int(whole), any_on_cpu=True, on_one_host=False, num_ranks=num_ranks)
     caps = [cap / scale / mebibyte for cap in found.caps_bytes]
     reduction = BoundedLoss(BOUNDS[side]) if side in BOUNDS else Mean()
     return DistributedDataParallel(module, init_sync=False, bucket_cap_mb_list=caps, reduction=reduction)

@@ -256,7 +256,7 @@ def main(
     if ratio is not None:
         config = at_ratio(config, place, ratio)
     words = [compute * (compute == "real"), f"ratio{ratio:g}" if ratio else "", "uneven" * config.is_uneven]
-    words += ["forced" * (always and not quick), "deepspeed" * ("deepspeed" in names), "quick" * quick]
+    words += ["forced" * (always and not quick), "quick" * quick]
     suffix = "".join(f"-{word}" for word in words if word)
     load_before = load_average()
     with place as where:

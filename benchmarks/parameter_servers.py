@@ -175,7 +175,9 @@ class _Trainee:
             return
         wrapper = "torch" if side == "torch" else "ours"
         how: dict[str, Any] = {
-            "bucket_cap_mb_list": [cap / MEBIBYTE for cap in _caps(wrapper, profile, scale)]
+            "bucket_cap_mb_list": [
+                cap / MEBIBYTE for cap in _caps(wrapper, config.num_workers, profile, scale)
+            ]
         }
         if side not in ("torch", "ours"):
             how["reduction"] = ParameterServers(addresses[: int(side.split(maxsplit=1)[0])])
@@ -202,14 +204,15 @@ def _profile(config: Config) -> tuple[Any, float]:
     return profile, gradient_bytes(profile) / (config.megabytes * 1e6)
 
 
-def _caps(wrapper: str, profile: Any, scale: float) -> tuple[float, ...]:
+def _caps(wrapper: str, num_ranks: int, profile: Any, scale: float) -> tuple[float, ...]:
     """Bytes that fill buckets: the wrapper's defaults for several hosts and the whole model, scaled like it."""
     from paceline.ddp.plan import BucketCaps
     from paceline.lab.bench.timed_model import gradient_bytes
 
     if wrapper == "torch":
         return tuple(cap * MEBIBYTE / scale for cap in (1.0, 25.0))
-    caps = BucketCaps.default(gradient_bytes(profile), any_on_cpu=True, on_one_host=False)
+    size_bytes = gradient_bytes(profile)
+    caps = BucketCaps.default(size_bytes, any_on_cpu=True, on_one_host=False, num_ranks=num_ranks)
     return tuple(cap / scale for cap in caps.caps_bytes)
 
 
@@ -326,10 +329,12 @@ def predict(config: Config, alone_s: float | None = None) -> tuple[dict[str, flo
     worker_rate = config.worker_mbit * 125_000 * PAYLOAD_RATIO
     server_rate = config.server_mbit * 125_000 * PAYLOAD_RATIO
     cluster = Cluster.of_equal_hosts(config.num_workers, HostLink(worker_rate, 2e-4))
-    ours = Plan(_caps("ours", profile, scale), "ring")
+    ours = Plan(_caps("ours", config.num_workers, profile, scale), "ring")
     steps_s = {
         ALONE: simulate(workload, Cluster.of_equal_hosts(1, HostLink(worker_rate)), ours).step_s,
-        "torch": simulate(workload, cluster, Plan(_caps("torch", profile, scale), "ring")).step_s,
+        "torch": simulate(
+            workload, cluster, Plan(_caps("torch", config.num_workers, profile, scale), "ring")
+        ).step_s,
         "ours": simulate(workload, cluster, ours).step_s,
     }
     for number in config.servers:

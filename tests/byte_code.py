@@ -1,7 +1,8 @@
 """Byte code that a fresh clone has not yet, made on the core that idles while the server of `warm.py` imports.
 
 pip leaves it to the first import (`--no-compile`: nobody imports all of torch), which in a fresh clone is the server's,
-on one core: 14 s. And each worker would rewrite the assertions of all tests for itself: 3 s each.
+on one core: 14 s. And each worker would rewrite the assertions of all tests for itself: 3 s each. What is
+left of that time on the other core is numba's, for the loop of datagrams: 11 s, which several workers waited for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ _CODE = """\
 import contextlib, importlib, sys
 for name in sys.argv[1:]:
     with contextlib.suppress(ImportError):
-        importlib.import_module(name)
+        module = importlib.import_module(name)
+        if name == "numba":
+            module.njit(lambda x: x + 1)(1)  # as the server does: this imports what compiles
+with contextlib.suppress(ImportError):
+    from paceline.transports.bounded_loss.datagram_loop import compile_all
+    compile_all()
 """
 
 

@@ -219,6 +219,32 @@ def test_a_store_that_is_late_is_not_gone():
     assert "every rank still answers" in call.who_is_gone("waiting", None, None)
 
 
+@pytest.mark.parametrize("how", ["dead", "left", "answers and dies"])
+def test_who_has_ended_is_not_waited_for(how, monkeypatch):
+    """The others' grace, here longer than any test may take, is for those that may still answer."""
+    monkeypatch.setattr(peers, "GRACE_S", 600.0)
+    group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
+    call = peers._RollCall(group, "model", "wrapping")
+    call._has_store = True
+    me = ProcessCard.of_this_process()
+    call._store.set("who/1", (me if how == "left" else ProcessCard(me.pid, "1", me.where, me.host)).words)
+    if how == "left":
+        call._store.set("left/1", "left after step 2")
+    if how == "answers and dies":
+
+        def answers_and_dies(_card):
+            call._store.set("here/1", "waiting")
+            return GONE
+
+        monkeypatch.setattr(ProcessCard, "state", answers_and_dies)
+    told = {
+        "dead": f"rank 1 (process {me.pid} on {me.host}) has died",
+        "left": f"rank 1 (process {me.pid} on {me.host}) left after step 2",
+        "answers and dies": "every rank still answers",
+    }
+    assert call.who_is_gone("waiting", None, None).startswith(told[how])
+
+
 def test_rank_0_does_not_blame_itself():
     """The store is gone and nobody's process is known to be."""
     group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})

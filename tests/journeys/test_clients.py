@@ -34,7 +34,9 @@ def train(script, out, *args):
     """Every rank's loss curve."""
     out.mkdir()
     words = (script, *args, "--out", str(out))
-    env = {"HF_HUB_OFFLINE": "1"} | ({warm.ALSO: "transformers"} if "transformers" in script.name else {})
+    env = {"HF_HUB_OFFLINE": "1"} | (
+        {warm.ALSO: "transformers.models.gpt2.modeling_gpt2"} if "transformers" in script.name else {}
+    )
     if not script.name.startswith("torch_"):
         torchrun(*words, env=env).checked()
         return losses_in(out)

@@ -537,7 +537,9 @@ def test_what_cannot_be_exact_is_refused():
             assert words in message, (words, message)
 
 
-def agree_on(gain, *given):
+def agree_on(gain, *given, needed_s=None):
+    if needed_s is not None:
+        needed_s.append(given[1].needed_s)
     return dataclasses.replace(agree(*given), gain=gain)
 
 
@@ -591,7 +593,10 @@ class Told:
 
 
 def what_comparing_decides(rank, num_ranks):
-    """By whether steps with it are the shorter ones: which steps were put off, whether it stays, what was seen."""
+    """By whether steps with it are the shorter ones: which steps were put off, whether it stays, what was seen.
+
+    And of each plan, whether it knew that forward needs some gradients before others.
+    """
     compare = agreement.Agreement._compare
     warnings.simplefilter("ignore")
     found = {}
@@ -599,10 +604,11 @@ def what_comparing_decides(rank, num_ranks):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LOCAL_WORLD_SIZE", "1")
             patch.setenv("WORLD_SIZE", "2")
-            patch.setattr(agreement, "agree", functools.partial(agree_on, Gain(1.0, 0.5)))
+            run, put_off, needed_s = Run(rank, True), [], []
+            patch.setattr(agreement, "agree", functools.partial(agree_on, Gain(1.0, 0.5), needed_s=needed_s))
             patch.setattr(agreement, "TRIED_STEPS", 7)
             patch.setattr(agreement, "COMPARED_STEPS", 4)
-            run, put_off = Run(rank, True), []
+            patch.setattr(agreement, "AGREES_AGAIN_EVERY", 14)  # in the step after the comparison
 
             def told(self, timings, put_off=put_off, is_shorter=is_shorter):
                 compare(self, Told(timings, put_off, is_shorter, rank))
@@ -613,17 +619,45 @@ def what_comparing_decides(rank, num_ranks):
                 run.backward(step)
                 run.step()
                 put_off.append("x" if run.model.forward_overlap.has_outstanding else ".")
+                if step == 5:  # the forward before the plan after 6 steps waits for nothing
+                    run.model.state_dict()
         steps = run.model.forward_overlap
-        found[is_shorter] = ("".join(put_off), steps.is_on, steps.gain, steps.seen)
+        knew = [max(each) > min(each) for each in needed_s]
+        found[is_shorter] = ("".join(put_off), steps.is_on, steps.gain, steps.seen, knew)
     return found
 
 
 def test_a_predicted_gain_stays_only_if_it_is_seen():
     first, second = pool(2).run(what_comparing_decides)
     assert first == second  # all ranks see the same
-    put_off, is_on, gain, seen = first[True]
+    put_off, is_on, gain, seen, knew = first[True]
     assert (put_off, is_on, gain) == ("...xxxxxxx....xxx", True, Gain(1.0, 0.5))
     assert seen == Gain(without_s=2.125, with_s=1.125)  # the slower rank's
-    put_off, is_on, gain, seen = first[False]
+    assert knew == [True] * 4  # after 3, 6, 12 and 14 steps
+    put_off, is_on, gain, seen, _ = first[False]
     assert (put_off, is_on, gain) == ("...xxxxxxx.......", False, Gain(1.0, 0.5))
     assert seen == Gain(without_s=1.125, with_s=2.125)
+
+
+def what_is_known_of_unfrozen_layers(rank, num_ranks):
+    """When forward needed the gradients of each bucket, by the first plan after the front layer was unfrozen."""
+    warnings.simplefilter("ignore")
+    net, needed_s = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), []
+    net[0].requires_grad_(False)
+    model = DistributedDataParallel(net, bucket_cap_mb=CAP_MB / 4, overlap_forward="always")
+    optimizer = overlap(torch.optim.SGD(model.parameters(), lr=1e-3), model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "agree", functools.partial(agree_on, Gain(1.0, 0.5), needed_s=needed_s))
+        for step in range(9):
+            net.requires_grad_(requires_grad=step >= 5)
+            net[1:].requires_grad_()
+            squares(model(torch.randn(4, 16, generator=generator(rank, step)))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return needed_s[-1]
+
+
+def test_layers_that_are_unfrozen_are_planned_for_when_they_are_needed():
+    for needed_s in pool(2).run(what_is_known_of_unfrozen_layers):
+        assert needed_s[-1] < needed_s[0]  # the front layer's are ready last and needed first
+        assert sorted(needed_s, reverse=True) == list(needed_s)

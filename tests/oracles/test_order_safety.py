@@ -69,9 +69,8 @@ def largest_error(rank, num_ranks, name, seed, options, num_steps):
     return worst
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("num_ranks", "seed"), [(2, 0), (2, 1), (4, 2)])
 @pytest.mark.parametrize("name", sorted(BUILDERS))
-@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_random_delays_give_the_reference_result(num_ranks, name, seed):
     """Each gradient late by a random time, differently on each rank, one bucket a parameter: still the mean."""
     options = {"bucket_cap_mb": 0.0001}

@@ -46,6 +46,11 @@ def all_reduces(rank, _num_ranks, seed):
     for dtype, name, size in itertools.product([*FLOATS, *INTEGERS], OPS, SIZES):
         if name.startswith("B") and dtype.is_floating_point:
             continue
+        if size == SIZES[-1] and name not in (
+            "SUM",
+            "MAX",
+        ):  # several pieces are cut alike for all operations
+            continue
         values = numbers(dtype, (size,), seed, size, rank)
         theirs, mine, resident = values.clone(), values.clone(), in_arena(ours, values)
         for tensor, group in ((theirs, gloo), (mine, ours), (resident, ours)):
@@ -189,11 +194,13 @@ def moves(rank, num_ranks, seed, dtype, size):
 
 
 @pytest.mark.parametrize("size", [1, 1000, STAGING_BYTES // 16 + 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype"),
+    [(2, torch.float32), (2, torch.int64), (3, torch.int64)],  # of three floats, the sum depends on the order
+    ids=str,
+)
 def test_every_other_collective(num_ranks, dtype, size):
     """Broadcast, gathers, scatters, reductions to one, exchanges and messages end with Gloo's values."""
-    dtype = torch.int64 if num_ranks > 2 and dtype.is_floating_point else dtype  # summation order
     for ours, gloo in pool(num_ranks).run(moves, 4, dtype, size):
         assert ours == gloo
 
@@ -215,7 +222,7 @@ def test_all_to_all_of_lists_of_unequal_lengths():
 def mixtures(rank, num_ranks):
     """Tensors in the arena on one rank and elsewhere on the others; several pieces; one collective after another."""
     ours, gloo = both_groups()
-    size = STAGING_BYTES // 4 * 3 + 5
+    size = STAGING_BYTES // 4 + 5
     equal = []
     for round_ in range(3):
         values = numbers(torch.int64, (size,), round_, rank)

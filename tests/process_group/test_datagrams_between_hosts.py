@@ -224,7 +224,7 @@ def test_an_unknown_path_is_refused_where_the_group_is_made():
 def lose(rank, _num_ranks, how):
     with group_on("01", rank) as ours:  # compiles, however long that takes
         dist.all_reduce(torch.ones(1000), group=ours)
-    with group_on("01", rank, timeout_s=6) as ours:
+    with group_on("01", rank, timeout_s=4) as ours:
         tensor = torch.ones(200_000)
         dist.all_reduce(tensor, group=ours)
         if rank == 1:
@@ -237,7 +237,7 @@ def lose(rank, _num_ranks, how):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_named_within_the_timeout(how):
-    """Killed or stopped, on the other host: rank 0 names it after the group's timeout of 6 s."""
+    """Killed or stopped, on the other host: rank 0 names it after the group's timeout of 4 s."""
     with Ranks(2) as ranks:
         outcome = ranks.outcomes(lose, how)[0]
     message, took_s = outcome.value

@@ -43,8 +43,8 @@ SHAPES = [(3, 4), (5,), (2,), (0, 2), (CHUNK_ELEMENTS,), (7,), (3, CHUNK_ELEMENT
 @pytest.mark.parametrize(
     ("num_inputs", "dtype"),
     [
-        *((num_inputs, torch.float64) for num_inputs in (1, 2, 3, 4, 5, 6, 7, 8, 16)),
-        *itertools.product((3, 8), (torch.float32, torch.float16, torch.bfloat16)),
+        *((num_inputs, torch.float64) for num_inputs in (1, 2, 3, 4, 5, 7, 8)),
+        *itertools.product((3,), (torch.float32, torch.float16, torch.bfloat16)),
     ],
     ids=str,
 )
@@ -201,7 +201,7 @@ def test_bounds_are_those_of_the_tree():
     assert bounds(5, 1) == (0, 5)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(
         st.sampled_from(

@@ -73,8 +73,7 @@ def in_one_process(flats, sizes, hosts=None):
 
 @pytest.mark.parametrize(
     ("num_ranks", "dtype"),
-    [(num, torch.float64) for num in (1, 2, 3, 4, 5, 6, 7, 8, 13)]
-    + [(num, dtype) for num in (3, 8) for dtype in (torch.float32, torch.bfloat16)],
+    [(num, torch.float64) for num in (1, 2, 3, 4, 5, 7, 8)] + [(3, torch.float32), (3, torch.bfloat16)],
 )
 def test_it_equals_the_tree_in_one_process(num_ranks, dtype):
     """Tensors that straddle the cuts; sizes 1, odd, P-1; several pieces; bitwise equal on all ranks."""
@@ -139,7 +138,7 @@ def priced(plan, num_elements, num_tensors, dtype):
 
 @pytest.mark.parametrize(
     ("num_ranks", "dtype"),
-    [(num, torch.float32) for num in (2, 3, 4, 6, 7, 8, 16)] + [(7, torch.float64), (8, torch.bfloat16)],
+    [(num, torch.float32) for num in (2, 3, 4, 7, 8)] + [(7, torch.float64), (8, torch.bfloat16)],
 )
 def test_priced_bytes_are_sent_bytes(num_ranks, dtype):
     """But for the headers of the small sums and of spreading; and no more than 2 n (P-1)/P where P = 2^m."""

@@ -79,7 +79,7 @@ def distances(rank, _num_ranks, place):
     return seen
 
 
-@pytest.mark.parametrize(("num_ranks", "place"), [(2, "gloo"), (3, "gloo"), (3, "paceline")])
+@pytest.mark.parametrize(("num_ranks", "place"), [(3, "gloo"), (3, "paceline")])
 def test_near_the_mean_and_the_same_everywhere(num_ranks, place):
     """Each step within what the wire format loses, and bitwise equal on all ranks."""
     first, *others = pool(num_ranks).run(distances, place)
@@ -187,7 +187,7 @@ def resumed(rank, num_ranks):
 
 def test_resumed_training_is_bitwise_the_same():
     """With the state: as if never interrupted, though buckets are cut anew. Without: not so, if there is any state."""
-    for seen in pool(3).run(resumed):
+    for seen in pool(2).run(resumed):
         for name, (whole, again, amnesiac) in seen.items():
             assert whole == again, name
             assert (whole != amnesiac) == (name not in {"fp16", "bf16"}), name
@@ -357,9 +357,9 @@ def counted(rank, _num_ranks):
     return seen
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_bytes_are_those_that_the_kernel_counts(num_ranks):
+def test_bytes_are_those_that_the_kernel_counts():
     """On all ranks together; what Gloo and the ranks' words add is less than 20 kB a rank."""
+    num_ranks = 3
     ranks = pool(num_ranks).run(counted)
     for name in COMPRESSIONS:
         said, plain, sent = (sum(each[name][k] for each in ranks) for k in range(3))

@@ -146,3 +146,15 @@ def test_what_ranks_say_of_datagrams_has_to_fit():
     with pytest.raises(ProtocolError, match="announced before all ranks had joined"):
         sums.launch(0, {"dtype": "float32"})
     sums.close()
+
+
+def test_datagrams_that_stay_away_of_a_rank_that_waits_for_another_server_are_that_servers_fault():
+    session, sums = joined()
+    other = "parameter server 1 at 10.0.0.9:7000"
+    session.receive(0, announce(0), 0.0)
+    session.receive(2, Frame(Kind.WAITS, body=(pack({"server": other}),)), 3.0)
+    sums.error = PeerLostError("nothing came from rank 2", 2)
+    assert session.check(4.0) == []
+    told = failure(session.check(5.1))
+    assert {words["kind"] for words in told.values()} == {"server"}
+    assert told[1]["words"].startswith(other)

@@ -9,8 +9,9 @@ import threading
 import numpy as np
 import pytest
 
-from paceline.errors import PeerLostError
-from paceline.servers.link import Answers, Link, Rank
+from paceline.errors import PeerLostError, ServerLostError
+from paceline.servers.answers import Answers
+from paceline.servers.link import Link, Rank
 from paceline.servers.wire import DType, Frame, Kind
 from running_servers import as_processes, in_threads
 
@@ -20,7 +21,8 @@ PUSHES = """\
 import os, sys, time
 import numpy as np
 from paceline.servers import link as links
-from paceline.servers.link import Answers, Link, Rank
+from paceline.servers.answers import Answers
+from paceline.servers.link import Link, Rank
 from paceline.servers.wire import DType, Frame, Kind
 rank, fatal, addresses = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 links.GRACE_S = {grace}
@@ -131,3 +133,35 @@ def test_a_link_may_be_closed_by_whoever_holds_its_lock():
     thread.start()
     thread.join(30)
     assert not thread.is_alive()
+
+
+@pytest.mark.timeout(60)
+def test_a_stopped_server_is_named_and_not_the_rank_that_waits_for_it():
+    """It has answered rank 0 and not rank 1, which therefore owes the other server a piece."""
+    values = np.ones(4, np.float32)
+    with as_processes(2) as (addresses, servers):
+        waiting = Link(addresses, Rank(1, 2, "session", 3.0, ""))
+        ahead = Link(addresses[:1], Rank(0, 2, "session", 3.0, ""))
+        os.kill(servers[1].pid, signal.SIGSTOP)
+        awaited = []
+        for link, server in ((waiting, 1), (ahead, 0)):
+            awaited.append(Answers(1))
+            link.ask(server, Frame(Kind.PUSH, 0, 0, DType.FLOAT32, (values,)), awaited[-1])
+        for answers in awaited:
+            with pytest.raises(ServerLostError, match=f"parameter server 1 at {addresses[1]} "):
+                answers.wait(20.0)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_waits_for_the_server_which_misses_it_is_named():
+    """Ranks that push different pieces wait for one server, and each misses the other's there."""
+    values = np.ones(4, np.float32)
+    with in_threads(1) as addresses:
+        awaited = []
+        for rank in range(2):
+            link = Link(addresses, Rank(rank, 2, "session", 1.0, ""))
+            awaited.append((link, Answers(1)))
+            link.ask(0, Frame(Kind.PUSH, rank, 0, DType.FLOAT32, (values,)), awaited[-1][1])
+        for _, answers in awaited:
+            with pytest.raises(PeerLostError, match=r"rank 1 .* has not pushed piece 0"):
+                answers.wait(20.0)

@@ -9,7 +9,7 @@ import torch
 from paceline.errors import ProtocolError
 from paceline.servers import ELEMENTWISE
 from paceline.servers.ordered_sum import OrderedSum
-from paceline.servers.session import Session
+from paceline.servers.session import DOUBT_S, Session
 from paceline.servers.stepping import SteppedKeys
 from paceline.servers.wire import HEADER, KEY, DType, Frame, Kind, header_of, pack, unpack, unpack_state
 
@@ -252,3 +252,43 @@ def test_what_no_rank_of_ours_says_is_a_fault_of_whoever_says_it():
             unpack(nonsense)
         with pytest.raises(ProtocolError, match="was received"):
             unpack_state(nonsense)
+
+
+def waits(server):
+    return Frame(Kind.WAITS, body=(pack({"server": server}),))
+
+
+def test_a_rank_that_waits_for_another_server_is_not_blamed_but_that_server():
+    made, values, other = session(), torch.ones(2), "parameter server 1 at 10.0.0.9:7000"
+    assert made.receive(0, push(values), 0.0) == []
+    assert made.receive(1, waits(other), 0.6 * TIMEOUT_S) == []
+    assert made.receive(2, push(values), 0.0) == []
+    assert made.check(TIMEOUT_S + 0.1) == [], "that server may miss a rank, and say so now"
+    assert made.check(TIMEOUT_S + DOUBT_S) == []
+    told = said(made.check(TIMEOUT_S + 0.1 + DOUBT_S))
+    assert set(told) == {0, 1, 2}
+    assert all(words["kind"] == "server" and words["words"].startswith(other) for words in told.values())
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_of_two_late_ranks_the_one_that_waits_for_no_server_is_blamed(silent):
+    made = session()
+    assert made.receive(1, push(torch.ones(2)), 0.0) == []
+    assert made.receive(2 - silent, waits("parameter server 1 at 10.0.0.9:7000"), 3.0) == []
+    told = said(made.check(TIMEOUT_S + 0.1))
+    assert {words["rank"] for words in told.values()} == {silent}
+
+
+def test_a_rank_that_was_answered_is_blamed_again_and_doubts_begin_anew():
+    made, values = session(2), torch.ones(2)
+    made.receive(0, push(values), 0.0)
+    made.receive(1, waits("parameter server 1 at 10.0.0.9:7000"), 3.0)
+    assert made.check(TIMEOUT_S + 0.1) == []
+    assert len(made.receive(1, push(values), TIMEOUT_S + 0.2)) == 2, "it was late, and is answered"
+    assert made.check(TIMEOUT_S + 0.3) == []
+    begun_s = 10 * TIMEOUT_S
+    made.receive(0, push(values, 1), begun_s)
+    assert made.check(begun_s + TIMEOUT_S + 0.1) == [], "a doubt of long ago says nothing"
+    made.receive(1, waits(""), begun_s + TIMEOUT_S + 0.2)
+    told = said(made.check(begun_s + TIMEOUT_S + 0.3))
+    assert {(words["kind"], words["rank"]) for words in told.values()} == {("lost", 1)}

@@ -10,6 +10,7 @@ import pytest
 
 from paceline import version
 from paceline.errors import ConfigurationError, ProtocolError, ServerLostError
+from paceline.servers.answers import Answers
 from paceline.servers.connection import Connection
 from paceline.servers.handshake import (
     CODE_BYTES,
@@ -20,7 +21,7 @@ from paceline.servers.handshake import (
     ServerSide,
     enter,
 )
-from paceline.servers.link import Answers, Link, Rank
+from paceline.servers.link import Link, Rank
 from paceline.servers.process import listen, serve_on
 from paceline.servers.server import Server
 from paceline.servers.session import Session

@@ -9,7 +9,7 @@ from paceline.lab.bench.layer_profile import default_profile
 from paceline.lab.bench.timed_model import gradient_bytes, planned
 from paceline.lab.studies.paper_cases import bucket_cases, mlstm_cases, skipping_cases, solve
 from paceline.lab.studies.predicted_runs import Errors, Fitted, Run, fit, run_of, samples
-from paceline.lab.studies.variants import Variant
+from paceline.lab.studies.variants import Variant, bucket_caps_mb
 from paceline.planning import EmulationCost, HostLink, LayerTimes, Plan, Workload
 
 TRUE = Fitted(0.95, 2e-4, EmulationCost(2, 5e-4, 5e-5, 0.0, 5e-5))
@@ -61,3 +61,11 @@ def test_papers_curves_come_out_as_the_docs_say() -> None:
         assert max(map(abs, outcome.errors(fitted=True))) < 0.02, case.label
         assert max(map(abs, outcome.errors(fitted=False))) < bound, case.label
         assert {x for x, _ in case.points} > set(case.fitted)
+
+
+@pytest.mark.parametrize(("num_ranks", "cap_mb"), [(2, 5), (16, 8), (256, 25)])
+def test_our_default_caps_are_those_of_the_number_of_ranks(num_ranks: int, cap_mb: float) -> None:
+    """As the wrapper's own default is: with more ranks, larger buckets."""
+    assert bucket_caps_mb(Variant("ours", num_ranks), 1300 * 2**20) == (1, cap_mb)
+    assert bucket_caps_mb(Variant("torch", num_ranks), 1300 * 2**20) == (1, 25)
+    assert bucket_caps_mb(Variant("ours", num_ranks, cap_mb=3), 1300 * 2**20) == (3,)

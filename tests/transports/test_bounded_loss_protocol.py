@@ -14,6 +14,7 @@ from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.key_agreement import KeyAgreement
 from paceline.transports.bounded_loss.shards import first_chunk
 from paceline.transports.bounded_loss.siphash import siphash
+from paceline.transports.bounded_loss.universal_hash import nh, num_pairs
 
 LONGEST_US = 400_000_000
 
@@ -183,3 +184,72 @@ def test_siphash_is_the_published_one_and_keys_agree():
     assert siphash(message, 0, 15, key[0], key[1]) == 0xA129CA6149BE45E5
     one, two, other = KeyAgreement(), KeyAgreement(), KeyAgreement()
     assert one.secret_with(two.public) == two.secret_with(one.public) != one.secret_with(other.public)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4, 5, 8, 12, 126, 1430, 1432])
+def test_the_hash_of_a_payload_is_nh_twice(num_bytes):
+    """As it is defined, in whole numbers: pairs of words of the two halves, and again with the next pair's key."""
+    dice = np.random.default_rng(num_bytes)
+    key = dice.integers(0, 1 << 32, (2, num_pairs(1432)), np.uint32)
+    row = dice.integers(0, 256, 40 + 1432, np.uint8)
+    message = row[40 : 40 + num_bytes].tobytes()
+    padded = np.frombuffer(message + bytes(-num_bytes % 8), np.uint32).astype(object).reshape(2, -1)
+    expected = [
+        sum(
+            ((left + int(key[0, i + moved])) % 2**32) * ((right + int(key[1, i + moved])) % 2**32)
+            for i, (left, right) in enumerate(padded.T)
+        )
+        % 2**64
+        for moved in (0, 1)
+    ]
+    assert list(nh(row.view(np.uint32), 10, num_bytes, key)) == expected
+    assert row[40 : 40 + num_bytes].tobytes() == message
+
+
+def test_each_bit_of_a_datagram_and_its_direction_count():
+    """A datagram with any bit turned, without its end, or sent back to who has sent it is a stranger's."""
+    ends = endpoints(2)
+    vector = np.arange(100, dtype=np.float32)
+    vector[[15, 31, 47, 65, 81, 97]] = 0  # each datagram's last: the hash of one that lacks zeros is the same
+    for end in ends:
+        end.begin(vector.copy(), Bound(0), 1000)
+    mailer = Mailer(ends[0])
+    whole = max((each for _, each in mailer.take(ends[0], 1000)), key=len)
+    tried = 0
+    for bit in range(8 * len(whole)):
+        changed = whole.copy()
+        changed[bit // 8] ^= 1 << bit % 8
+        mailer.hand(ends[1], [changed], 1000)
+        tried += 1
+    for wrong in (whole[:-1], whole[:-4], np.append(whole[:-8], whole[-4:])):
+        mailer.hand(ends[1], [wrong], 1000)
+        tried += 1
+    assert ends[1].tables.numbers[e.STRANGERS] == tried
+    back = whole.copy()
+    back[32] = 1
+    mailer.hand(ends[0], [back], 1000)
+    assert ends[0].tables.numbers[e.STRANGERS] == 1
+    mailer.hand(ends[1], [whole], 1000)
+    assert ends[1].tables.numbers[e.STRANGERS] == tried, "and the datagram itself is taken"
+    assert ends[1].tables.incoming[0, 0, 0, e.I_GOT] == 1
+
+
+@pytest.mark.parametrize("skipped", [0, 5, 50])
+def test_the_next_answer_tells_what_was_skipped(skipped):
+    """However long ago; so it is repeated before its sender has sent all. What was not skipped is not."""
+    ends = endpoints(2)
+    for end in ends:
+        end.begin(np.ones(4000, np.float32), Bound(0), 1000)
+        end.tables.peers[:, e.P_BEGUN] = 1
+    ends[0].tables.rates[1, [e.R_WINDOW, e.R_RTT]] = 60.0, 10.0
+    mailer = Mailer(ends[0])
+    sent = [each for i in range(4) for _, each in mailer.take(ends[0], 1000 + 100 * i)]
+    chunks = [each for each in sent if each.view(np.uint32)[d.SENDER_KIND] >> 16 & 15 == d.DATA]
+    assert len(chunks) == 60
+    lost = chunks.pop(skipped)
+    mailer.hand(ends[1], chunks, 1500)
+    answers = [each for _, each in mailer.take(ends[1], 9000)]
+    mailer.hand(ends[0], answers, 9100)
+    state = ends[0].tables.chunk_state[0, 0, 1]
+    assert np.flatnonzero(state == e.QUEUED).tolist() == [lost.view(np.uint32)[d.CHUNK]]
+    assert (state == e.DELIVERED).sum() == len(chunks)

@@ -7,6 +7,7 @@ from datagram_networks import Mailer, Switch, endpoints, time_of_sums
 from paceline.transports import Bound
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import datagram_loop as loop
+from paceline.transports.bounded_loss import endpoint_state as e
 
 RATE, MEGABYTES, PAYLOAD = 100e6, 2.0, 1432
 
@@ -48,6 +49,45 @@ def test_the_host_s_own_queue_is_timed_by_how_fast_it_drains():
     assert loop._note_drain(drain, 25_000, 9000) == 2000
     assert loop._note_drain(drain, 27_500, 9500) == 2200
     assert loop._note_drain(drain, 90_000, 9500) == 2500  # no more is left out
+
+
+def test_the_rest_is_longer_while_the_host_s_own_queue_lasts():
+    """Until half of it has left, but no longer than 900 us; 300 us if nothing is known, or the queue is short."""
+    drain = np.zeros((1, 3))
+    assert loop._rest_us(drain) == 300
+    drain[0] = 12.5, 15_000, 1000  # bytes a microsecond, bytes: it lasts for 1200 us
+    assert loop._rest_us(drain) == 600
+    drain[0, 1] = 90_000
+    assert loop._rest_us(drain) == 900
+    drain[0, 1] = 1500
+    assert loop._rest_us(drain) == 300
+    assert loop._rest_us(np.array([[12.5, 90_000, 0], [12.5, 15_000, 0]])) == 600, "the shortest of several"
+
+
+def test_whom_most_is_left_to_be_sent_to_is_served_first():
+    """Rank 1's window was small; once it is not, all goes there until as much is left for rank 2; then in turn."""
+    one = endpoints(3, payload=PAYLOAD)[0]
+    one.begin(np.ones(3 * 100 * PAYLOAD // 4, np.float32), Bound(0), 1000)
+    t, mailer = one.tables, Mailer(one)
+    t.peers[:, e.P_BEGUN] = 1
+    t.rates[1, e.R_WINDOW], t.rates[2, e.R_WINDOW] = 2.0, 1000.0
+
+    def chunks(now_us, most):
+        return [way for way, datagram in mailer.take(one, now_us, most) if len(datagram) > PAYLOAD]
+
+    for turn in range(10):
+        chunks(1000 + 10_000 * turn, 64)
+    left = t.outgoing[0, 0, 1:, e.O_CHUNKS] - t.outgoing[0, 0, 1:, e.O_NEXT]
+    assert left[0] > left[1] + 20, left
+    t.rates[1, e.R_WINDOW] = 1000.0
+    begun_us = 1_000_000
+    t.ways[:, e.W_PROGRESS_AT] = begun_us  # as if answers had come
+    behind = int(left[0] - left[1])
+    for number in range(behind):
+        assert chunks(begun_us + 100 * number, 1) == [1], number
+    rest = [way for number in range(10) for way in chunks(begun_us + 10_000 + 100 * number, 1)]
+    assert sorted(rest) == [1] * 5 + [2] * 5
+    assert rest != sorted(rest), "in turn"
 
 
 def test_a_datagram_s_time_is_about_that_at_which_it_leaves_the_host():

@@ -140,3 +140,56 @@ def test_each_call_of_the_kernel_takes_the_messages_of_one_port():
     assert by == [senders[0].getsockname()] * 2 + [senders[1].getsockname()] * 2
     for each in (receiver, *senders):
         each.close()
+
+
+class Link(Kernel):
+    """Its one port's queue drains by 12.5 bytes a microsecond."""
+
+    def __init__(self, row_bytes):
+        super().__init__()
+        self.row_bytes, self.filled, self.filled_us, self.sent_at_rest = row_bytes, 0.0, 0, []
+
+    def queued_bytes(self, _descriptor, _scratch):
+        self.filled = max(0.0, self.filled - 12.5 * (self.time_us - self.filled_us))
+        self.filled_us = self.time_us
+        return int(self.filled)
+
+    def send_messages(self, descriptors, batch, first, made):
+        taken = super().send_messages(descriptors, batch, first, made)
+        self.filled += taken * self.row_bytes
+        return taken
+
+    def wait_for(self, descriptors, events, scratch, timeout_us):
+        self.sent_at_rest.append(len(self.sent))
+        super().wait_for(descriptors, events, scratch, timeout_us)
+
+
+@pytest.fixture
+def link():
+    """An endpoint that may send 1,000 datagrams of 1,472 bytes, one by one; its loop's memory, and its link."""
+    end = endpoints(2, payload=1432)[0]
+    end.begin(np.ones(1_000_000, np.float32), Bound(0.0), 1000)
+    end.tables.peers[1, e.P_BEGUN] = 1
+    end.tables.rates[:, e.R_WINDOW] = 1000.0
+    end.tables.rates[:, e.R_RTT] = 10.0
+    io = loop.new_io(PORTS[:1], WAKE, 64, end.row_bytes, np.zeros((2, 2), np.int64), 1)
+    return end, io, Link(end.row_bytes)
+
+
+def test_the_queue_s_rate_is_learnt_from_what_is_in_it_after_sending(drive, link):
+    end, io, kernel = link
+    drive(kernel, end, io, 12_000)
+    rate, _, _ = io.drain[0]
+    assert 11 < rate < 14
+    rests = [rest for *_, rest in kernel.waits]
+    assert rests[0] == 300, "nothing is known of the link yet"
+    assert 300 < max(rests) <= 900, "its queue lasts for longer than the shortest rest"
+
+
+def test_a_turn_sends_on_until_all_that_there_is_room_for_has_left(drive, link):
+    """A peer is given 16 datagrams at a time; a fast link takes more before the next turn, which comes soon then."""
+    end, io, kernel = link
+    io.local[0, 0], io.drain[0, 0] = 1000 * end.row_bytes, 12.5
+    drive(kernel, end, io, 2000)
+    assert kernel.sent_at_rest[0] >= 4 * 16
+    assert kernel.waits[0][2] == 300, "though the queue lasts for long"

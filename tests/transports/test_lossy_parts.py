@@ -38,6 +38,14 @@ def test_losses_of_parts_are_those_of_the_vector():
     assert found.ranges.tolist() == [[0, 1, 2], [1, 7, 9], [1, per_part + 10, per_part + 20]]
 
 
+def test_a_long_vector_is_eight_parts():
+    """So all are under way at once."""
+    vector = np.zeros(100 * PART_BYTES // 4 + 1, np.float32)
+    cuts = _cuts(Sum(vector, Bound(0.1)))
+    assert len(cuts) == 9
+    assert max(np.diff(cuts)) == cuts[1] == -(-len(vector) // 8)
+
+
 def test_a_vector_with_a_priority_is_one_part():
     vector = np.zeros(3 * PART_BYTES, np.float32)
     assert _cuts(Sum(vector, Bound(0.1, priority=1))) == [0, len(vector)]

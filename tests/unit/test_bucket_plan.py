@@ -131,7 +131,7 @@ def test_plan_is_torchs_for_one_dtype(num_elements, first_bytes, cap_bytes):
 )
 def test_default_caps(size_mb, on_cpu, on_one_host, later_cap_mb):
     """1 MiB first, then 25 as in the paper on an accelerator; less, from the end, where CPUs have a network between."""
-    caps = BucketCaps.default(size_mb * MEBIBYTE, any_on_cpu=on_cpu, on_one_host=on_one_host)
+    caps = BucketCaps.default(size_mb * MEBIBYTE, any_on_cpu=on_cpu, on_one_host=on_one_host, num_ranks=2)
     assert caps.from_end == (later_cap_mb < 25)
     assert caps.caps_bytes == (FIRST_BUCKET_BYTES // (1 + caps.from_end), later_cap_mb * MEBIBYTE)
     assert BucketCaps.from_arguments(None, None) is None
@@ -150,7 +150,7 @@ def test_more_ranks_have_larger_buckets_between_hosts(size_mb, num_ranks, cap_mb
 def between_hosts(sizes_bytes):
     """The default buckets of gradients that become ready in this order, on CPUs of several hosts."""
     specs = [GradientSpec(size, key=None) for size in sizes_bytes]
-    caps = BucketCaps.default(sum(sizes_bytes), any_on_cpu=True, on_one_host=False)
+    caps = BucketCaps.default(sum(sizes_bytes), any_on_cpu=True, on_one_host=False, num_ranks=4)
     return assign_buckets(specs, range(len(specs)), caps)
 
 

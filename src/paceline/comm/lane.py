@@ -249,7 +249,10 @@ class Lane:
 
     def _start(self) -> None:
         if self._closed:
-            raise RuntimeError("this process group has been destroyed")
+            raise RuntimeError(
+                "this process group has been destroyed. Make a new one (dist.new_group, init_process_group), and wrap "
+                "models again that used it."
+            )
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()

@@ -1,8 +1,9 @@
 """Failure detection: waits for collectives, and when one fails says which ranks died, hang or cannot be reached.
 
 A rank whose collective failed starts a *roll call*: it writes what it was doing into the job's store, and gives the
-others a moment to do the same. A rank that waits for a collective polls the store for a roll call twice a second, so
-that it answers, and fails, too. A rank that has not answered is looked up by its process id if it is on this host.
+others a moment to do the same, but for those that have left, or died on this host: they cannot. A rank that waits for
+a collective polls the store for a roll call twice a second, so that it answers, and fails, too. A rank that has not
+answered is looked up by its process id if it is on this host.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from paceline.comm.forked import keep_when_forked
 from paceline.comm.pending import Pending
 from paceline.comm.rendezvous import announce
 from paceline.comm.sealed_store import SealedStore
@@ -29,6 +30,7 @@ from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
 
 SLICE_S = 0.5  # between two polls for a roll call
 GRACE_S = 2.0  # for the others to answer
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 0.2  # at who does not answer: each after twice the time of the one before
 _MOST_ASKED = 3
 
 _GRADIENTS_ARE_UNDEFINED = (
@@ -74,6 +76,7 @@ class Peers:
         first_act: str = "wrapping its model",
         consequence: str = _GRADIENTS_ARE_UNDEFINED,
     ) -> None:
+        keep_when_forked(process_group)
         self._rank = process_group.rank()
         self._in_slices = in_slices and process_group.size() > 1
         self._consequence = consequence
@@ -239,13 +242,21 @@ class _RollCall:
             return None
 
     def _answers(self, rank: int, deadline_s: float) -> bool:
-        key = f"here/{rank}"
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            return self._store.get(key) is not None
-        with contextlib.suppress(RuntimeError):  # the time is over, or `check` says that the store is gone
-            self._store.wait(key, timedelta(seconds=left_s))
-        return self._store.get(key) is not None
+        """Whether a rank answers in time; who never will is not waited for."""
+        key, look_s = f"here/{rank}", _FIRST_LOOK_S
+        while self._store.get(key) is None and not self._has_ended(rank):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                break
+            # Not by torch's `wait`, which writes two lines to stderr each time that nothing came.
+            time.sleep(min(look_s, left_s))
+            look_s = min(2 * look_s, _LAST_LOOK_S)
+        return self._store.get(key) is not None  # it may have answered, and then ended
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a rank has left, or its process is of this host and dead."""
+        card = self._card(rank)
+        return card is not None and (card.state() == GONE or self._store.get(f"left/{rank}") is not None)
 
     def _state_of(self, rank: int) -> _State:
         try:

@@ -104,7 +104,8 @@ class Balance:
         ranks = batch.num_ranks
         if isinstance(self._most, Sequence) and len(self._most) != ranks:
             raise ConfigurationError(
-                f"most={self._most} is for {len(self._most)} ranks, {batch} has {ranks}."
+                f"most={self._most} is for {len(self._most)} ranks, {batch} has {ranks}. Give one number for all, or "
+                "one for each rank."
             )
         self._limits = list(self._most) if isinstance(self._most, Sequence) else [self._most] * ranks
         if self.move == "micro-steps" and len(set(batch.local)) > 1:
@@ -118,7 +119,9 @@ class Balance:
                 'as accumulation, or Balance(move="micro-steps").'
             )
         if batch.size < ranks * self._unit(batch):
-            raise ConfigurationError(f"{batch} is not enough for every rank to have a part of it.")
+            raise ConfigurationError(
+                f"{batch} is not enough for every rank to have a part of it. Make it larger, or leave out balance."
+            )
         self._check_limits(batch)
         self._estimates = [SpeedEstimate() for _ in range(ranks)]
         self._last = [0] * ranks

@@ -85,7 +85,7 @@ class BucketCaps:
         return None
 
     @classmethod
-    def default(cls, size_bytes: int, any_on_cpu: bool, on_one_host: bool, num_ranks: int = 2) -> BucketCaps:
+    def default(cls, size_bytes: int, any_on_cpu: bool, on_one_host: bool, num_ranks: int) -> BucketCaps:
         """1 MiB, then 25 MiB; for CPUs of several hosts a 48th of all gradients, the last bucket half a MiB.
 
         That 48th is at least 1 MiB (with more than 4 ranks half a MiB for each, up to 25), and at most 5 MiB or that.

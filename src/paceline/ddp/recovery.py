@@ -134,7 +134,7 @@ class Recovery:
         """
         if self._failure is not None:
             raise ProtocolError(
-                f"communication of this module failed earlier: {self._failure}"
+                f"communication of this module failed earlier, and it cannot be trained any more: {self._failure}"
             ) from self._failure
         if self.is_interrupted and not self._is_under_way():
             self.recover()

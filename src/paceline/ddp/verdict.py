@@ -34,8 +34,8 @@ class Status(IntEnum):
     OUT_OF_MEMORY = 3  # likewise, and smaller batches may help
 
 
-# A status word is a status, plus so many times the number of open forwards, plus this if gradients are not finite, plus
-# so many times the module's number, as far as that is exact in the type of the words; else its remainder.
+# A status word packs four numbers, the least significant first: the status; how many forwards are open; whether
+# gradients are not finite; the module's number, of which words of few bits have room for a remainder only.
 _OPEN_FORWARD = 4
 _NOT_FINITE = _OPEN_FORWARD * (NOT_COUNTED + 1)
 _MODULE = 2 * _NOT_FINITE

@@ -65,7 +65,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         broadcast_buffers: Deprecated; use `forward_sync_buffers`.
         init_sync: Compare the ranks' modules and copy rank 0's values. False: no collective in the constructor.
         process_group: Over whom; a list of groups with the same ranks takes turns, bucket by bucket.
-        bucket_cap_mb: MiB that make a bucket full; default 25 (for CPUs of several hosts 1 to 5), and 1 for the first.
+        bucket_cap_mb: MiB that make a bucket full; default 25 and 1 for the first, other for CPUs of several hosts.
             "auto" (not torch's): the first 60 to 100 steps try smaller and larger ones, and the fastest stays.
         find_unused_parameters: Look for unused parameters from the first step on.
         check_reduction: Deprecated and ignored.

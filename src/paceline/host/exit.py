@@ -1,23 +1,32 @@
-"""Ends threads before the interpreter ends.
+"""Ends threads before the interpreter ends. A process that is forked from this one ends nothing of its parent's.
 
-A daemon thread that comes back from C++ into an interpreter that is ending aborts the process (before Python 3.14).
+Rules
+1. A daemon thread that comes back from C++ into an interpreter that is ending aborts the process (before Python 3.14).
+   So threads are ended before.
+2. A process forked from a rank (a worker of a DataLoader, os.fork) has the rank's objects, but not its threads, and
+   shares its sockets and memory. It neither waits for those threads, nor tells other ranks that this one has left.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import os
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 GRACE_S = 1.0  # for all together; what waits for a lost peer does not hold up the end
 
-_endings: WeakKeyDictionary[Any, Callable[[Any, float], object]] = WeakKeyDictionary()
+_endings: weakref.WeakKeyDictionary[Any, Callable[[Any, float], object]] = weakref.WeakKeyDictionary()
 
 
 def end_before_exit(owner: Any, end: Callable[[Any, float], object]) -> None:
-    """Call `end(owner, seconds left)` when the interpreter is about to end, if `owner` is still there."""
+    """Call `end(owner, seconds left)` when the interpreter is about to end, if `owner` is still there.
+
+    Not in a process that was forked since.
+    """
     _endings[owner] = end
 
 
@@ -26,3 +35,20 @@ def _end_all() -> None:
     until_s = time.monotonic() + GRACE_S
     for owner, end in list(_endings.items()):
         end(owner, max(0.0, until_s - time.monotonic()))
+
+
+def keep_for_ever(owner: object) -> None:
+    """Never destroy `owner`, not even as the interpreter ends: its destructor would wait for missing threads."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+
+
+def _forget_parents() -> None:
+    """In a forked process (rule 2): none of Paceline's endings and finalizers (`weakref.finalize`) are its own."""
+    _endings.clear()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # no other way to list them
+        found = finalizer.peek()
+        if found is not None and str(getattr(found[1], "__module__", "")).startswith("paceline."):
+            finalizer.detach()
+
+
+os.register_at_fork(after_in_child=_forget_parents)

@@ -265,7 +265,9 @@ class LocalSteps(AcrossRanks):
         super()._check_state(state_dict)
         mine, kind = type(self).__name__, state_dict.get("kind", "another optimizer")
         if kind != mine:
-            raise ConfigurationError(f"this is the state of {kind}, not of {mine}. Nothing was loaded.")
+            raise ConfigurationError(
+                f"this is the state of {kind}, not of {mine}. Nothing was loaded. Load it into what it was saved from."
+            )
         if state_dict["parameters"] != digest_of(self._parameters()).hex():
             raise ConfigurationError(
                 f"the parameters are not those that this {mine} was saved with, so training would not go on where it "

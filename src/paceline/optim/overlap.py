@@ -106,11 +106,13 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
-            f"overlap(optimizer, model): the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer."
+            f"overlap(optimizer, model): the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer. "
+            "Pass the optimizer itself, before anything else wraps it."
         )
     if isinstance(optimizer, _Overlapped):
         raise ConfigurationError(
-            "overlap(optimizer, model): this optimizer has been through overlap() before."
+            "overlap(optimizer, model): this optimizer has been through overlap() before. Call it once, and "
+            "go on with what it returned."
         )
     if type(optimizer) not in PER_PARAMETER and not per_parameter:
         names = ", ".join(kind.__name__ for kind in PER_PARAMETER)

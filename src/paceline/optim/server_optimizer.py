@@ -88,7 +88,8 @@ class ServerOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_stepped"):
             raise ConfigurationError(
-                "a ServerOptimizer's servers know their parameters from the first step on, and no group can be added."
+                "a ServerOptimizer's servers know their parameters from the first step on, and no group can be added. "
+                "Give the optimizer all groups before it is wrapped."
             )
         super().add_param_group(param_group)
 
@@ -118,20 +119,22 @@ class ServerOptimizer(Optimizer):
             state = state_dict["state"]
         except (KeyError, TypeError) as error:
             raise ConfigurationError(
-                "this is not the state of an optimizer: it holds state and param_groups."
+                "this is not the state of an optimizer, which holds state and param_groups. Load what its "
+                "state_dict() returned."
             ) from error
         members = [p for group in self.param_groups for p in group["params"]]
         if sizes != [len(group["params"]) for group in self.param_groups]:
             raise ConfigurationError(
                 f"the state is of groups of {sizes} parameters, and this optimizer has "
-                f"{[len(group['params']) for group in self.param_groups]}."
+                f"{[len(group['params']) for group in self.param_groups]}. Load it with the groups that it "
+                "was saved with."
             )
         for index, own in state.items():
             for name, item in own.items():
                 if torch.is_tensor(item) and item.dim() and item.shape != members[index].shape:
                     raise ConfigurationError(
                         f"the state {name} of parameter {index} has the shape {tuple(item.shape)}, and the parameter "
-                        f"{tuple(members[index].shape)}."
+                        f"{tuple(members[index].shape)}. Load it with the model that it was saved with."
                     )
 
 
@@ -158,4 +161,7 @@ def _check(optimizer: Optimizer, reduction: ParameterServers) -> None:
         )
     complex_ones = [name for name, p in reduction.named_parameters.items() if p.is_complex()]
     if complex_ones:
-        raise ConfigurationError(f"servers do not step complex parameters, which {complex_ones[0]} is.")
+        raise ConfigurationError(
+            f"servers do not step complex parameters, which {complex_ones[0]} is. Leave out ServerOptimizer, and keep "
+            "ParameterServers()."
+        )

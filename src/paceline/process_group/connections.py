@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from paceline.comm.forked import keep_when_forked
 from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError, PeerLostError
 from paceline.transports import Transport
@@ -49,13 +50,15 @@ def address_towards(num_hosts: int) -> str:
 
 def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> Gloo:
     """Make a Gloo group that listens on `address` ("": where Gloo thinks best), and connects when first used."""
-    if not address:
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
     gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=address, lazy_init=True)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    options: Any = timeout
+    if address:
+        options = gloo._Options()
+        options._timeout = timeout
+        options._devices = [gloo.create_device(hostname=address, lazy_init=True)]
+    made = gloo(store, rank, size, options)
+    keep_when_forked(made)
+    return made
 
 
 def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> Transport:

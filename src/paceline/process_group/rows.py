@@ -42,7 +42,9 @@ class Rows:
                 f"{self._num_ranks} (ranks) times {num_elements}."
             )
         if not tensor.is_contiguous():
-            raise ConfigurationError(f"{kind} on rank {self._rank}: the large tensor must be contiguous.")
+            raise ConfigurationError(
+                f"{kind} on rank {self._rank}: the large tensor must be contiguous. Pass a copy."
+            )
         flat = tensor.detach().view(-1)
         return list(flat.chunk(self._num_ranks)) if num_elements else [flat] * self._num_ranks
 

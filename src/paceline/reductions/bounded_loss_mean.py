@@ -77,8 +77,8 @@ class BoundedLoss(Reduction):
 
     Cost:
         Each rank sends 2(P-1)/P of the gradients' bytes and 6 % more for headers, in 2 rounds. It holds the others'
-        contributions to its shard, as much memory as what is under way: up to 16 parts of 1 MiB, or buckets; with
-        "feedback" two residuals for each gradient.
+        contributions to its shard, as much memory as what is under way: up to 16 parts, eighths of a bucket of at least
+        1 MiB, or buckets; with "feedback" two residuals for each gradient.
 
     Source:
         The bound: Wang et al. 2020, "Domain-specific communication optimization for distributed DNN training" (DLCP),

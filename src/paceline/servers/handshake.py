@@ -77,7 +77,8 @@ def enter(connected: socket.socket, token: str, where: str) -> None:
         ) from error
     if not hmac.compare_digest(answer, _code(key, b"server", nonce, mine)):
         raise RefusedError(
-            f"what listens at {where} does not know the job's token: it is no server of this job."
+            f"what listens at {where} does not know the job's token: it is no server of this job. Look at --servers "
+            "and PACELINE_TOKEN, of the servers and of the ranks."
         )
 
 

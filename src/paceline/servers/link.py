@@ -5,6 +5,8 @@ Rules
 2. Whatever goes wrong ends the link: every answer that is awaited, and everything asked later, raises the same.
 3. A rank that has lost a server, or is told by one of a lost rank, tells the other servers, which tell all ranks: else
    they would blame the rank, which leaves.
+4. A rank that has waited for a server for half of its timeout says so to the other servers: what it does not do
+   meanwhile is that server's fault, not its own.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ from paceline import version
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError, ServerLostError
 from paceline.host.exit import end_before_exit
 from paceline.host.processes import ProcessCard
+from paceline.servers.answers import Answers
 from paceline.servers.connection import Connection, Place, fresh_place
 from paceline.servers.handshake import enter
 from paceline.servers.wire import Frame, Kind, pack, unpack
@@ -33,55 +36,13 @@ _FAREWELL_S = 0.5
 PATIENCE_S = 60.0  # for connecting and setting up, at least: a server that is to step imports torch
 
 
-class Answers:
-    """What has been asked together: a `Pending`."""
-
-    def __init__(self, num_expected: int) -> None:
-        self._left = num_expected
-        self._lock = threading.Lock()
-        self._has_ended = threading.Event()
-        self._error: Exception | None = None
-        self._callbacks: list[Callable[[], None]] = []
-        self.bodies: list[Any] = []
-        """Of answers that were given no place."""
-        if not num_expected:
-            self._has_ended.set()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until all are there, or for `timeout_s` seconds; returns whether they are. Raises what went wrong."""
-        if not self._has_ended.wait(timeout_s):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once all are there, on the link's thread, or now."""
-        with self._lock:
-            if not self._has_ended.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def note(self, error: Exception | None = None) -> None:
-        """One more is there, or none will come. By the link alone."""
-        with self._lock:
-            self._left -= 1
-            if (self._left > 0 and error is None) or self._has_ended.is_set():
-                return
-            self._error = error
-            self._has_ended.set()
-            callbacks = self._callbacks
-        for callback in callbacks:
-            callback()
-
-
 @dataclass
 class _Asked:
     """A request that is answered."""
 
     answers: Answers
     place: Sequence[Any] | None
+    since_s: float
     until_s: float
 
 
@@ -93,6 +54,10 @@ class _Server:
     address: str
     connection: Connection
     asked: dict[tuple[Kind, int], _Asked]
+    knows_awaited: str = ""  # which other one it was told that this rank waits for
+
+    def __str__(self) -> str:
+        return f"parameter server {self.number} at {self.address}"
 
 
 @dataclass(frozen=True)
@@ -205,8 +170,9 @@ class Link:
             if self._error is None:
                 to = self._servers[server]
                 if answers is not None:
-                    until_s = time.monotonic() + max(self._who.timeout_s + GRACE_S, patience_s)
-                    to.asked[frame.kind, frame.number] = _Asked(answers, place, until_s)
+                    now_s = time.monotonic()
+                    until_s = now_s + max(self._who.timeout_s + GRACE_S, patience_s)
+                    to.asked[frame.kind, frame.number] = _Asked(answers, place, now_s, until_s)
                 self._todo.append((to, frame))
                 error = None
             else:
@@ -306,7 +272,7 @@ class Link:
 
     def _take(self, server: _Server, frame: Frame) -> None:
         if frame.kind is Kind.FAILED:
-            raise _error_of(unpack(frame.body[0]), f"parameter server {server.number} at {server.address}")
+            raise _error_of(unpack(frame.body[0]), str(server))
         with self._lock:
             asked = server.asked.pop((frame.kind, frame.number), None)
         if asked is None:
@@ -319,6 +285,7 @@ class Link:
         if self._given_up is not None:
             raise self._given_up
         now_s = time.monotonic()
+        awaited = []
         for server in self._servers:
             with self._lock:
                 first = next(iter(server.asked.values()), None)
@@ -326,9 +293,20 @@ class Link:
                 raise self._lost(
                     server, f"has not answered for {self._who.timeout_s:g} s: its process may be stopped"
                 )
+            if first is not None and now_s - first.since_s > self._who.timeout_s / 2:
+                awaited.append(server)
+        for server in self._servers:
+            self._say_awaited(server, next((str(other) for other in awaited if other is not server), ""))
+
+    def _say_awaited(self, server: _Server, awaited: str) -> None:
+        """Rule 4, if a server does not know it yet."""
+        if server.knows_awaited != awaited:
+            server.knows_awaited = awaited
+            server.connection.queue(Frame(Kind.WAITS, body=(pack({"server": awaited}),)))
+            self._want(server)
 
     def _lost(self, server: _Server, words: str) -> ServerLostError:
-        return ServerLostError(f"parameter server {server.number} at {server.address} {words}")
+        return ServerLostError(f"{server} {words}")
 
     def _end(self, error: Exception) -> None:
         with self._lock:

@@ -9,12 +9,14 @@ Rules
 4. Once `most_held_bytes` of unanswered pieces are held, only ranks that owe the oldest of them are heard: so it is
    answered sooner or later, and what is held is limited by that and one turn of each connection. A rank that is not
    heard and dies is missed when it is heard again.
-5. Of sums by datagrams (`DatagramSums`) ranks announce what they are, in the same order; the rest is not for here.
+5. A rank that is late because it waits for another server is not blamed: that server is, `DOUBT_S` later than a rank
+   would be, for it may itself wait for a rank, and says so then.
+6. Of sums by datagrams (`DatagramSums`) ranks announce what they are, in the same order; the rest is not for here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +27,7 @@ from paceline.servers.ordered_sum import Bytes, OrderedSum
 from paceline.servers.wire import KEY, WIDTHS, Frame, Kind, pack, pack_state, unpack, unpack_state
 
 MOST_HELD_BYTES = 1 << 30
+DOUBT_S = 1.0  # shorter than what ranks give servers beyond their timeout (`link.GRACE_S`)
 
 _BEGINS = {"account of the last step": ("used", "unused"), "settings of the optimizer": ("groups",)}
 """What ranks agree on when a step begins, and by which words."""
@@ -117,6 +120,11 @@ class Session:
         self._pushes: dict[int, _Push] = {}
         self._said: dict[str, tuple[int, bytes, set[int]]] = {}  # by subject: who first, what, and who since
         self._left: dict[int, str] = {}
+        self._awaited: dict[int, str] = {}  # by rank: the other server that it waits for
+        self._missed: dict[int, str] = {}  # by datagrams: which rank, and what is said of it
+        self._in_doubt_s: float | None = (
+            None  # since when nobody is late but those who wait for another server
+        )
 
     def receive(self, rank: int, frame: Frame, now_s: float) -> Outgoing:
         """Take a frame of a rank; what is to be sent."""
@@ -152,6 +160,8 @@ class Session:
             return [(rank, Frame(Kind.FETCH, frame.number, body=(pack_state(words), *state)))]
         elif frame.kind is Kind.BYE:
             return self.leave(rank, "left: its program ended, or dropped the model, while others went on")
+        elif frame.kind is Kind.WAITS:
+            self._awaited[rank] = str(unpack(body).get("server", ""))
         elif frame.kind is Kind.FAILED:
             words = unpack(body)
             lost, said = words.get("rank"), f"{words.get('words')} (rank {rank} says so)"
@@ -225,28 +235,22 @@ class Session:
         self._announced[frame.number].ranks.add(rank)
         return []
 
-    def _look_at_sums(self, now_s: float) -> Outgoing:
-        """Answer those that are done; look for who is missing."""
+    def _answer_sums(self) -> Outgoing:
+        """Answer those that are done."""
         assert self._sums is not None, "ranks have joined"
         outgoing: Outgoing = []
         try:
             for number in self._sums.take_finished():
                 self._announced[number].is_done = True
         except PeerLostError as error:
-            return self._fail("lost", -1 if error.peer is None else error.peer, str(error))
+            self._missed = {-1 if error.peer is None else error.peer: str(error)}
+            return []
         except PacelineError as error:
             return self._fail("protocol", -1, str(error))
         for number, announced in list(self._announced.items()):
             if announced.is_done and len(announced.ranks) == self.num_ranks:  # datagrams may be there first
                 del self._announced[number], self._said[f"sum by datagrams, number {number},"]
                 outgoing += [(rank, Frame(Kind.SUM, number)) for rank in range(self.num_ranks)]
-            elif now_s - announced.since_s > self._timeout_s:
-                late = f"has not announced sum {number} {self._timeout_s:g} s after rank {announced.first_rank} did"
-                missing = [rank for rank in range(self.num_ranks) if rank not in announced.ranks]
-                if missing:
-                    return self._fail(
-                        "lost", missing[0], "; ".join(self._story(rank, late) for rank in missing)
-                    )
         return outgoing
 
     def close(self) -> None:
@@ -302,16 +306,42 @@ class Session:
         return self._fail("lost", rank, self._story(rank, words))
 
     def check(self, now_s: float) -> Outgoing:
-        """Whether a rank is late; to be called now and then."""
+        """Answer what is done; see whether a rank is late; to be called now and then."""
         if self.failure is not None:
             return []
-        outgoing = [] if self._sums is None else self._look_at_sums(now_s)
+        outgoing = [] if self._sums is None else self._answer_sums()
+        late = {} if self.failure is not None else self._late(now_s)
+        if not late:
+            self._in_doubt_s = None
+            return outgoing
+        blamed = [rank for rank in late if not self._awaited.get(rank)]
+        if blamed:
+            return outgoing + self._fail("lost", blamed[0], "; ".join(late[rank] for rank in blamed))
+        self._in_doubt_s = now_s if self._in_doubt_s is None else self._in_doubt_s
+        if now_s - self._in_doubt_s < DOUBT_S:
+            return outgoing
+        rank = next(iter(late))
+        words = f"{self._awaited[rank]} does not answer rank {rank}: its process may be stopped"
+        return outgoing + self._fail("server", rank, words)
+
+    def _late(self, now_s: float) -> dict[int, str]:
+        """The ranks that others have waited for longer than the timeout, and what is said of each."""
+        found = dict(self._missed)
+        for number, announced in self._announced.items():
+            if now_s - announced.since_s > self._timeout_s:
+                words = f"has not announced sum {number} {self._timeout_s:g} s after rank {announced.first_rank} did"
+                found = found or self._stories(announced.ranks, words)
         for number, push in self._pushes.items():
             if now_s - push.since_s > self._timeout_s:
-                missing = [rank for rank in range(self.num_ranks) if rank not in push.total.arrived]
-                late = f"has not pushed piece {number} {self._timeout_s:g} s after rank {push.first_rank} did"
-                return self._fail("lost", missing[0], "; ".join(self._story(rank, late) for rank in missing))
-        return outgoing
+                words = (
+                    f"has not pushed piece {number} {self._timeout_s:g} s after rank {push.first_rank} did"
+                )
+                found = found or self._stories(push.total.arrived, words)
+        return found
+
+    def _stories(self, arrived: Container[int], words: str) -> dict[int, str]:
+        """What is said of all other ranks."""
+        return {rank: self._story(rank, words) for rank in range(self.num_ranks) if rank not in arrived}
 
     def _story(self, rank: int, words: str) -> str:
         if rank not in self.names:

@@ -33,6 +33,9 @@ class Kind(IntEnum):
     BYE = 9  # from a rank that ends well
     JOIN = 10  # words: where a rank's datagrams come from; the answer, once all have joined: where the server's do
     SUM = 11  # words: a sum by datagrams; the answer, once it is done: nothing
+    WAITS = (
+        12  # from a rank, words: which other server it has waited for, for half of its timeout; or that none
+    )
 
 
 class DType(IntEnum):

@@ -28,8 +28,11 @@ def add_survivors(
     ranks = len(arrived)
     given = [own if own is not None and peer == rank else staged[peer] for peer in range(ranks)]
     others = [peer for peer in range(ranks) if own is None or peer != rank]
-    np.copyto(result, given[0])
-    for values in given[1:]:
+    if ranks == 1:
+        np.copyto(result, given[0])
+    else:
+        np.add(given[0], given[1], out=result)
+    for values in given[2:]:
         result += values
     here = arrived[others].astype(np.int64).sum(axis=0)
     for chunk in np.flatnonzero(here < len(others)):

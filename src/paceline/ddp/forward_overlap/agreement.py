@@ -5,6 +5,9 @@ Rules
 2. After three steps rank 0 predicts from what all have measured; a prediction of no gain is asked for three times.
 3. A predicted gain is not yet one: 20 steps later 6 steps run without the overlap, and it stays only if steps were
    shorter with it.
+4. The order is planned anew every 16 steps. If the link's rate is another by then than after the comparison, by a
+   quarter or more, steps are compared again; if they are no shorter any more, steps run without the overlap until the
+   rate has changed by as much once more.
 """
 
 from __future__ import annotations
@@ -26,14 +29,15 @@ from paceline.observe import StepTiming, StepTimings
 from paceline.planning.forward_overlap import Gain, MeasuredStep, Piece, cut, plan, predict
 
 AGREES_AFTER_STEPS = 3  # buckets are cut anew after the first
-AGREES_AGAIN_AFTER = (6, 12, 48)  # the first steps may have been slow, and a rate too low costs the gain
-AGREES_AGAIN_EVERY = 64
-LOOKS_BACK_STEPS = 16
+AGREES_AGAIN_AFTER = (6, 12)  # the first steps may have been slow, and a rate too low costs the gain
+AGREES_AGAIN_EVERY = 16
+LOOKS_BACK_STEPS = 8
 DECLINES = 3  # so often it is predicted not to pay before it is off for good
 
 TRIED_STEPS = 20  # with the overlap, before it is compared
 UNSETTLED_STEPS = 4  # the first of them, which are not compared
 COMPARED_STEPS = 6  # without it
+DRIFT_RATIO = 1.25  # between two rates that are not the same any more
 
 
 class Agreement:
@@ -45,7 +49,8 @@ class Agreement:
         is_forced: Steps are put off without asking whether that pays.
 
     Attributes:
-        is_on: Whether steps are put off; None as long as the ranks measure; False is for good.
+        is_on: Whether steps are put off; None as long as the ranks measure, or wait for another rate (rule 4); False
+            is for good.
         pieces: In the order in which they are sent.
         gain: What it was predicted to save, before it was on.
         seen: Seconds of a step with and without, as compared; None before.
@@ -61,6 +66,8 @@ class Agreement:
         self._first_step: int | None = None
         self._on_since: int | None = None
         self._num_declined = 0
+        self._is_paused = False  # it was on, and is not until the rate has changed
+        self._compared_rate: float | None = None  # bytes/s, of the first plan after the comparison
 
     @property
     def is_off(self) -> bool:
@@ -69,7 +76,8 @@ class Agreement:
 
     def start_again(self) -> None:
         """Other parameters are reduced from now on, so their first step is to come."""
-        self._first_step = self._on_since = None
+        self._first_step = self._on_since = self._compared_rate = None
+        self._is_paused = False
 
     def puts_off(
         self, buckets: Sequence[Bucket], step: int, timings: StepTimings, forward_s: float, needs: Needs
@@ -89,9 +97,7 @@ class Agreement:
         if self._is_compared_at(step):
             self._compare(timings)
         if not self.is_off and self._is_due(buckets, step):
-            self._agree(buckets, timings, forward_s, needs)
-            if self.is_on and self._on_since is None:
-                self._on_since = step
+            self._decide(step, self._agree(buckets, timings, forward_s, needs))
         return bool(self.is_on) and not self._runs_without(step)
 
     def _is_due(self, buckets: Sequence[Bucket], step: int) -> bool:
@@ -99,7 +105,9 @@ class Agreement:
         again = step in AGREES_AGAIN_AFTER or step % AGREES_AGAIN_EVERY == 0
         return step == AGREES_AFTER_STEPS or is_cut_anew or again
 
-    def _agree(self, buckets: Sequence[Bucket], timings: StepTimings, forward_s: float, needs: Needs) -> None:
+    def _agree(
+        self, buckets: Sequence[Bucket], timings: StepTimings, forward_s: float, needs: Needs
+    ) -> Agreed:
         forward_s = max(0.0, forward_s - needs.waited_s)
         needed_s = [min(needs.of(bucket.parameters, forward_s), forward_s) for bucket in buckets]
         mine = measure(buckets, timings.recent(min(LOOKS_BACK_STEPS, len(timings) - 1)), needed_s, forward_s)
@@ -108,17 +116,38 @@ class Agreement:
         pieces = cut([size // width for size, width in zip(sizes, widths, strict=True)], widths)
         agreed = agree(pieces, mine, self._group, self._peers)
         self.pieces, self._planned_sizes = agreed.pieces, sizes
-        if self.is_on:  # what is measured now is not a step without the overlap
+        return agreed
+
+    def _decide(self, step: int, agreed: Agreed) -> None:
+        """Rules 2 and 4. Local; the same on every rank."""
+        has_drifted = self._has_drifted(step, agreed.rate_bytes_per_s)
+        if self.is_on:  # what was measured is not a step without the overlap, and says nothing about its gain
+            if has_drifted or self._on_since is None:
+                self._turn_on(step)
             return
         self.gain = agreed.gain
-        if self._is_forced or agreed.gain.pays:
-            self.is_on = True
+        if self._is_paused and not has_drifted:
             return
-        self._num_declined += 1
-        if self._num_declined == DECLINES:
-            self.is_on = False
+        if self._is_forced or agreed.gain.pays:
+            self._turn_on(step)
+        elif not self._is_paused:
+            self._num_declined += 1
+            self.is_on = False if self._num_declined == DECLINES else None
 
-    # ---- rule 3
+    def _turn_on(self, step: int) -> None:
+        """Put steps off, and compare some with others that are not."""
+        self.is_on, self._on_since, self._is_paused, self._compared_rate = True, step, False, None
+
+    # ---- rules 3 and 4
+
+    def _has_drifted(self, step: int, rate_bytes_per_s: float) -> bool:
+        """Whether the rate is another than it was after the comparison; asked in steps that the ranks agree in."""
+        if self._is_forced or self._on_since is None:
+            return False
+        if step - self._on_since < TRIED_STEPS + COMPARED_STEPS + LOOKS_BACK_STEPS:
+            return False  # some of the steps that were measured ran without the overlap
+        before = self._compared_rate = self._compared_rate or rate_bytes_per_s
+        return max(rate_bytes_per_s / before, before / rate_bytes_per_s) >= DRIFT_RATIO
 
     def _runs_without(self, step: int) -> bool:
         if self._is_forced or self._on_since is None:
@@ -141,8 +170,11 @@ class Agreement:
             launch_gather(rows, row, self._group), "comparing steps with and without forward overlap"
         )
         with_median_s, without_median_s = torch.stack(rows).amax(0).tolist()
+        was_worth_it = self.seen is not None
         self.seen = Gain(without_s=without_median_s, with_s=with_median_s)
-        self.is_on = not with_median_s >= without_median_s  # NaN: aborted steps have left nothing to compare
+        # Where aborted steps have left nothing to compare, there is a NaN, and it stays on.
+        if with_median_s >= without_median_s:
+            self.is_on, self._is_paused = None if was_worth_it else False, was_worth_it
 
 
 def _median_s(lasted_s: Sequence[float]) -> float:
@@ -151,10 +183,11 @@ def _median_s(lasted_s: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What rank 0 said: the pieces in the order in which they are sent, and what that is predicted to save."""
+    """What rank 0 said: the order in which pieces are sent, what that is predicted to save, and at which rate."""
 
     pieces: tuple[Piece, ...]
     gain: Gain
+    rate_bytes_per_s: float
 
 
 def measure(
@@ -188,15 +221,16 @@ def agree(pieces: Sequence[Piece], mine: MeasuredStep, group: ProcessGroup, peer
     )
     rows = [torch.empty_like(row) for _ in range(group.size())]
     peers.wait(launch_gather(rows, row, group), "gathering the times of a step")
-    words = torch.zeros(len(pieces) + 2, dtype=torch.float64)
+    words = torch.zeros(len(pieces) + 3, dtype=torch.float64)
     if group.rank() == 0:
         slowest = _slowest(rows, mine)
         order = plan(pieces, slowest)
         gain = predict(pieces, order, slowest)
-        words = torch.tensor([gain.without_s, gain.with_s, *map(float, order)], dtype=torch.float64)
+        said = [gain.without_s, gain.with_s, slowest.rate_bytes_per_s]
+        words = torch.tensor([*said, *map(float, order)], dtype=torch.float64)
     peers.wait(launch_broadcast(words, group, source=0), "agreeing on the order of pieces")
-    without_s, with_s, *order_words = words.tolist()
-    return Agreed(tuple(pieces[int(place)] for place in order_words), Gain(without_s, with_s))
+    without_s, with_s, rate, *order_words = words.tolist()
+    return Agreed(tuple(pieces[int(place)] for place in order_words), Gain(without_s, with_s), rate)
 
 
 def _slowest(rows: Sequence[Tensor], mine: MeasuredStep) -> MeasuredStep:

@@ -29,6 +29,8 @@ class _Wait:
         self._parameters = tuple(parameters)
 
     def __call__(self, module: Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the wrapper has settled before, and a clock cannot be compiled
         waiting = self._waiting()
         if waiting is not None and not waiting.is_idle:
             waiting.need(self._parameters, not module.training and not torch.is_grad_enabled())
@@ -75,10 +77,12 @@ def _is_container(part: Module) -> bool:
 
 
 class Needs:
-    """When each parameter was first needed in the last forward, without the time that was spent waiting in it.
+    """When each parameter was first needed in the last forward that said so, without the time spent waiting in it.
+
+    Nobody says so in a forward before which somebody has completed the step, by saving the model, say.
 
     Attributes:
-        waited_s: Of that forward, so far. Who reads a weight between a step and the forward waits, too: not counted.
+        waited_s: Of the last forward, so far. Who reads a weight between a step and the forward is not counted.
     """
 
     def __init__(self) -> None:
@@ -88,13 +92,13 @@ class Needs:
 
     def begin(self) -> None:
         """Another forward may come."""
-        self._first_s.clear()
         self._began_s, self.waited_s = None, 0.0
 
     def note(self, parameters: Iterable[Parameter]) -> None:
         """A module that has these of its own is about to run."""
         now_s = time.perf_counter()
         if self._began_s is None:
+            self._first_s.clear()
             self._began_s = now_s
         passed_s = max(0.0, now_s - self._began_s - self.waited_s)  # another thread may have waited meanwhile
         for parameter in parameters:

@@ -10,13 +10,16 @@ Rules
    bucket, in their order, with the settings that they were made with (torch's modes, too), as buckets arrive.
 4. Parameters change on the thread that asks for them, where it asks: before a module's forward, or when somebody reads
    one (`outstanding`). Never behind its back; only when the wrapper has been dropped, whenever Python notices.
-5. A parameter is outstanding until its step is whole. If its bucket does not arrive, or the optimizer raises, it stays
+5. A process that is forked from this one has no threads that gradients could arrive on. So steps are completed before.
+6. A parameter is outstanding until its step is whole. If its bucket does not arrive, or the optimizer raises, it stays
    so, and whoever reads it is refused: a model that is half stepped is not saved by mistake.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import sys
 import threading
 import time
@@ -133,6 +136,8 @@ class ForwardOverlap:
         if not self._agreement.puts_off(buckets, num_steps, timings, forward_s, self._needs):
             if self._agreement.is_off:
                 self.stop()
+            else:
+                self.is_idle = False  # hooks note what forward needs when
             self._needs.begin()
             return None
         self.is_idle = True
@@ -207,10 +212,11 @@ class ForwardOverlap:
         In evaluation, all of them: torch's attention and transformer layers then read the parameters of their parts,
         and take a slower way, with other rounding, if one of these is of a class of its own.
         """
-        self._needs.note(parameters)
         if evaluates:
             self.settle()
-        elif self._step is not None:
+            return
+        self._needs.note(parameters)
+        if self._step is not None:
             for parameter in parameters:
                 outstanding.complete(parameter)
 
@@ -250,7 +256,7 @@ class ForwardOverlap:
             raise
         try:
             step.make(bucket)
-            outstanding.unmark(bucket.parameters)  # last: nobody else sees it half made (rule 5)
+            outstanding.unmark(bucket.parameters)  # last: nobody else sees it half made (rule 6)
         except BaseException as error:  # an interrupt, too, has left half a step
             self._failure = error
             raise
@@ -345,3 +351,19 @@ _alive: weakref.WeakSet[ForwardOverlap] = weakref.WeakSet()
 def _end_all() -> None:
     for overlap in list(_alive):
         overlap.end_with_program()
+
+
+def _settle_before_fork() -> None:
+    """Rule 5. No other thread completes a step while the process is forked, as none would go on in the new one."""
+    lock.acquire()
+    for overlap in list(_alive):
+        with contextlib.suppress(Exception):  # kept: whoever reads the parameter is told
+            overlap.settle()
+
+
+def _go_on_forked() -> None:
+    _alive.clear()
+    lock.release()
+
+
+os.register_at_fork(before=_settle_before_fork, after_in_parent=lock.release, after_in_child=_go_on_forked)

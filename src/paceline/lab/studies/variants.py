@@ -204,7 +204,7 @@ def bucket_caps_mb(variant: Variant, num_bytes: int) -> Sequence[float]:
         return (variant.cap_mb,)
     if variant.side == "torch":
         return TORCH_CAPS_MB
-    default = BucketCaps.default(num_bytes, any_on_cpu=True, on_one_host=False)
+    default = BucketCaps.default(num_bytes, any_on_cpu=True, on_one_host=False, num_ranks=variant.num_ranks)
     return (TORCH_CAPS_MB[0], default.caps_bytes[-1] / MEBIBYTE)
 
 

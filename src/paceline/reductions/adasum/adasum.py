@@ -106,7 +106,7 @@ class Adasum(Reduction):
             if not (parameter.is_floating_point() or parameter.is_complex()) or parameter.dtype.itemsize < 2:
                 raise ConfigurationError(
                     f"Adasum cannot combine gradients of {name}, which is {parameter.dtype}; it takes floating and "
-                    "complex tensors of 16 bits or more."
+                    "complex tensors of 16 bits or more. Cast the parameter."
                 )
         if process_group is not self._prepared_for:
             self._connection = None  # the other group may have been destroyed

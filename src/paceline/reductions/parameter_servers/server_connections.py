@@ -26,7 +26,8 @@ from paceline.errors import ConfigurationError
 from paceline.process_group.connections import store_of_job, timeout_of
 from paceline.reductions.parameter_servers.pieces import Cutting, spans_of
 from paceline.reductions.reduction import Message
-from paceline.servers.link import Answers, Link, Rank
+from paceline.servers.answers import Answers
+from paceline.servers.link import Link, Rank
 from paceline.servers.wire import DType, Frame, Kind
 
 _DTYPES = {

@@ -28,7 +28,8 @@ from paceline.comm.collectives import device_for_metadata, launch_broadcast
 from paceline.errors import PeerLostError, ServerLostError
 from paceline.process_group.connections import introduce, open_met_transport, store_of_job, timeout_of
 from paceline.reductions.parameter_servers.server_connections import of_all_launchers
-from paceline.servers.link import GRACE_S, PATIENCE_S, Answers, Link, Rank
+from paceline.servers.answers import Answers
+from paceline.servers.link import GRACE_S, PATIENCE_S, Link, Rank
 from paceline.servers.wire import Frame, Kind, pack, unpack
 from paceline.transports import Bound, Losses, LossyTransport, Sum
 

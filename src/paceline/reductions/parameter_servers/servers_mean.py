@@ -85,7 +85,10 @@ class ParameterServers(Reduction):
         for name, parameter in named_parameters.items():
             real = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
             if real not in supported:
-                raise ConfigurationError(f"ParameterServers cannot sum gradients of {name}: it is {real}.")
+                raise ConfigurationError(
+                    f"ParameterServers cannot sum gradients of {name}, which is {real}: they sum "
+                    f"{', '.join(sorted(map(str, supported)))}. Cast the parameter, or leave out ParameterServers."
+                )
         is_another = list(map(id, named_parameters.values())) != list(map(id, self._named.values()))
         if self.stepped is not None and is_another:
             raise ConfigurationError(
@@ -107,7 +110,8 @@ class ParameterServers(Reduction):
         if self.stepped is not None or self._connection is not None:
             raise ConfigurationError(
                 "a ServerOptimizer is made once for a model, before its first backward: servers that have begun "
-                "without one, or with another, go on so."
+                "without one, or with another, go on so. For another optimizer wrap the model again, with a new "
+                "ParameterServers()."
             )
         self.stepped = stepped
 

@@ -26,7 +26,8 @@ from paceline.comm.pending import Pending
 from paceline.errors import ConfigurationError
 from paceline.reductions.parameter_servers.server_connections import ServerConnections, ask_all
 from paceline.reductions.reduction import Message
-from paceline.servers.link import PATIENCE_S, Answers
+from paceline.servers.answers import Answers
+from paceline.servers.link import PATIENCE_S
 from paceline.servers.wire import Frame, Kind, pack, pack_state, unpack_state
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # state of a parameter, not of its elements

@@ -18,7 +18,7 @@ from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.machine_code import inner
 
-_FEEDBACK_DELAY_US = 2000
+_FEEDBACK_DELAY_US = 4000
 _ASK_EVERY_US = 200_000
 
 
@@ -121,10 +121,11 @@ def _write_feedback(
     largest = w[e.W_RX_LARGEST]
     word = words[count]
     first = d.HEADER_BYTES // 4
-    furthest = 0
-    for back in range(1, min(d.most_bits(n[e.PAYLOAD]), largest) + 1):
-        if not t.seen[way, (largest - back) % e.WINDOW]:
-            furthest = back
+    furthest = min(d.most_bits(n[e.PAYLOAD]), largest)
+    if largest - w[e.W_RX_GAP] > furthest:
+        furthest = 0  # none of these was skipped
+    while furthest > 0 and t.seen[way, (largest - furthest) % e.WINDOW]:
+        furthest -= 1
     bits = max(1, (furthest + 31) // 32) * 32
     for i in range(first, first + bits // 32):
         word[i] = 0

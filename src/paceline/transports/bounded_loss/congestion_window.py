@@ -56,6 +56,7 @@ def reset(way: Any, rate: Any) -> None:
     way[e.W_IS_STARTING] = 1
     way[e.W_REORDER] = 8
     way[e.W_RX_LARGEST] = -1
+    way[e.W_RX_GAP] = -e.RING
 
 
 @inner

@@ -59,9 +59,10 @@ class DatagramEnd(ABC):
         self.tables = e.new_tables(rank, num_ranks, payload_bytes, d.HEADER_BYTES, _FIRST_ROOM, num_ports)
         self.tables.numbers[e.SILENCE_US] = silence_us
         for peer, secret in keys.items():
-            sends = _direction_key(secret, rank, peer)
-            receives = _direction_key(secret, peer, rank)
-            self.tables.keys[peer] = np.frombuffer(sends + receives, np.uint64)
+            for direction, pair in enumerate(((rank, peer), (peer, rank))):
+                of_code, of_hash = _direction_keys(secret, *pair, self.tables.hash_keys[peer, 0].nbytes)
+                self.tables.keys[peer, direction] = np.frombuffer(of_code, np.uint64)
+                self.tables.hash_keys[peer, direction].reshape(-1)[:] = np.frombuffer(of_hash, np.uint32)
         for way in range(num_ranks * num_ports):
             window.reset(self.tables.ways[way], self.tables.rates[way])
         self.room_left = np.zeros(num_ports, np.int64)
@@ -148,5 +149,7 @@ class DatagramEnd(ABC):
                 t.peers[peer, e.P_STASHED] = kept + 1
 
 
-def _direction_key(secret: bytes, source: int, target: int) -> bytes:
-    return hmac.new(secret, f"{source} to {target}".encode(), hashlib.sha256).digest()[:16]
+def _direction_keys(secret: bytes, source: int, target: int, hash_bytes: int) -> tuple[bytes, bytes]:
+    """The key of the datagrams' code, and that of the hash of their payload."""
+    both = hmac.new(secret, f"{source} to {target}".encode(), hashlib.sha512).digest()
+    return both[:16], hashlib.shake_256(both[16:]).digest(hash_bytes)

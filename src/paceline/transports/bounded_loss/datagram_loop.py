@@ -6,8 +6,8 @@ Rules
 3. Of the chunks in the kernel's queue there are only as many as keep the link busy until the next turn (`_room`):
    which peer is served, and how fast, is decided as late as possible, and peers are served evenly. The time that they
    wait there is no queue of the network's, so it is left out of what is measured (`_note_drain`).
-4. While transfers are under way it rests for a fixed short time rather than until the next datagram, so that one turn
-   handles several: waking up for each would cost more than handling it.
+4. While transfers are under way it rests for a while rather than until the next datagram, so that one turn handles
+   several: waking up for each would cost more than handling it. It rests longer while the kernel's queue lasts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from paceline.transports.bounded_loss import system_calls as system
 from paceline.transports.bounded_loss.endpoint import Endpoint
 from paceline.transports.bounded_loss.machine_code import compiled, inner
 from paceline.transports.bounded_loss.receiving import take_datagrams
-from paceline.transports.bounded_loss.sending import advance, transmit
+from paceline.transports.bounded_loss.sending import BURST, LONGEST_REST_US, advance, transmit
 
 HAPPENED, CALLED, TIME_IS_UP, FAILED = range(4)
 """Why the loop returned; after FAILED, `status[0]` is the kernel's error number."""
 
 _REST_US = 300
+_BATCHES = 4
 _IDLE_US = 50_000
 _PENDING, _SENT_UPTO, _SEGMENTS, _ERROR = range(4)
 
@@ -117,7 +118,7 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
             io.events[0] = system.POLL_OUT if is_blocked else (0 if is_active else system.POLL_IN)
             full = io.outgoing.ports[io.status[_SENT_UPTO]] if is_blocked else 0
             io.descriptors[0] = io.ports[full]
-            rest_us = _REST_US if is_active else _IDLE_US
+            rest_us = _IDLE_US if not is_active else _REST_US if sent > 0 else _rest_us(io.drain)
             system.wait_for(io.descriptors, io.events, io.scratch, rest_us)
             if io.scratch[3] >> 48:
                 return CALLED
@@ -125,9 +126,13 @@ def drive(t: Any, io: Any, slice_us: int) -> int:
 
 @inner
 def _send(t: Any, io: Any, now: int) -> int:
-    """Send what is pending, and then what should leave now; returns -1 if the kernel refuses."""
+    """Send what is pending, and then what should leave now.
+
+    Returns 1 if there may be more that should leave, 0 if not, -1 if the kernel refuses.
+    """
     batch, status = io.outgoing, io.status
-    for _ in range(4):
+    is_cut_short = True
+    for _ in range(_BATCHES):
         if status[_PENDING] == status[_SENT_UPTO]:
             ports = io.ports.shape[0]
             for port in range(ports):
@@ -142,6 +147,7 @@ def _send(t: Any, io: Any, now: int) -> int:
             for port in range(ports):
                 if io.most[port] == 0:
                     io.local[port, _WAS_FULL] = 1
+            is_cut_short = count >= 2 * BURST  # else every peer was given all that it may be sent now
             status[_SENT_UPTO] = 0
             status[_PENDING] = system.prepare_messages(batch, count, status[_SEGMENTS], ports)
             if count == 0:
@@ -160,7 +166,22 @@ def _send(t: Any, io: Any, now: int) -> int:
                 status[_SENT_UPTO] += 1  # as if it had been lost
                 if -taken == system.TOO_LONG:
                     return -1
-    return 0
+        if not is_cut_short:
+            break
+    for port in range(io.ports.shape[0]):
+        io.drain[port, _FILLED] = system.queued_bytes(io.ports[port], io.scratch)
+        io.drain[port, _FILLED_AT] = now
+    return 1 if is_cut_short else 0
+
+
+@compiled
+def _rest_us(drain: Any) -> int:
+    """How long to rest while transfers are under way: until half of what the shortest queue holds has left."""
+    lasts_us = 2.0 * LONGEST_REST_US
+    for port in range(drain.shape[0]):
+        queued, rate = drain[port, _FILLED], drain[port, _RATE]
+        lasts_us = min(lasts_us, queued / rate if rate else 0.0)
+    return int(max(_REST_US, lasts_us / 2.0))
 
 
 @compiled

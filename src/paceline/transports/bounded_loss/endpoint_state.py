@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.transports.bounded_loss.universal_hash import num_pairs
+
 SLOTS = 16  # collectives under way at once
 RING = 8192  # datagrams to a peer that may be unresolved; a power of 2
 WINDOW = 2048  # numbers below the largest that a receiver still takes; a power of 2
-FEEDBACK_BITS = 1024  # of these, so many a FEEDBACK tells about
+FEEDBACK_BITS = 512  # of these, so many a FEEDBACK tells about
 STASH = 32  # datagrams from a peer that is ahead, kept until this rank begins the same collective
 LATE_REPLIES = 16
 TOLD = 1024  # of a peer's latest FEEDBACK, NACK, DONE and STATUS, whose numbers are remembered; a power of 2
@@ -97,7 +99,7 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
 # DATA and END to this peer, whichever way they take, PAUSE is the time after which it repeats an END; IS_UNHEARD says
 # that nothing by any port was answered for long, ANSWERS_BY is 1 more than the port that answers take since the peer
 # said so, and 0 if it never did; TURNED_AT is when it took the next port; SAID is the number of the latest FEEDBACK,
-# NACK, DONE or STATUS to this peer, TOLD the largest of the peer's
+# NACK, DONE or STATUS to this peer, TOLD the largest of the peer's; LEFT are the chunks that are still to be sent
 (
     P_BEGUN,
     P_EARLY,
@@ -117,10 +119,12 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     P_TURNED_AT,
     P_SAID,
     P_TOLD,
+    P_LEFT,
     NUM_P,
-) = range(19)
+) = range(20)
 
-# ways: from this rank to a peer by one of this rank's ports, and the same of the peer's; counts, times in microseconds
+# ways: from this rank to a peer by one of this rank's ports, and the same of the peer's; counts, times in microseconds;
+# RX_GAP is the largest number that was skipped when it should have come
 (
     W_NEXT,
     W_UNRESOLVED,
@@ -138,6 +142,7 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     W_HAS_DELAY,
     W_DELAY,
     W_RX_LARGEST,
+    W_RX_GAP,
     W_RX_COUNT,
     W_RX_MARKED,
     W_RX_UNTOLD,
@@ -146,7 +151,7 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
     W_RX_TIME_AT,
     W_TELL_NOW,
     NUM_W,
-) = range(24)
+) = range(25)
 
 # rates: a way's, floating; times in microseconds; KEPT is the window when the queue was short, or while this way
 # competed; MOST that at which it lost something then, 0 while it does not; GROWN_US how long it has grown since
@@ -167,8 +172,9 @@ NO_REPLY, REPLY_DONE, REPLY_NACK = range(3)
 ) = range(13)
 
 # ring: a datagram that was sent
-G_COLLECTIVE, G_CHUNK, G_STATE, G_NUMBER, G_ORDER, NUM_G = range(6)
+G_COLLECTIVE, G_CHUNK, G_NUMBER, G_ORDER, NUM_G = range(5)
 GONE, IN_FLIGHT, ARRIVED, MISSING = range(4)
+"""What became of it (`fates`)."""
 
 Numbers = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -185,7 +191,11 @@ class Tables(NamedTuple):
     ways: Numbers  # peer * number of ports + port, column
     rates: NDArray[np.float64]  # way, column
     ring: Numbers  # way, number % RING, column
-    keys: NDArray[np.uint64]  # peer; two halves for sending, two for receiving
+    fates: Bytes  # way, number % RING
+    keys: NDArray[np.uint64]  # peer; sending and receiving; two halves
+    hash_keys: NDArray[
+        np.uint32
+    ]  # peer; sending and receiving; of words of the first half, and of the second; pair
     chunk_state: Bytes  # slot, phase, peer, chunk
     chunk_order: Numbers  # of its latest datagram
     chunk_class: Bytes  # slot, peer, chunk: 1 is protected
@@ -196,6 +206,7 @@ class Tables(NamedTuple):
     stash: Bytes  # peer, entry, bytes
     stash_sizes: Numbers
     local_us: Numbers  # by port: how long what is sent now waits in this host's own queue, if that is known
+    turns: Numbers  # the peers, who is served first: whom most is left to be sent to
     order: Numbers  # of transfers to a peer, first served first: 2 * collective + phase, the oldest possible being 0
 
 
@@ -224,13 +235,16 @@ def new_tables(
         ways=zeros(num_ranks * num_ports, NUM_W),
         rates=np.zeros((num_ranks * num_ports, NUM_R)),
         ring=zeros(num_ranks * num_ports, RING, NUM_G),
-        keys=np.zeros((num_ranks, 4), np.uint64),
+        fates=np.zeros((num_ranks * num_ports, RING), np.uint8),
+        keys=np.zeros((num_ranks, 2, 2), np.uint64),
+        hash_keys=np.zeros((num_ranks, 2, 2, num_pairs(payload_bytes)), np.uint32),
         seen=np.zeros((num_ranks * num_ports, WINDOW), np.uint8),
         told=zeros(num_ranks, TOLD),
         late=zeros(num_ranks, LATE_REPLIES, 2),
         stash=np.zeros((num_ranks, STASH, header_bytes + payload_bytes), np.uint8),
         stash_sizes=zeros(num_ranks, STASH),
         local_us=zeros(num_ports),
+        turns=np.array([(rank + 1 + i) % num_ranks for i in range(num_ranks - 1)], np.int64),
         order=np.arange(2 * SLOTS),
         **_per_chunk(num_ranks, chunks),
     )

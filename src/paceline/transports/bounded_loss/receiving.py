@@ -68,7 +68,7 @@ def _take(t: Any, row: Any, word: Any, long: Any, size: int, mark: int, now_us: 
         peer >= n[e.RANKS]
         or peer == n[e.RANK]
         or port >= n[e.PORTS]
-        or not d.is_sealed(long, size, t.keys[peer, 2], t.keys[peer, 3])
+        or not d.is_sealed(long, word, size, t.keys[peer, 1], t.hash_keys[peer, 1])
     ):
         n[e.STRANGERS] += 1
         return
@@ -167,6 +167,8 @@ def _note_number(t: Any, peer: int, way: int, number: int, sent_at: int, mark: i
     if number > largest:
         for skipped in range(max(largest + 1, number - e.WINDOW + 1), number):
             t.seen[way, skipped % e.WINDOW] = 0
+        if number > largest + 1:
+            w[e.W_RX_GAP] = number - 1
         w[e.W_RX_LARGEST] = number
         w[e.W_RX_TIME], w[e.W_RX_TIME_AT] = sent_at, now_us
     else:

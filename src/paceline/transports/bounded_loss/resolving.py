@@ -29,37 +29,34 @@ def take_feedback(t: Any, peer: int, way: int, row: Any, word: Any, size: int, n
     if largest >= w[e.W_NEXT] or largest < w[e.W_UNRESOLVED] - 1:
         return  # of an earlier moment
     bits, most = (size - d.HEADER_BYTES) * 8, d.most_bits(t.numbers[e.PAYLOAD])
-    progress = 0
+    progress, fates = 0, t.fates[way]
     for number in range(w[e.W_UNRESOLVED], largest + 1):
-        sent = t.ring[way, number % e.RING]
-        if sent[e.G_STATE] != e.IN_FLIGHT:
+        if fates[number % e.RING] != e.IN_FLIGHT:
             continue
         back = largest - number
         is_told = back > 0 and back <= bits
         if (not is_told and back <= most) or (
             is_told and (row[d.HEADER_BYTES + (back - 1) // 8] >> ((back - 1) % 8)) & 1
         ):
-            sent[e.G_STATE] = e.ARRIVED
+            fates[number % e.RING] = e.ARRIVED
             w[e.W_FLYING] -= 1
             w[e.W_ROUND_GOOD] += 1
             progress += 1
-            _confirm(t, peer, sent)
+            _confirm(t, peer, t.ring[way, number % e.RING])
         elif back >= w[e.W_REORDER]:
             give_up(t, peer, way, number)
             w[e.W_ROUND_LOST] += 1
     for back in range(
         1, min(bits, largest) + 1
     ):  # given up too early? Then the path reorders more than we thought
-        sent = t.ring[way, (largest - back) % e.RING]
-        if sent[e.G_STATE] != e.MISSING or sent[e.G_NUMBER] != largest - back:
+        place = (largest - back) % e.RING
+        if fates[place] != e.MISSING or t.ring[way, place, e.G_NUMBER] != largest - back:
             continue
         if (row[d.HEADER_BYTES + (back - 1) // 8] >> ((back - 1) % 8)) & 1:
-            sent[e.G_STATE] = e.ARRIVED
+            fates[place] = e.ARRIVED
             w[e.W_REORDER] = min(_MOST_REORDER, max(w[e.W_REORDER], 2 * back))
-            _confirm(t, peer, sent)
-    while (
-        w[e.W_UNRESOLVED] < w[e.W_NEXT] and t.ring[way, w[e.W_UNRESOLVED] % e.RING, e.G_STATE] != e.IN_FLIGHT
-    ):
+            _confirm(t, peer, t.ring[way, place])
+    while w[e.W_UNRESOLVED] < w[e.W_NEXT] and fates[w[e.W_UNRESOLVED] % e.RING] != e.IN_FLIGHT:
         w[e.W_UNRESOLVED] += 1
     marked = d.widened(np.int64(word[d.AUX]), w[e.W_MARKS_SEEN])
     if marked > w[e.W_MARKS_SEEN]:
@@ -98,7 +95,7 @@ def _confirm(t: Any, peer: int, sent: Any) -> None:
 def give_up(t: Any, peer: int, way: int, number: int) -> None:
     """A datagram was lost: repeat its chunk, or let it go within the bound."""
     sent = t.ring[way, number % e.RING]
-    sent[e.G_STATE] = e.MISSING
+    t.fates[way, number % e.RING] = e.MISSING
     t.ways[way, e.W_FLYING] -= 1
     slot = sent[e.G_COLLECTIVE] % e.SLOTS
     place_of = sent[e.G_CHUNK] if sent[e.G_CHUNK] >= 0 else -sent[e.G_CHUNK] - 1

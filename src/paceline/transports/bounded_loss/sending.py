@@ -7,7 +7,8 @@ Rules
    would tell that the first was lost, and the answer may be lost as well.
 2. The first chunk of a transfer differs from collective to collective, so that no part of a vector is always the last
    one, which losses hit more often.
-3. Ranks are served in turn, by bursts of a few datagrams: a small switch buffer holds a burst from everybody.
+3. Ranks are served by bursts of a few datagrams, so that a small switch buffer holds a burst from everybody; first
+   whom most is left to be sent to: a sum waits for its slowest pair, and the others have nothing to send then.
 4. A peer that has not begun a collective yet is sent no more of it than it keeps for later.
 5. Whatever expects an answer is repeated, with growing pauses, until the answer comes or the peer is given up.
 6. Each port of this rank is a way of its own to a peer, with its own numbers, window and pace; a chunk takes whichever
@@ -33,6 +34,7 @@ from paceline.transports.bounded_loss.resolving import end_again, give_up, queue
 from paceline.transports.bounded_loss.shards import chunk_bytes
 
 BURST = 8
+LONGEST_REST_US = 900  # between two turns of whoever moves the datagrams (`datagram_loop`)
 _LEAST_TIMEOUT_US = 10_000
 _FIRST_TIMEOUT_US = 40_000
 _MOST_BACKOFF = 5
@@ -103,17 +105,38 @@ def transmit(t: Any, words: Any, longs: Any, sizes: Any, ways: Any, now_us: int,
             _watch(t, peer, now_us)
             count = reply(t, peer, words, sizes, ways, count, now_us)
     n[e.TURN] += 1
+    _order_peers(t)
     for port in range(ports):
-        for turn in range(ranks - 1):
-            peer = (rank + 1 + (n[e.TURN] + turn) % (ranks - 1)) % ranks
+        for peer in t.turns:
             before = count
             count = _send_burst(t, peer, port, words, sizes, ways, count, now_us, most[port])
             most[port] -= count - before
     for i in range(count):
         peer = ways[i] // ports
-        d.seal(longs[i], sizes[i], t.keys[peer, 0], t.keys[peer, 1])
+        d.seal(longs[i], words[i], sizes[i], t.keys[peer, 0], t.hash_keys[peer, 0])
     n[e.SENT] += count
     return int(count)
+
+
+@inner
+def _order_peers(t: Any) -> None:
+    """Rule 3: sort `turns`, which is nearly sorted; equals stay as they are, and who was served has less left then."""
+    p, turns = t.peers, t.turns
+    for place in range(turns.shape[0]):
+        peer = turns[place]
+        left = np.int64(0)
+        for slot in range(e.SLOTS):
+            if t.slots[slot, e.S_STAGE] != e.FREE:
+                for phase in range(2):
+                    outgoing = t.outgoing[slot, phase, peer]
+                    if outgoing[e.O_ACTIVE]:
+                        left += outgoing[e.O_CHUNKS] - outgoing[e.O_NEXT] + outgoing[e.O_QUEUED]
+        p[peer, e.P_LEFT] = left
+        at = place
+        while at > 0 and p[turns[at - 1], e.P_LEFT] < left:
+            turns[at] = turns[at - 1]
+            at -= 1
+        turns[at] = peer
 
 
 @inner
@@ -161,7 +184,7 @@ def _watch_way(t: Any, peer: int, way: int, now_us: int) -> None:
     timeout_us = _timeout_us(t, way)
     if w[e.W_FLYING] > 0 and now_us - w[e.W_PROGRESS_AT] > timeout_us << min(w[e.W_BACKOFF], _MOST_BACKOFF):
         for number in range(w[e.W_UNRESOLVED], w[e.W_NEXT]):
-            if t.ring[way, number % e.RING, e.G_STATE] == e.IN_FLIGHT:
+            if t.fates[way, number % e.RING] == e.IN_FLIGHT:
                 give_up(t, peer, way, number)
         w[e.W_UNRESOLVED] = w[e.W_NEXT]
         w[e.W_PROGRESS_AT] = now_us
@@ -225,7 +248,8 @@ def _send_burst(
             sent += 1
     if sent:
         pause_us = window.pause_us(w, rate)
-        rate[e.R_NEXT_AT] = max(rate[e.R_NEXT_AT], now_us - BURST * pause_us) + sent * pause_us
+        missed_us = max(BURST * pause_us, LONGEST_REST_US)  # a fast path carries many datagrams in a rest
+        rate[e.R_NEXT_AT] = max(rate[e.R_NEXT_AT], now_us - missed_us) + sent * pause_us
     return count
 
 
@@ -308,7 +332,8 @@ def _write_chunk(
     sizes[at], ways[at] = d.HEADER_BYTES + length, way
     sent = t.ring[way, number % e.RING]
     place_of = (phase << 32) | max(chunk, 0)
-    sent[e.G_COLLECTIVE], sent[e.G_STATE], sent[e.G_NUMBER] = collective, e.IN_FLIGHT, number
+    t.fates[way, number % e.RING] = e.IN_FLIGHT
+    sent[e.G_COLLECTIVE], sent[e.G_NUMBER] = collective, number
     sent[e.G_CHUNK] = place_of if chunk >= 0 else -place_of - 1
     sent[e.G_ORDER] = order
     if w[e.W_FLYING] == 0:

@@ -1,0 +1,33 @@
+"""What a process forked from a rank does with the rank's process groups: nothing, not even destroy them.
+
+The destructors of Gloo's groups and of a store that this rank serves wait for threads. A forked process has none of
+them, so it would wait for ever as it ends, or abort: torch's own does.
+"""
+
+from __future__ import annotations
+
+import os
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from paceline.host.exit import keep_for_ever
+
+_used: WeakSet[object] = WeakSet()
+
+
+def keep_when_forked(group: object) -> None:
+    """Let processes that are forked from now on never destroy this group, nor those that c10d knows. Local."""
+    _used.add(group)
+
+
+def _keep_groups() -> None:
+    """In a forked process."""
+    for group, (_, store) in dist.distributed_c10d._world.pg_map.items():
+        keep_for_ever(group)
+        keep_for_ever(store)
+    for used in _used:
+        keep_for_ever(used)
+
+
+os.register_at_fork(after_in_child=_keep_groups)
