@@ -150,6 +150,7 @@ first, second = kept(_first), kept(_second)
 compile = first._compiler.compile
 def late(*types):
     if os.getpid() != me:
+        Path("begun").touch()
         while not Path("go").exists(): time.sleep(0.01)
         if sys.argv[1] == "killed": os._exit(1)
     return compile(*types)
@@ -162,6 +163,7 @@ PROGRAM = """
 from functions import *
 with waiting() if sys.argv[1] == "waiting" else without_waiting(really=sys.argv[1] != "ranks"):
     print(first(1), first(2), second(1))
+while sys.argv[1] in ("forked", "killed") and not Path("begun").exists(): time.sleep(0.01)
 if sys.argv[1] == "killed":
     Path("go").touch()
     while threading.active_count() > 1: time.sleep(0.01)  # one waits for the fork

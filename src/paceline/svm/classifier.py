@@ -37,8 +37,8 @@ class SVC(PairwiseVotes, KernelMachine):
         shrinking: Whether samples may be eliminated on the way.
         tol: Largest violation of optimality, over all samples.
         cache_size: Megabytes for kernel rows on each rank; at least one working set's rows are kept. `auto` is 500;
-            where no sample may be eliminated, also as many rows more as would else be computed again, within half of the
-            memory that is there.
+            where no sample may be eliminated, also as many rows more as would else be computed again, within half of
+            the memory that is there.
         class_weight: Factors of C by class, or `balanced`.
         verbose: Print a line a working set to stderr on rank 0; or a function that takes a `Progress`.
         max_iter: Limit of pair updates (LIBSVM's iterations) for each pair of classes; -1 for none.
