@@ -457,11 +457,12 @@ def test_power_sgd_is_as_accurate_as_torchs():
 
 
 def two_models(_rank, _num_ranks):
-    """One object for two models."""
+    """One object for two models; the first is kept, as one that is gone leaves the object free."""
     reduction = Compressed(TopK())
-    DistributedDataParallel(Mlp(), compression=reduction)
+    first = DistributedDataParallel(Mlp(), compression=reduction)
     with pytest.raises(ConfigurationError, match="reduces another model's gradients already"):
         DistributedDataParallel(Mlp(), compression=reduction)
+    del first
 
 
 def test_an_object_belongs_to_one_model():
