@@ -87,39 +87,46 @@ class Waits:
     """Whether this process waits for the compiler.
 
     Attributes:
-        always: Whatever `without_waiting` says.
+        always: How many blocks of `waiting` it is in.
         block: Number of the block of `without_waiting` that it is in, or 0.
         blocks: For the next ones.
         num_not: Functions that it did not wait for.
+        lock: Of these, as blocks of several threads overlap.
     """
 
-    always = False
+    always = 0
     block = 0
     blocks = itertools.count(1)
     num_not = 0
+    lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def without_waiting(*, really: bool = True) -> Iterator[None]:
     """What this process calls in here and has something to stand in is compiled by a fork (rule 8). Local."""
-    if Waits.block or Waits.always or not really:  # another thread's block may end before this one does
-        yield
-        return
-    Waits.block = next(Waits.blocks)
+    with Waits.lock:
+        begins = (
+            really and not Waits.block and not Waits.always
+        )  # another thread's block may end before this one does
+        if begins:
+            Waits.block = next(Waits.blocks)
     try:
         yield
     finally:
-        Waits.block = 0
+        if begins:
+            Waits.block = 0
 
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """All that is called in here and has to be compiled is waited for, whatever `without_waiting` says. Local."""
-    before, Waits.always = Waits.always, True
+    with Waits.lock:
+        Waits.always += 1
     try:
         yield
     finally:
-        Waits.always = before
+        with Waits.lock:
+            Waits.always -= 1
 
 
 def _in_a_fork(work: Callable[[Any], Any], signature: Any) -> threading.Thread | None:
@@ -137,7 +144,7 @@ def _in_a_fork(work: Callable[[Any], Any], signature: Any) -> threading.Thread |
         except OSError:  # no memory, or no process more: then one after the other
             return None
     if process:
-        waits = threading.Thread(target=os.waitpid, args=(process, 0), daemon=True)
+        waits = threading.Thread(target=_wait_for_end_of, args=(process,), daemon=True)
         waits.start()
         return waits
     try:
@@ -154,6 +161,13 @@ def _in_a_fork(work: Callable[[Any], Any], signature: Any) -> threading.Thread |
         work(signature)
     finally:
         os._exit(0)
+
+
+def _wait_for_end_of(process: int) -> None:
+    with contextlib.suppress(
+        ChildProcessError
+    ):  # the program has waited for it, as for any child, or ignores SIGCHLD
+        os.waitpid(process, 0)
 
 
 class _OneProcess:
@@ -180,7 +194,7 @@ class _OneProcess:
         self._target = function.targetctx
         self._blocks: dict[Any, int] = {}  # in which each signature was first needed
         self._forks: dict[Any, threading.Thread | None] = {}  # for which signature
-        self._found: Any = None  # loaded, and not handed out yet
+        self._found: dict[Any, Any] = {}  # loaded, and not handed out yet
         self._looked_s = 0.0
         self._load, self._store, self._compile = cache.load_overload, cache.save_overload, function.compile
         cache.load_overload, cache.save_overload, function.compile = self.load, self.store, self.compile
@@ -220,25 +234,23 @@ class _OneProcess:
 
     def _is_there(self, signature: Any) -> bool:
         """Whether it is on disk; if so, `load` returns it."""
-        if self._found is None:
-            found = self._load(signature, self._target)
-            self._found = None if found is None else (signature, found)
-        return self._found is not None and self._found[0] == signature
+        if signature not in self._found and (found := self._load(signature, self._target)) is not None:
+            self._found[signature] = found
+        return signature in self._found
 
     def _is_there_by_now(self, signature: Any) -> bool:
-        now_s = time.monotonic()
+        """As `_is_there`, now and then; also once the fork for it has ended without it: then it is compiled here."""
+        now_s, fork = time.monotonic(), self._forks.get(signature)
         if now_s - self._looked_s < _LOOKS_EVERY_S:
             return False
         self._looked_s = now_s
+        has_ended = fork is not None and not fork.is_alive()
         with self._threads:
-            return self._is_there(signature)
+            return self._is_there(signature) or has_ended
 
     def load(self, signature: Any, target: Any) -> Any:
         """What is on disk, perhaps after a wait for it; None: compile now, the lock is held where there can be one."""
-        is_this = self._found is not None and self._found[0] == signature
-        found, self._found = (
-            (self._found[1], None) if is_this else (self._load(signature, target), self._found)
-        )
+        found = self._found.pop(signature, None) or self._load(signature, target)
         if found is None and self._acquire(signature):
             found = self._load(signature, target)
             if found is None and self._meanwhile is not None:

@@ -1,4 +1,4 @@
-"""A first fit that does not wait for the compiler: plain Python finds the same bits, and compiled code takes over."""
+"""A first fit that does not wait for the compiler: plain Python finds the same optimum; compiled code takes over."""
 
 import importlib
 import itertools
@@ -33,7 +33,7 @@ FITS = {
     "three classes, rows that other pairs have": (SVC(rows="alone"), X[:2100], three[:2100]),
     "no room for rows": (SVC(cache_size=1e-3), X[:200], y[:200]),
     "working sets in single precision": (SVC(), X, y),
-    "working sets in double precision": (SVC(C=1e4, max_iter=300), X, y),
+    "working sets in double precision": (SVC(tol=9e-5), X, y),
     "wide": (SVC(), wide, y),
     "linear": (SVC(kernel="linear"), X[:200], y[:200]),
     "polynomial": (SVC(kernel="poly"), X[:200], y[:200]),
@@ -53,37 +53,42 @@ def plainly(monkeypatch, is_there):
             monkeypatch.setattr(found, name, getattr(found, name).stand_in(is_there))
 
 
-def bits(model, rows):
+def found(model, rows):
     values = model.predict if isinstance(model, SVR) else model.decision_function
-    arrays = model.dual_coef_, model.intercept_, model.support_, values(rows[:20])
-    return [np.asarray(array).tobytes() for array in arrays], model.n_iter_
+    return values(rows[:200]), model.objective_, np.sum(model.n_iter_)
 
 
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 @pytest.mark.parametrize("kind", FITS)
-def test_plain_python_finds_the_same_bits(kind, monkeypatch):
+def test_plain_python_finds_the_same_optimum(kind, monkeypatch):
+    """Compiled code fuses multiplications with additions, so pair updates may part where two pairs are nearly alike."""
     model, rows, targets = FITS[kind]
     with waiting():
-        compiled = bits(model.fit(rows, targets), rows)
+        values, objective, num_steps = found(model.fit(rows, targets), rows)
     plainly(monkeypatch, lambda: False)
-    again = bits(model.fit(rows, targets), rows)
-    assert again[0] == compiled[0]
-    assert np.array_equal(again[1], compiled[1])
+    plain_values, plain_objective, num_plain_steps = found(model.fit(rows, targets), rows)
+    assert np.max(model.gap_) <= model.tol
+    assert plain_objective == pytest.approx(objective, rel=1e-6)
+    assert plain_values == pytest.approx(values, abs=3 * model.tol)
+    assert num_plain_steps == pytest.approx(num_steps, rel=0.2)
 
 
 @pytest.mark.parametrize(
     "kind", ["two classes", "three classes, all values at once", "working sets in single precision"]
 )
 def test_compiled_code_takes_over_in_mid_fit(kind, monkeypatch):
-    """After ten pieces of work: what was changed by then is taken back."""
+    """After ten pieces of work: what was changed by then is taken back, so of one call the bits are compiled code's."""
     model, rows, targets = FITS[kind]
     with waiting():
-        compiled = bits(model.fit(rows, targets), rows)
+        values, objective, _ = found(model.fit(rows, targets), rows)
+    coefficients = model.dual_coef_
     looks = itertools.count()
     plainly(monkeypatch, lambda: next(looks) >= 10)
-    again = bits(model.fit(rows, targets), rows)
+    again = found(model.fit(rows, targets), rows)
     assert next(looks) > 10, "it was looked whether the code is there"
-    assert again[0] == compiled[0]
+    if kind == "two classes":
+        assert model.dual_coef_.tobytes() == coefficients.tobytes()
+    assert again[0] == pytest.approx(values, abs=3 * model.tol)
+    assert again[1] == pytest.approx(objective, rel=1e-6)
 
 
 def test_what_other_threads_solved_is_not_taken_back(monkeypatch):
@@ -112,7 +117,7 @@ def test_what_other_threads_solved_is_not_taken_back(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_kernel_values_of_any_size_have_the_same_bits(dtype):
+def test_kernel_values_of_any_size_agree(dtype):
     """From 1 to what is rounded to the smallest normal number, and 0 of the distance."""
     squares = np.r_[0.0, 10.0 ** np.arange(-9, 9)].astype(dtype)
     dots = np.outer(np.sqrt(squares), np.sqrt(squares)).astype(dtype) * np.linspace(-1, 1.01, 19).astype(
@@ -120,13 +125,15 @@ def test_kernel_values_of_any_size_have_the_same_bits(dtype):
     )
     num, slots = len(squares), np.arange(len(squares))
     slots[3] = -1
-    found = []
+    results = []
     for function in (gaussian_rows, gaussian_rows.stand_in(lambda: False)):
         out, total = np.zeros((num, num + 2), dtype), np.zeros(num + 2)
         scratch, spare = scratch_for(num, dtype), np.empty(num, dtype)
         function(dots.copy(), (squares, squares), 0.7, scratch, spare, out, slots, 1, squares * 1.0, total)
-        found.append((out.tobytes(), total.tobytes()))
-    assert found[0] == found[1]
+        results.append((out, total))
+    digits = 20 * float(np.finfo(dtype).eps)  # an exponent of 100 is off by 100 epsilons
+    for compiled, plain in zip(*results, strict=True):
+        assert plain == pytest.approx(compiled, rel=10 * digits, abs=digits)
 
 
 FUNCTIONS = """
@@ -139,7 +146,12 @@ from paceline.numba_cache import Waits, without_waiting, waiting
 numba.config.CACHE_DIR = "cache"
 os.sched_getaffinity = lambda _: {0} if sys.argv[1] == "one core" else {0, 1}
 
-def plain(is_there): return None if sys.argv[1] == "none" else lambda x: ("plain", x + 1)
+if sys.argv[1] == "killed": signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # then nobody can wait for a child's status
+
+looks = []
+def plain(is_there):
+    looks.append(is_there)
+    return None if sys.argv[1] == "none" else lambda x: ("plain", x + 1)
 def _first(x): return x + 1
 def _second(x): return x + 1
 def kept(function):
@@ -165,8 +177,11 @@ with waiting() if sys.argv[1] == "waiting" else without_waiting(really=sys.argv[
     print(first(1), first(2), second(1))
 while sys.argv[1] in ("forked", "killed") and not Path("begun").exists(): time.sleep(0.01)
 if sys.argv[1] == "killed":
+    print(looks[0]())
     Path("go").touch()
     while threading.active_count() > 1: time.sleep(0.01)  # one waits for the fork
+    time.sleep(0.02)
+    print(looks[0]())  # what stands in must not go on in vain
 threading.Timer(0.3, Path("go").touch).start()
 with event.install_listener(numba_cache.WAITING, Waiting()), without_waiting(): print(first(3), second(3))
 print(first(4), *(sum(f.stats.cache_misses.values()) for f in (first, second)), Waits.num_not)
@@ -177,7 +192,7 @@ print(first(4), *(sum(f.stats.cache_misses.values()) for f in (first, second)), 
     ("how", "said"),
     [
         ("forked", "('plain', 2) ('plain', 3) ('plain', 2)\nwaits\n4 4\n5 0 1 1\n"),
-        ("killed", "('plain', 2) ('plain', 3) ('plain', 2)\n4 4\n5 1 1 1\n"),
+        ("killed", "('plain', 2) ('plain', 3) ('plain', 2)\nFalse\nTrue\n4 4\n5 1 1 1\n"),
         ("none", "2 3 2\n4 4\n5 1 1 0\n"),
         ("one core", "2 3 2\n4 4\n5 1 1 0\n"),
         ("ranks", "2 3 2\n4 4\n5 1 1 0\n"),
@@ -192,5 +207,5 @@ def test_only_the_first_block_does_without(how, said, tmp_path):
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [str(warm.folder() / "python"), "program.py", how]
-    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
-    assert done.stdout == said
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (said, "")

@@ -8,7 +8,6 @@ Rules
    not apply is passed as None, and numba leaves out what follows `if x is not None`, x an argument.
 4. Code on disk is renewed when any file with such loops changes.
 5. No NaN or infinity reaches these loops (`fastmath` assumes so); the finite number `FAR` takes their place.
-6. Nothing is fused, nor divisions turned into products: the bits are those of `plain.py`, on any processor.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 _OPTIONS: dict[str, Any] = {
-    "fastmath": {"nnan", "ninf", "nsz"},
+    "fastmath": {"nnan", "ninf", "nsz", "arcp", "contract"},
     "error_model": "numpy",
     "nogil": True,
     "_nrt": False,

@@ -135,9 +135,7 @@ class KernelMachine(Validation):
 
     def _settings(self) -> SolverSettings:
         elimination = Elimination.named(self.elimination if self.shrinking else "none")
-        grows = (
-            self.cache_size == "auto" and elimination.every is None
-        )  # else to eliminate samples takes less time
+        grows = self.cache_size == "auto" and elimination.every is None  # with elimination it takes longer
         return SolverSettings(
             tol=float(self.tol),
             max_steps=int(self.max_iter),

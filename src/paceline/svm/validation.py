@@ -38,10 +38,9 @@ class Validation(BaseEstimator):  # type: ignore[misc]
         self._check_number("tol", 0.0, is_open=True)
         if self.cache_size != "auto":
             self._check_number("cache_size", 0.0, is_open=True)
+        # Others have no powers of negative numbers.
         if not isinstance(self.degree, numbers.Real) or self.degree < 0 or self.degree % 1:
-            self._refuse(
-                "degree", "a whole number in the range [0, inf)"
-            )  # of negative numbers there are no others
+            self._refuse("degree", "a whole number in the range [0, inf)")
         self._check_number("coef0", -np.inf)
         if not isinstance(self.max_iter, numbers.Integral) or self.max_iter < -1:
             self._refuse("max_iter", "an int in the range [-1, inf)")
@@ -135,7 +134,9 @@ class Validation(BaseEstimator):  # type: ignore[misc]
         if kernel.name in ("linear", "precomputed"):
             return
         with np.errstate(over="ignore"):
-            largest = np.float64(kernel.gamma) * data.samples.squares.max(initial=0.0) + abs(kernel.coef0)
+            largest = np.float64(kernel.gamma) * data.samples.squares.max(initial=0.0)
+            if kernel.name != "rbf":
+                largest += abs(kernel.coef0)
             if kernel.name == "poly":
                 largest = largest**kernel.degree
         is_wrong = np.array([float(not largest < _LARGEST_VALUE)])
