@@ -10,8 +10,8 @@ import scipy.sparse as sp
 import torch
 
 import warm
-from paceline.numba_cache import waiting
-from paceline.svm import SVC, SVR, OneClassSVM, small_problems
+from paceline.numba_cache import Waits, waiting
+from paceline.svm import SVC, SVR, OneClassSVM, estimator, small_problems
 from paceline.svm.gaussian import gaussian_rows, scratch_for
 from paceline.svm.placement import LARGEST
 
@@ -134,6 +134,17 @@ def test_kernel_values_of_any_size_agree(dtype):
     digits = 20 * float(np.finfo(dtype).eps)  # an exponent of 100 is off by 100 epsilons
     for compiled, plain in zip(*results, strict=True):
         assert plain == pytest.approx(compiled, rel=10 * digits, abs=digits)
+
+
+def test_ranks_wait_also_where_each_fits_alone(monkeypatch):
+    """Their models are the same to the last bit."""
+    monkeypatch.setattr(Waits, "always", 0)
+    blocks = []
+    for peers in (False, True):
+        monkeypatch.setattr(estimator, "has_peers", lambda peers=peers: peers)
+        SVC(rows="alone", verbose=lambda _: blocks.append(Waits.block > 0)).fit(X[:300], y[:300])
+    assert set(blocks[:1]) == {True}
+    assert set(blocks[-1:]) == {False}
 
 
 FUNCTIONS = """

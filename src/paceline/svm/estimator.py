@@ -22,7 +22,7 @@ from paceline.svm.placement import is_for_one, solve
 from paceline.svm.problem import Problem, Progress, Solution, SolverSettings
 from paceline.svm.sample_forms import DenseSamples, GramSamples, Samples, SparseSamples
 from paceline.svm.thread_pool import thread_pool
-from paceline.svm.training_set import TrainingSet, agreed, world_for
+from paceline.svm.training_set import TrainingSet, agreed, has_peers, world_for
 from paceline.svm.validation import Validation, called
 from paceline.svm.world import Alone, World
 
@@ -48,7 +48,7 @@ class KernelMachine(Validation):
     def _fit(self, X: Any, y: Any, sample_weight: Any) -> None:
         """Check, number the samples over all ranks, solve, and keep the model."""
         world = world_for(self.rows if isinstance(self.rows, str) else "own")
-        is_alone = world.num_ranks == 1
+        is_alone = world.num_ranks == 1 and not has_peers()
         X, y, weights = agreed(world, lambda: self._checked(X, y, sample_weight))
         if self.rows == "all" and world.num_ranks > 1 and self._is_for_one(X, y) and world.rounds_alike:
             world = Alone()
@@ -63,7 +63,9 @@ class KernelMachine(Validation):
         with (
             thread_pool(),
             shown(always=bool(self.verbose) and not callable(self.verbose)),
-            without_waiting(really=is_alone),
+            without_waiting(
+                really=is_alone
+            ),  # models that several ranks fit, each alone, are the same to the last bit
         ):
             self._solve_all(data, self._what_the_kernel_sees(data))
 
@@ -254,7 +256,7 @@ class KernelMachine(Validation):
             return np.asarray(X[:, self.support_[support]] @ table.T, np.float64)
         behind, rows = self._sampled(self.support_vectors_[support]), self._sampled(X)
         dtype = self._precision(behind.squares, table)
-        with thread_pool(), without_waiting(really=world_for("own").num_ranks == 1):
+        with thread_pool(), without_waiting(really=not has_peers()):
             sums = expand(self._kernel, behind.astype(dtype), table, rows.astype(dtype))
         return np.asarray(sums.T)
 
