@@ -241,6 +241,11 @@ def test_parameters_that_cannot_be(settings, words):
         ours.SVC(**settings).fit(X, y)
 
 
+def test_coef0_of_kernels_that_have_none_is_not_looked_at():
+    X, y = two_classes(20)
+    assert np.array_equal(ours.SVC(coef0=1e305).fit(X, y).dual_coef_, ours.SVC().fit(X, y).dual_coef_)
+
+
 def test_data_that_cannot_be():
     X, y = two_classes(20)
     with pytest.raises(ValueError, match="number of classes has to be greater than one; got 1 class"):

@@ -147,6 +147,15 @@ def test_ranks_wait_also_where_each_fits_alone(monkeypatch):
     assert set(blocks[-1:]) == {False}
 
 
+def test_blocks_of_threads_that_overlap_end_as_they_began():
+    before, blocks = Waits.always, (waiting(), waiting())
+    for block in blocks:
+        block.__enter__()
+    for block in blocks:  # the first one ends within the second
+        block.__exit__(None, None, None)
+    assert Waits.always == before
+
+
 FUNCTIONS = """
 import functools, os, signal, sys, threading, time
 import numba
