@@ -57,7 +57,6 @@ NOT_QUICK = {
 LAB = (
     "test_bounded_loss_schedules.py::test_thousands_of_schedules",
     # In a rank that is a fork of the warm server a forked process crashes as it ends; passes by itself.
-    "test_forked.py::test_what_is_forked_ends_and_its_rank_goes_on",
     "test_benchmarks_run.py::test_benchmark_reports",
     "test_benchmarks_run.py::test_adasum_benchmark_reports",
     "test_benchmarks_run.py::test_the_benchmark_of_optimizers_reports",

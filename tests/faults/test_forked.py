@@ -77,6 +77,7 @@ def forked(training):
     pid = os.fork()
     if not pid:
         signal.alarm(PATIENCE_S)
+        torch.set_num_threads(1)  # or torch's own pool may crash: see paceline.comm.forked
         with contextlib.suppress(BaseException):
             os.write(writes, training.digest().encode())
             training.__dict__.clear()

@@ -84,7 +84,10 @@ def test_a_signal_ends_it_and_the_fork(number, tmp_path):
 
 
 def test_a_handler_of_its_own_runs(tmp_path):
-    code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); print('ready', flush=True); signal.pause()"
+    handles = (
+        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(3)); print('ready', flush=True)"
+    )
+    code = f"{handles}; [time.sleep(0.01) for _ in iter(int, 1)]"
     with started(["python", "-c", code], tmp_path) as process:
         assert process.stdout.readline() == "ready\n"
         process.terminate()

@@ -2,6 +2,11 @@
 
 The destructors of Gloo's groups and of a store that this rank serves wait for threads. A forked process has none of
 them, so it would wait for ever as it ends, or abort: torch's own does.
+
+One end is left to torch: its thread pool for mobile operators (`pthreadpool_destroy`) joins the rank's threads where a
+forked process ends by `exit`, and crashes where it has ended threads of its own and the rank had many. After
+`torch.set_num_threads`, which workers of a DataLoader call, it does not; they and other processes of
+`multiprocessing` leave without it anyway.
 """
 
 from __future__ import annotations
