@@ -164,9 +164,8 @@ def _in_a_fork(work: Callable[[Any], Any], signature: Any) -> threading.Thread |
 
 
 def _wait_for_end_of(process: int) -> None:
-    with contextlib.suppress(
-        ChildProcessError
-    ):  # the program has waited for it, as for any child, or ignores SIGCHLD
+    # Gone already where the program waits for all of its children, or ignores SIGCHLD.
+    with contextlib.suppress(ChildProcessError):
         os.waitpid(process, 0)
 
 
