@@ -34,7 +34,7 @@ def arguments_of(name):
         return generator.choice([0.0, 1e30], size=(2, LANES))
 
     singles, doubles = np.float32(some(3, 70)), some(3, 70)
-    slots = np.array([1, -1, 0])
+    slots, beta = np.array([1, -1, 0]), some(2, 70)
     store = row_store(source_of(Kernel("precomputed", 1.0, 0.0, 3.0), None), 70, np.empty((70, 128)))
     return {
         "extremes": lambda: (some(2, LANES), closed(), -closed(), some(LANES), some(LANES)),
@@ -70,7 +70,7 @@ def arguments_of(name):
         "fill_from_gram": lambda: (some(100, 100), store._replace(bounds=(3, 40, 60, 93))),
         "_mirror": lambda: (some(70, 70), 33, 68),
         "violations": lambda: (
-            *(some(70), some(2, 70), some(2, 70), some(2, 70) - 1, some(2, 70) + 1),
+            *(some(70), some(2, 70), beta, beta - (some(2, 70) > 0), beta + (some(2, 70) > 0)),
             *(some(2, 70) > 1, some(2, 70), some(2, 70)),
         ),
     }[name]()
