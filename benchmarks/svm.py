@@ -5,7 +5,7 @@ while the others wait; `ranks` fits on all, rows dealt out. Every side fits once
 and touched memory are there; a side whose first fit (ours: second) takes longer than `LONG_S` fits no more. With two
 classes every side's dual objective is computed from its coefficients in double precision, and one that is not at the
 optimum ends the benchmark. `memory-none` and `memory-adaptive` are `ranks` without a row cache, without and with
-elimination.
+elimination; `cache-500` and `cache-auto` are `one` with so many megabytes for kernel rows.
 
 `--clock cpu` counts the seconds of rank 0's process instead of the wall's: on a busy machine the waiting for a core is
 left out, the cost of shared caches is not. It says nothing about several ranks, which wait for each other.
@@ -40,6 +40,7 @@ from paceline.lab.report.figures import draw_figure
 from paceline.lab.report.look import OURS, look_of
 from paceline.lab.report.panels import Dots
 from paceline.lab.report.publication import Report, figure_path, publish
+from paceline.numba_cache import waiting
 
 TOL = 1e-3
 OBJECTIVE_RTOL = 1e-4  # between two solutions at that tolerance
@@ -77,7 +78,7 @@ class Outcome:
     accuracy: dict[str, float]
     num_support: int
     gap: float
-    num_kernel_values: int
+    num_kernel_values: dict[str, int]
     gemm_limit_s: float
 
 
@@ -98,7 +99,10 @@ def _model(side: str, split: Split, config: Config) -> Any:
         return sklearnex.svm.SVC(**settings)
     if side.startswith("memory-"):
         settings |= {"cache_size": NO_CACHE_MEGABYTES, "elimination": side.removeprefix("memory-")}
-    return SVC(**settings, rows="alone" if side == "one" else "all")
+    if side.startswith("cache-"):
+        size = side.removeprefix("cache-")
+        settings["cache_size"] = size if size == "auto" else float(size)
+    return SVC(**settings, rows="all" if _is_everyones(side) else "alone")
 
 
 def _is_everyones(side: str) -> bool:
@@ -147,14 +151,18 @@ def measure(config: Config, tell: TellProgress) -> Outcome:
             dist.barrier(patient)
             started_s = now_s()
             if rank == 0 or _is_everyones(side):
-                models[side].fit(split.X, split.y)
+                with waiting():
+                    models[side].fit(split.X, split.y)
             if config.clock == "wall":
                 dist.barrier(patient)
             fit_s[side].append(now_s() - started_s)
         tell((turn + 1) / (config.num_rounds + 1))
     fitted = {side: model for side, model in models.items() if rank == 0 or _is_everyones(side)}
-    ours = [model for side, model in fitted.items() if not side.startswith("sklearn")]
-    num_values = sum(counters.num_kernel_values for counters in ours[0].counters_) if ours else 0
+    ours = {side: model for side, model in fitted.items() if not side.startswith("sklearn")}
+    num_values = {
+        side: sum(counters.num_kernel_values for counters in model.counters_) for side, model in ours.items()
+    }
+    first = next(iter(ours.values()), None)
     return Outcome(
         shape=split.X.shape,
         num_classes=len(np.unique(split.y)),
@@ -162,10 +170,13 @@ def measure(config: Config, tell: TellProgress) -> Outcome:
         predict_s={side: _predict_s(model, split, now_s) for side, model in fitted.items()},
         objective={side: objective(split, model) for side, model in fitted.items() if split.y.max() == 1},
         accuracy={side: float(model.score(split.X_test, split.y_test)) for side, model in fitted.items()},
-        num_support=len(ours[0].support_) if ours else 0,
-        gap=float(np.max(ours[0].gap_)) if ours else 0.0,
+        num_support=len(first.support_) if first else 0,
+        gap=float(np.max(first.gap_)) if first else 0.0,
         num_kernel_values=num_values,
-        gemm_limit_s=num_values * 2 * split.X.shape[1] / _peak_flops_per_s(split.X.shape[1]),
+        gemm_limit_s=next(iter(num_values.values()), 0)
+        * 2
+        * split.X.shape[1]
+        / _peak_flops_per_s(split.X.shape[1]),
     )
 
 
@@ -187,7 +198,8 @@ def _predict_s(model: Any, split: Split, now_s: Callable[[], float]) -> float:
     times = []
     for _ in range(3):
         started_s = now_s()
-        model.predict(split.X_test[:NUM_PREDICTED])
+        with waiting():
+            model.predict(split.X_test[:NUM_PREDICTED])
         times.append(now_s() - started_s)
     return min(times)
 
@@ -195,7 +207,8 @@ def _predict_s(model: Any, split: Split, now_s: Callable[[], float]) -> float:
 def report(outcomes: dict[str, Outcome], config: Config, name: str, load_before: float) -> Report:
     """Turn the outcomes into rows: one per data set. Ratios are the first side's times over the others'."""
     first, *others = config.sides
-    rows, summaries = [], {}
+    rows: list[tuple[str, ...]] = []
+    summaries: dict[str, dict[str, dict[str, Any]]] = {}
     for data, outcome in outcomes.items():
         best = min(outcome.objective.values(), default=0.0)
         if outcome.gap > TOL or any(
@@ -211,7 +224,12 @@ def report(outcomes: dict[str, Outcome], config: Config, name: str, load_before:
             for side in others
             if side in outcome.predict_s
         }
-        summaries[data] = {"fit_s": seconds, "faster": faster, "faster_at_prediction": predicts}
+        summaries[data] = {
+            "fit_s": seconds,
+            "faster": faster,
+            "faster_at_prediction": predicts,
+            "kernel_values": outcome.num_kernel_values,
+        }
         rows.append(
             (
                 data,
@@ -220,6 +238,7 @@ def report(outcomes: dict[str, Outcome], config: Config, name: str, load_before:
                 *(f"{seconds[side]:.4f}" for side in config.sides),
                 *(f"{faster[side]:.2f}" for side in others),
                 *(f"{predicts.get(side, 0):.1f}" for side in others),
+                "/".join(f"{num / 1e6:.0f}" for num in outcome.num_kernel_values.values()),
                 f"{outcome.gemm_limit_s:.4f}",
                 "/".join(f"{outcome.accuracy[side]:.4f}" for side in outcome.accuracy),
                 f"{max(outcome.objective.values(), default=0) - best:.1e}",
@@ -241,6 +260,7 @@ def report(outcomes: dict[str, Outcome], config: Config, name: str, load_before:
             *(f"{side} s" for side in config.sides),
             *(f"x {side}" for side in others),
             *(f"predict x {side}" for side in others),
+            "kernel values of ours, millions",
             "gemm s",
             "accuracy",
             "objective -",
@@ -263,7 +283,10 @@ def main(
     data: Annotated[str, typer.Option(help=f"Comma-separated: {HELP}.")] = "digits,synthetic-20000x20",
     folder: Annotated[Path | None, typer.Option(help="Where real sets lie; see svm_data.py.")] = None,
     sides: Annotated[
-        str, typer.Option(help="sklearn, sklearnex (if installed), one, ranks, memory-none, memory-adaptive.")
+        str,
+        typer.Option(
+            help="sklearn, sklearnex (if installed), one, ranks, memory-none, memory-adaptive, cache-MB."
+        ),
     ] = "sklearn,one",
     ranks: Ranks = 1,
     rounds: Rounds = 3,
@@ -300,6 +323,10 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     found, sides = record["summaries"], record["config"]["sides"]
     base, *others = sides
     names = {"memory-none": "without elimination", "memory-adaptive": "with elimination"}
+    names |= {
+        side: f"{side.removeprefix('cache-')} MB of cache" for side in sides if side.startswith("cache-")
+    }
+    names |= {"cache-auto": "a cache that grows"}
     if base == "one":
         names |= {"one": "one process", "ranks": f"{record['config']['num_ranks']} processes"}
     colors = {side: OURS if side in names else look_of(side).color for side in others}

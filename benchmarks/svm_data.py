@@ -37,8 +37,8 @@ KEEL = (
 IMAGES = ("mnist5k", "fashion")
 UNSCALED = (*IMAGES, "celeba", "adult")
 HELP = (
-    "digits, synthetic-NxD, mnist5k, fashion, celeba, adult (sparse) or KEEL's: add :bin for two classes, "
-    ":16000 for as many rows"
+    "digits, synthetic-NxD, hard-NxD (15 % of labels wrong), mnist5k, fashion, celeba, adult (sparse) or KEEL's: add "
+    ":bin for two classes, :16000 for as many rows"
 )
 
 
@@ -86,6 +86,12 @@ def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
             num, width, n_informative=width // 2, n_redundant=width // 4, random_state=0
         )
         return made
+    if name.startswith("hard-"):  # 15 % of the labels are wrong
+        num, width = map(int, name.split("-")[1].split("x"))
+        hard: tuple[np.ndarray, np.ndarray] = make_classification(
+            num, width, n_informative=width // 2, n_redundant=width // 4, flip_y=0.3, random_state=0
+        )
+        return hard
     if folder is None or name not in (*KEEL, *UNSCALED):
         raise ConfigurationError(f"no data set {name}: {HELP}; real ones need --folder.")
     if name == "mnist5k":

@@ -6,11 +6,12 @@ one thread; heuristics take turns, after a fit of each that is not counted. Rati
 times, and of the numbers of kernel values computed, which are the same in every run.
 
 `--clock cpu` counts processor time, for a busy machine. With `--parts` it can be stopped, or called for some sets at a
-time: a call that names them all reports what is there.
+time: a call that names them all reports what is there. Sets named with `--once` take minutes: each heuristic fits once,
+four in a process, and the first fit counts.
 """
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,12 +21,13 @@ import typer
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
 from benchmarks.parts import PartsFolder, measured
 from benchmarks.svm import CLOCKS, NO_CACHE_MEGABYTES, OBJECTIVE_RTOL, TOL, Clock
-from benchmarks.svm_data import HELP, Split, load
+from benchmarks.svm_data import HELP, load
 from paceline.lab.bench.protocol import WrongAnswerError
 from paceline.lab.bench.provenance import collect, load_average
 from paceline.lab.bench.rank_program import TellProgress
 from paceline.lab.bench.ranks import LoopbackRanks
 from paceline.lab.report.publication import Report, publish
+from paceline.numba_cache import waiting
 
 HEURISTICS = (
     "none",
@@ -36,6 +38,7 @@ HEURISTICS = (
     ),
     "adaptive",
 )
+_AT_ONCE = 4  # heuristics in a process that fit once
 CACHES: dict[str, float | str] = {"no cache": NO_CACHE_MEGABYTES, "default": "auto"}
 
 
@@ -47,49 +50,62 @@ class Config:
     folder: str | None
     num_rounds: int
     clock: str
+    cache: str = ""
+    heuristics: tuple[str, ...] = HEURISTICS
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What fits with one heuristic took."""
+    """What fits with one heuristic took, and where they ended."""
 
     times_s: list[float]
+    objective: float
     num_kernel_values: int
     num_steps: int
     num_reconstructions: int
 
 
-def measure(config: Config, tell: TellProgress) -> dict[str, dict[str, Cost]]:
-    """Fit with every heuristic; returns costs by cache and heuristic."""
-    split = load(config.data, Path(config.folder) if config.folder else None)
-    found: dict[str, dict[str, Cost]] = {}
-    for done, (cache, size) in enumerate(CACHES.items()):
-        found[cache] = _measure_with(cache, size, split, config)
-        tell((done + 1) / len(CACHES))
-    return found
-
-
-def _measure_with(cache: str, size: float | str, split: Split, config: Config) -> dict[str, Cost]:
+def measure(config: Config, tell: TellProgress) -> dict[str, Cost]:
+    """Fit with each of the heuristics; returns costs by heuristic."""
     from paceline.svm import SVC
 
-    now_s = CLOCKS[config.clock]
+    split = load(config.data, Path(config.folder) if config.folder else None)
+    now_s, size = CLOCKS[config.clock], CACHES[config.cache]
     settings: dict[str, Any] = {"C": split.cost, "gamma": split.gamma, "tol": TOL, "cache_size": size}
-    models = {name: SVC(**settings, elimination=name) for name in HEURISTICS}
-    times: dict[str, list[float]] = {name: [] for name in HEURISTICS}
-    for turn in range(config.num_rounds + 1):
-        for name in HEURISTICS[:: 1 if turn % 2 else -1]:
-            started_s = now_s()
-            models[name].fit(split.X, split.y)
-            times[name].append(now_s() - started_s)
-    objectives = {name: model.objective_[0] for name, model in models.items()}
-    least = min(objectives.values())
-    if max(objectives.values()) - least > OBJECTIVE_RTOL * abs(least):
-        raise WrongAnswerError(f"{config.data}, {cache}: objectives {objectives}; times mean nothing.")
-    counters = {name: model.counters_[0] for name, model in models.items()}
-    return {
-        name: Cost(times[name][1:], of.num_kernel_values, of.num_steps, of.num_reconstructions)
-        for name, of in counters.items()
-    }
+    models = {name: SVC(**settings, elimination=name) for name in config.heuristics}
+    times: dict[str, list[float]] = {name: [] for name in config.heuristics}
+    with waiting():
+        for turn in range(config.num_rounds + 1):
+            for name in config.heuristics[:: 1 if turn % 2 else -1]:
+                started_s = now_s()
+                models[name].fit(split.X, split.y)
+                times[name].append(now_s() - started_s)
+            tell((turn + 1) / (config.num_rounds + 1))
+    return {name: _cost(model, times[name][1:] or times[name]) for name, model in models.items()}
+
+
+def _cost(model: Any, times_s: list[float]) -> Cost:
+    of = model.counters_[0]
+    return Cost(
+        times_s, float(model.objective_[0]), of.num_kernel_values, of.num_steps, of.num_reconstructions
+    )
+
+
+def _costs_of(config: Config, parts: Path | None) -> dict[str, dict[str, Cost]]:
+    """Costs of one set by cache and heuristic, all at the same optimum."""
+    found: dict[str, dict[str, Cost]] = {}
+    for cache in CACHES:
+        found[cache] = {}
+        num = len(HEURISTICS) if config.num_rounds else _AT_ONCE
+        for some in (HEURISTICS[k : k + num] for k in range(0, len(HEURISTICS), num)):
+            part = replace(config, cache=cache, heuristics=some)
+            run = partial(LoopbackRanks(1).run, measure, part, f"elimination, {config.data}, {cache}")
+            found[cache] |= measured(parts, part, run)[0]
+        objectives = {name: cost.objective for name, cost in found[cache].items()}
+        least = min(objectives.values())
+        if max(objectives.values()) - least > OBJECTIVE_RTOL * abs(least):
+            raise WrongAnswerError(f"{config.data}, {cache}: objectives {objectives}; times mean nothing.")
+    return found
 
 
 def _ratios(costs: dict[str, Cost]) -> dict[str, dict[str, float]]:
@@ -107,6 +123,7 @@ def main(
         str, typer.Option(help=f"Comma-separated, of two classes: {HELP}.")
     ] = "synthetic-8000x20",
     folder: Annotated[Path | None, typer.Option(help="Where real sets lie; see svm_data.py.")] = None,
+    once: Annotated[str, typer.Option(help="More of them, which take minutes.")] = "",
     rounds: Rounds = 2,
     clock: Clock = "wall",
     parts: PartsFolder = None,
@@ -118,12 +135,9 @@ def main(
     names, rounds = (["synthetic-4000x8"], 1) if quick else (data.split(","), rounds)
     where = str(folder.absolute()) if folder else None
     load_before = load_average()
-    costs: dict[str, dict[str, dict[str, Cost]]] = {}
-    for name in names:
-        config = Config(name, where, rounds, clock)
-        run = partial(LoopbackRanks(1).run, measure, config, f"elimination, {name}")
-        costs[name] = measured(parts, config, run)[0]
-    result = report(costs, Config(",".join(names), where, rounds, clock), quick, load_before)
+    turns = dict.fromkeys(names, rounds) | dict.fromkeys(once.split(",") if once else [], 0)
+    costs = {name: _costs_of(Config(name, where, turn, clock), parts) for name, turn in turns.items()}
+    result = report(costs, Config(",".join(turns), where, rounds, clock), quick, load_before)
     publish(result, results_folder, as_json)
 
 

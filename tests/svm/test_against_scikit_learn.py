@@ -223,6 +223,13 @@ def test_max_iter_counts_pair_updates_and_says_so():
         ({"decision_function_shape": "one"}, "The 'decision_function_shape' parameter"),
         ({"warm_start": "yes"}, "The 'warm_start' parameter of SVC must be a bool"),
         ({"verbose": "yes"}, "The 'verbose' parameter of SVC must be"),
+        ({"shrinking": "yes"}, "The 'shrinking' parameter of SVC must be a bool"),
+        ({"max_iter": 1.5}, "The 'max_iter' parameter of SVC must be an int"),
+        ({"degree": 2.5}, "The 'degree' parameter of SVC must be a whole number"),
+        ({"gamma": np.inf}, r"The 'gamma' parameter of SVC must be a number in the range \[0.0, inf\)"),
+        ({"coef0": -np.inf}, r"The 'coef0' parameter of SVC must be a number in the range \(-inf, inf\)"),
+        ({"gamma": 1e308}, "Values of the 'rbf' kernel may overflow with gamma=1e"),
+        ({"kernel": "poly", "coef0": 1e103}, "Values of the 'poly' kernel may overflow"),
         ({"class_weight": {0: -1.0}}, "The 'class_weight' parameter of SVC must not be negative"),
         ({"kernel": lambda a, _: a}, r"returned shape \(20, 4\) for 20 and 20 rows"),
         ({"kernel": lambda a, b: np.full((len(a), len(b)), np.nan)}, "returned NaN or infinity"),
@@ -232,6 +239,11 @@ def test_parameters_that_cannot_be(settings, words):
     X, y = two_classes(20)
     with pytest.raises(ValueError, match=words):
         ours.SVC(**settings).fit(X, y)
+
+
+def test_coef0_of_kernels_that_have_none_is_not_looked_at():
+    X, y = two_classes(20)
+    assert np.array_equal(ours.SVC(coef0=1e305).fit(X, y).dual_coef_, ours.SVC().fit(X, y).dual_coef_)
 
 
 def test_data_that_cannot_be():

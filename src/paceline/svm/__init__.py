@@ -12,8 +12,8 @@ Which module answers what, from the outside in:
     elimination     elimination (when), reconstruction (which samples, and their gradients)
     kernels         kernels (blocks), kernel_rows (single rows), sparse_expansion (sums over sparse rows), gaussian;
                     compiled and thread_pool run them
-    the compiler    compiled (numba's options), compilation (shows it), next_compiled (by a fork), ahead_of_time (before
-                    anybody waits)
+    the compiler    compiled (numba's options), compilation (shows it), next_compiled (by a fork), plain (what stands in
+                    meanwhile), ahead_of_time (before anybody waits)
     command line    file_job
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import scipy.sparse as sp
 
+from paceline.numba_cache import waiting
 from paceline.svm.classifier import SVC
 from paceline.svm.compilation import Compilation, shown
 from paceline.svm.regressor import SVR
@@ -23,7 +24,7 @@ def compile_all() -> Compilation:
     X[np.abs(X) < 0.1] = 0.0
     y = (X[:, 0] + X[:, 1] ** 2 > 0.5).astype(int)
     three = y + (X[:, 2] > 1)
-    with shown(always=True) as listener:
+    with waiting(), shown(always=True) as listener:
         for rows, labels in ((X[:200], y[:200]), (X[:200], three[:200]), (X, y), (wide, y)):
             for form in (rows, sp.csr_matrix(rows)):
                 SVC(rows="alone").fit(form, labels).predict(form[:10])

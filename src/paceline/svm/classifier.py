@@ -36,8 +36,9 @@ class SVC(PairwiseVotes, KernelMachine):
         coef0: Of `poly` and `sigmoid`.
         shrinking: Whether samples may be eliminated on the way.
         tol: Largest violation of optimality, over all samples.
-        cache_size: Megabytes for kernel rows on each rank; at least one working set's rows are kept. `auto` is 500, and
-            as many rows more as would else be computed again, within half of the memory that is there.
+        cache_size: Megabytes for kernel rows on each rank; at least one working set's rows are kept. `auto` is 500;
+            where no sample may be eliminated, also as many rows more as would else be computed again, within half of
+            the memory that is there.
         class_weight: Factors of C by class, or `balanced`.
         verbose: Print a line a working set to stderr on rank 0; or a function that takes a `Progress`.
         max_iter: Limit of pair updates (LIBSVM's iterations) for each pair of classes; -1 for none.
@@ -115,7 +116,7 @@ class SVC(PairwiseVotes, KernelMachine):
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
-        self._check_number("C", 0.0, is_open=True)
+        self._check_number("C", 0.0, np.inf, is_open=True)
         if not isinstance(self.probability, (bool, np.bool_)):
             self._refuse("probability", "a bool")
         if self.decision_function_shape not in ("ovr", "ovo"):

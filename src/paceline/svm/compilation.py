@@ -1,7 +1,8 @@
 """What numba compiles while somebody waits, shown on the terminal.
 
 Code is compiled for one form of samples and one kernel, when a fit or a prediction first needs it, and kept on disk: a
-process waits only for what no process before it, of the same user on the same machine, has needed.
+process waits only for what no process before it, of the same user on the same machine, has needed. The first fit of a
+process alone does without meanwhile where it can (`plain.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from numba.core import event
+
+from paceline import numba_cache
 
 _BACK = "\r"
 _TELLS_EVERY_S = 5.0  # where lines cannot be written over
@@ -48,6 +51,20 @@ class Compilation(event.Listener):  # type: ignore[misc]
             self.seconds += time.monotonic() - self._begun_s
 
 
+class _Waits(event.Listener):  # type: ignore[misc]
+    """Says that another process is waited for."""
+
+    def __init__(self, say: Callable[[str], Any]) -> None:
+        self._say = say
+
+    def on_start(self, event: Any) -> None:
+        """The wait begins."""
+        self._say("waiting for another process, which compiles for this machine")
+
+    def on_end(self, event: Any) -> None:
+        """It is over."""
+
+
 @contextlib.contextmanager
 def shown(*, always: bool = False) -> Iterator[Compilation]:
     """Show on stderr what is compiled in this context, if anything is.
@@ -56,7 +73,11 @@ def shown(*, always: bool = False) -> Iterator[Compilation]:
         always: Also where stderr is no terminal; a line now and then, and one at the end.
     """
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    told_s = 0.0
+    told_s, num_before = 0.0, numba_cache.Waits.num_not
+
+    def say(words: str) -> None:
+        if is_terminal or always:
+            sys.stderr.write(f"paceline.svm: {words}\n")
 
     def show(num_functions: int, seconds: float) -> None:
         nonlocal told_s
@@ -68,8 +89,13 @@ def shown(*, always: bool = False) -> Iterator[Compilation]:
             sys.stderr.write(_words(num_functions, seconds) + "\n")
 
     listener = Compilation(show)
-    with event.install_listener("numba:compile", listener):
+    with (
+        event.install_listener("numba:compile", listener),
+        event.install_listener(numba_cache.WAITING, _Waits(say)),
+    ):
         yield listener
+    if numba_cache.Waits.num_not > num_before:
+        say("done without compiled code, which another process compiles for the next time")
     if listener.num_functions and (is_terminal or always):
         start = _BACK if is_terminal else ""
         sys.stderr.write(

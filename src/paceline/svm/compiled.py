@@ -12,9 +12,12 @@ Rules
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
+
+from numpy.typing import NDArray
 
 from paceline import linked_code
 from paceline.numba_cache import keep, stamp_of
@@ -42,8 +45,12 @@ _SOURCES = stamp_of(
 )
 
 
-def compiled(function: _F, meanwhile: Callable[[Any], Any] | None = None) -> _F:
-    """Compile when first called from Python, and keep the code on disk.
+def compiled(
+    function: _F,
+    meanwhile: Callable[[Any], Any] | None = None,
+    changes: Callable[..., list[NDArray[Any]]] | None = None,
+) -> _F:
+    """Compile when first called from Python, and keep the code on disk; `plain.py` may stand in until it is there.
 
     References are not counted, so nothing can be allocated: counting takes two atomic operations a slice, and several
     times as long to compile. numba compiles some functions of its own so; its users' manual does not name the option.
@@ -51,10 +58,18 @@ def compiled(function: _F, meanwhile: Callable[[Any], Any] | None = None) -> _F:
     Args:
         function: To compile.
         meanwhile: As in `numba_cache.keep`.
+        changes: As in `plain.stand_in`.
     """
     made = linked_code.entry(function, _OPTIONS)
-    keep(made, _SOURCES, meanwhile)
+    made.stand_in = functools.partial(_stand_in, made, changes)
+    keep(made, _SOURCES, meanwhile, made.stand_in)
     return cast("_F", made)
+
+
+def _stand_in(made: Any, changes: Any, is_there: Callable[[], bool]) -> Callable[..., Any] | None:
+    from paceline.svm.plain import stand_in  # noqa: PLC0415  it knows all that is compiled
+
+    return stand_in(made, changes, is_there)
 
 
 def inner(function: _F) -> _F:

@@ -14,6 +14,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
 from paceline.host.memory import available_bytes
+from paceline.numba_cache import without_waiting
 from paceline.svm.compilation import shown
 from paceline.svm.elimination import Elimination
 from paceline.svm.kernels import Kernel, expand
@@ -21,7 +22,7 @@ from paceline.svm.placement import is_for_one, solve
 from paceline.svm.problem import Problem, Progress, Solution, SolverSettings
 from paceline.svm.sample_forms import DenseSamples, GramSamples, Samples, SparseSamples
 from paceline.svm.thread_pool import thread_pool
-from paceline.svm.training_set import TrainingSet, agreed, world_for
+from paceline.svm.training_set import TrainingSet, agreed, has_peers, world_for
 from paceline.svm.validation import Validation, called
 from paceline.svm.world import Alone, World
 
@@ -47,6 +48,7 @@ class KernelMachine(Validation):
     def _fit(self, X: Any, y: Any, sample_weight: Any) -> None:
         """Check, number the samples over all ranks, solve, and keep the model."""
         world = world_for(self.rows if isinstance(self.rows, str) else "own")
+        is_alone = world.num_ranks == 1 and not has_peers()
         X, y, weights = agreed(world, lambda: self._checked(X, y, sample_weight))
         if self.rows == "all" and world.num_ranks > 1 and self._is_for_one(X, y) and world.rounds_alike:
             world = Alone()
@@ -57,7 +59,14 @@ class KernelMachine(Validation):
         self._sparse = sp.issparse(X)
         self._gamma = self._resolved_gamma(world, X)
         self._kernel = Kernel(self._kernel_name(), self._gamma, float(self.coef0), float(self.degree))
-        with thread_pool(), shown(always=bool(self.verbose) and not callable(self.verbose)):
+        self._check_kernel(data)
+        with (
+            thread_pool(),
+            shown(always=bool(self.verbose) and not callable(self.verbose)),
+            without_waiting(
+                really=is_alone
+            ),  # models that several ranks fit, each alone, are the same to the last bit
+        ):
             self._solve_all(data, self._what_the_kernel_sees(data))
 
     def _is_for_one(self, X: Any, y: Any) -> bool:
@@ -127,12 +136,14 @@ class KernelMachine(Validation):
         return table
 
     def _settings(self) -> SolverSettings:
+        elimination = Elimination.named(self.elimination if self.shrinking else "none")
+        grows = self.cache_size == "auto" and elimination.every is None  # with elimination it takes longer
         return SolverSettings(
             tol=float(self.tol),
             max_steps=int(self.max_iter),
             cache_bytes=_CACHE_BYTES if self.cache_size == "auto" else float(self.cache_size) * 1e6,
-            most_cache_bytes=_MEMORY_RATIO * available_bytes() if self.cache_size == "auto" else 0.0,
-            elimination=Elimination.named(self.elimination if self.shrinking else "none"),
+            most_cache_bytes=_MEMORY_RATIO * available_bytes() if grows else 0.0,
+            elimination=elimination,
             report=self.verbose if callable(self.verbose) else (_show if self.verbose else None),
         )
 
@@ -245,7 +256,7 @@ class KernelMachine(Validation):
             return np.asarray(X[:, self.support_[support]] @ table.T, np.float64)
         behind, rows = self._sampled(self.support_vectors_[support]), self._sampled(X)
         dtype = self._precision(behind.squares, table)
-        with thread_pool():
+        with thread_pool(), without_waiting(really=not has_peers()):
             sums = expand(self._kernel, behind.astype(dtype), table, rows.astype(dtype))
         return np.asarray(sums.T)
 

@@ -17,12 +17,15 @@ _f32, _f64 = np.float32, np.float64
 Scratch = tuple[
     Any, Any
 ]  # for one row, in single and in double precision; None is the precision that is not used
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 # ln(2)^k / k!
-_T1, _T2, _T3, _T4 = 0.6931471805599453, 0.24022650695910072, 0.05550410866482158, 0.009618129107628477
-_T5, _T6, _T7, _T8 = 0.0013333558146428441, 1.540353039338161e-4, 1.525273380405984e-5, 1.3215486790144305e-6
-_T9, _T10, _T11 = 1.0178086009239696e-7, 7.0549116208011209e-9, 4.4455382718708101e-10
-_T12, _T13 = 2.5678435993488196e-11, 1.3691488853904124e-12
+TAYLOR = (
+    *(0.6931471805599453, 0.24022650695910072, 0.05550410866482158, 0.009618129107628477),
+    *(0.0013333558146428441, 1.540353039338161e-4, 1.525273380405984e-5, 1.3215486790144305e-6),
+    *(1.0178086009239696e-7, 7.0549116208011209e-9, 4.4455382718708101e-10),
+    *(2.5678435993488196e-11, 1.3691488853904124e-12),
+)
+_T1, _T2, _T3, _T4, _T5, _T6, _T7, _T8, _T9, _T10, _T11, _T12, _T13 = TAYLOR
 
 
 def scratch_for(num: int, dtype: Any) -> Scratch:
@@ -52,7 +55,7 @@ def values_single(
         out: Shape (N,).
     """
     N = len(dots)
-    scale, half = _f32(2.0 * gamma * _LOG2_E), _f32(-gamma * _LOG2_E)
+    scale, half = _f32(2.0 * gamma * LOG2_E), _f32(-gamma * LOG2_E)
     w = half * _f32(square)
     bits, power, p = scratch[0][:N], scratch[1][:N], scratch[2][:N]
     for t in range(N):
@@ -82,7 +85,7 @@ def values_double(
 ) -> None:
     """As `values_single`, in double precision."""
     N = len(dots)
-    scale, half = 2.0 * gamma * _LOG2_E, -gamma * _LOG2_E
+    scale, half = 2.0 * gamma * LOG2_E, -gamma * LOG2_E
     w = half * square
     bits, power, p = scratch[0][:N], scratch[1][:N], scratch[2][:N]
     for t in range(N):
@@ -117,6 +120,13 @@ def values(
         values_single(dots, square, squares, gamma, single, out)
     if double is not None:
         values_double(dots, square, squares, gamma, double, out)
+
+
+@inner
+def add_scaled(total: NDArray[np.float64], factor: float, row: NDArray[Any]) -> None:
+    """Add factor * row to `total`, which may be longer."""
+    for t in range(len(row)):
+        total[t] += factor * row[t]
 
 
 @compiled
@@ -154,6 +164,4 @@ def gaussian_rows(
         o = out[slots[k], first : first + N] if slots[k] >= 0 else spare
         values(dots[k], squares[0][k], squares[1], gamma, scratch[0], scratch[1], o)
         if len(factors):
-            factor = factors[k]
-            for t in range(N):
-                sums[t] += factor * o[t]
+            add_scaled(sums, factors[k], o)

@@ -7,6 +7,7 @@ one form of samples and one kernel at a time.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from paceline.svm.compiled import inner
-from paceline.svm.gaussian import scratch_for, values
+from paceline.svm.gaussian import add_scaled, scratch_for, values
 from paceline.svm.kernels import Kernel
 from paceline.svm.sample_forms import DenseSamples, GramSamples, Samples, SparseSamples
 
@@ -199,7 +200,7 @@ def _apply(
                 out[t] = (gamma * out[t] + coef0) ** degree
     if tangent is not None:
         for t in range(n):
-            out[t] = np.tanh(tangent[0] * out[t] + tangent[1])
+            out[t] = math.tanh(tangent[0] * out[t] + tangent[1])
 
 
 class Shared(NamedTuple):
@@ -344,6 +345,5 @@ def gradients_from_rows(
             row = store.rows[store.slot_of[t]]
         else:
             num_values += _compute(source, store.bounds, store.shared, store.room, t, spare)
-        for k in range(n):
-            g[k] += weight * row[k]
+        add_scaled(g, weight, row[:n])
     return num_values

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.svm.compiled import compiled
-from paceline.svm.gaussian import gaussian_rows, scratch_for
+from paceline.svm.gaussian import add_scaled, gaussian_rows, scratch_for
 from paceline.svm.sample_forms import GramSamples, Samples, SparseSamples
 from paceline.svm.sparse_expansion import expand_sparse
 from paceline.svm.thread_pool import for_each
@@ -138,9 +138,7 @@ def copy_rows(
             for t in range(N):
                 o[t] = G[t]
         if len(factors):
-            factor = factors[k]
-            for t in range(N):
-                sums[t] += factor * G[t]
+            add_scaled(sums, factors[k], G)
 
 
 def expand(

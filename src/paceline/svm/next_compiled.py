@@ -8,10 +8,11 @@ import numpy as np
 
 from paceline.svm.gaussian import gaussian_rows, scratch_for
 from paceline.svm.row_cache import add_rows
+from paceline.svm.working_set import violations
 
 
 def compile_next(types: Any) -> None:
-    """Blocks of kernel values, in double precision for the check of the optimum and for predictions; and their sums.
+    """Blocks of kernel values, in double precision for the check of the optimum and for predictions; sums; violations.
 
     Args:
         types: numba's, of the arguments of `smo.solve`.
@@ -21,6 +22,8 @@ def compile_next(types: Any) -> None:
         for dtype in dict.fromkeys([number, np.dtype(np.float64)]):
             _block(dtype)
         add_rows(np.ones((1, 1), number), np.zeros(1, np.int64), np.ones(1), np.ones(1))
+        table = np.ones((1, 1))
+        violations(table[0], table, table, table, table, table > 0, table.copy(), table.copy())
 
 
 def compile_prediction(types: Any) -> None:

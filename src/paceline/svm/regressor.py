@@ -74,7 +74,7 @@ class SVR(RegressorMixin, KernelMachine):  # type: ignore[misc]
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
-        self._check_number("C", 0.0, is_open=True)
+        self._check_number("C", 0.0, np.inf, is_open=True)
         self._check_number("epsilon", 0.0)
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> SVR:

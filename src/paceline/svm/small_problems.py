@@ -14,7 +14,7 @@ Rules
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,7 +241,15 @@ def _solve_some(
     return len(which)
 
 
-solve_some = compiled(_solve_some, meanwhile=compile_prediction)
+def _changes(*arguments: Any) -> list[NDArray[Any]]:
+    problems, which, shared, outcomes = arguments[2], arguments[3], arguments[6], arguments[7]
+    own = [
+        problems.beta[:, problems.first[k] : problems.first[k + 1]] for k in which
+    ]  # others are other threads'
+    return [*own, *(outcomes[k : k + 1] for k in which), shared.slot, shared.num]
+
+
+solve_some = compiled(_solve_some, meanwhile=compile_prediction, changes=_changes)
 
 
 @inner

@@ -21,7 +21,7 @@ from paceline.svm.compiled import FAR, LANES, compiled, hot, inner
 from paceline.svm.kernel_rows import RowStore, Source, fetch
 from paceline.svm.next_compiled import compile_next
 
-_LEAST_CURVATURE = 1e-12
+LEAST_CURVATURE = 1e-12
 _f64 = np.float64
 
 
@@ -150,7 +150,11 @@ def _solve(
         num_values += fetch(source, store, missing)
 
 
-solve = compiled(_solve, meanwhile=compile_next)
+def _changes(source: Any, store: RowStore, variables: Variables, *_: Any) -> list[NDArray[Any]]:
+    return [store.owner, store.slot_of, store.next_slot, variables.F, variables.beta]
+
+
+solve = compiled(_solve, meanwhile=compile_next, changes=_changes)
 solve_inside = inner(_solve)  # for compiled code
 
 
@@ -232,8 +236,8 @@ def _update_pairs(
             return steps, decrease, j % P
         Kj = lanes.rows[other]
         curvature = _f64(di) + diagonal[j % P] - 2.0 * rows[slot, j % P]
-        if curvature < _LEAST_CURVATURE:
-            curvature = _LEAST_CURVATURE
+        if curvature < LEAST_CURVATURE:
+            curvature = LEAST_CURVATURE
         slope = _f64(F[j]) - m
         room_i, room_j = upper[i] - beta[i], beta[j] - lower[j]
         delta = slope / curvature
@@ -306,7 +310,7 @@ def gains(
     most: NDArray[Any],
 ) -> None:
     """By how much (twice) every variable would lower the objective as partner of i; raises the lanes' maxima."""
-    zero, two, least_curvature = F.dtype.type(0), F.dtype.type(2), F.dtype.type(_LEAST_CURVATURE)
+    zero, two, least_curvature = F.dtype.type(0), F.dtype.type(2), F.dtype.type(LEAST_CURVATURE)
     for s in range(len(F)):
         x, g, d, cd, h = Ki[s], F[s], diagonal[s], closed_down[s], gain[s]
         for lane in range(LANES):

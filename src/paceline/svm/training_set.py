@@ -35,9 +35,12 @@ ROWS = ("own", "all", "alone")
 
 def world_for(rows: str) -> World:
     """The default process group's ranks, or this process alone where there is none or `rows` says so."""
-    if rows == "alone" or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return Alone()
-    return GroupWorld()
+    return GroupWorld() if rows != "alone" and has_peers() else Alone()
+
+
+def has_peers() -> bool:
+    """Whether the default process group has other ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def agreed(world: World, check: Callable[[], _T]) -> _T:

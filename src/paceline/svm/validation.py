@@ -12,16 +12,19 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from paceline.errors import ConfigurationError
+from paceline.svm.kernels import Kernel
 from paceline.svm.training_set import ROWS, TrainingSet
 
 KERNELS = ("linear", "poly", "rbf", "sigmoid", "precomputed")
 _DTYPES = (np.float64, np.float32)
+_LARGEST_VALUE = 1e300  # of a kernel: sums of a few are finite
 
 
 class Validation(BaseEstimator):  # type: ignore[misc]
     """The part of an estimator that validates its parameters and what it is given."""
 
     _sparse: bool
+    _kernel: Kernel
 
     def _check_parameters(self) -> None:
         """Refuse invalid parameters, in scikit-learn's words."""
@@ -35,9 +38,14 @@ class Validation(BaseEstimator):  # type: ignore[misc]
         self._check_number("tol", 0.0, is_open=True)
         if self.cache_size != "auto":
             self._check_number("cache_size", 0.0, is_open=True)
-        self._check_number("degree", 0.0)
+        # Others have no powers of negative numbers.
+        if not isinstance(self.degree, numbers.Real) or self.degree < 0 or self.degree % 1:
+            self._refuse("degree", "a whole number in the range [0, inf)")
         self._check_number("coef0", -np.inf)
-        self._check_number("max_iter", -1)
+        if not isinstance(self.max_iter, numbers.Integral) or self.max_iter < -1:
+            self._refuse("max_iter", "an int in the range [-1, inf)")
+        if not isinstance(self.shrinking, (bool, np.bool_)):
+            self._refuse("shrinking", "a bool")
         if not isinstance(self.verbose, numbers.Integral) and not callable(self.verbose):
             self._refuse("verbose", "a bool, an int or a function that takes a Progress")
         if not isinstance(getattr(self, "warm_start", False), (bool, np.bool_)):
@@ -45,11 +53,23 @@ class Validation(BaseEstimator):  # type: ignore[misc]
         if self.rows not in ROWS:
             self._refuse("rows", f"a str among {ROWS}")
 
-    def _check_number(self, name: str, least: float, largest: float = np.inf, is_open: bool = False) -> None:
-        value = getattr(self, name)
+    def _check_number(
+        self, name: str, least: float, largest: float | None = None, *, is_open: bool = False
+    ) -> None:
+        """Refuse what is not a number from `least` to `largest`, if there is one; infinity only where that is it.
+
+        Args:
+            name: Of the parameter.
+            least: As above.
+            largest: As above.
+            is_open: Whether `least` itself is refused.
+        """
+        value, end = getattr(self, name), "inf)" if largest is None else f"{largest}]"
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number or not least <= value <= largest or (is_open and value == least):
-            self._refuse(name, f"a number in the range {'(' if is_open else '['}{least}, {largest}]")
+        most = np.finfo(np.float64).max if largest is None else largest
+        if not is_number or not least <= value <= most or value == -np.inf or (is_open and value == least):
+            begin = "(" if is_open or least == -np.inf else "["
+            self._refuse(name, f"a number in the range {begin}{least}, {end}")
 
     def _refuse(self, name: str, wanted: str) -> None:
         raise ConfigurationError(
@@ -106,6 +126,25 @@ class Validation(BaseEstimator):  # type: ignore[misc]
             raise ConfigurationError(
                 "Precomputed matrix must be a square matrix. "
                 f"Input is a {data.num_rows}x{self.n_features_in_} matrix."
+            )
+
+    def _check_kernel(self, data: TrainingSet) -> None:
+        """Refuse kernel values that may overflow, alike on every rank. Collective."""
+        kernel = self._kernel
+        if kernel.name in ("linear", "precomputed"):
+            return
+        with np.errstate(over="ignore"):
+            largest = np.float64(kernel.gamma) * data.samples.squares.max(initial=0.0)
+            if kernel.name != "rbf":
+                largest += abs(kernel.coef0)
+            if kernel.name == "poly":
+                largest = largest**kernel.degree
+        is_wrong = np.array([float(not largest < _LARGEST_VALUE)])
+        if data.world.total(is_wrong, "checking the kernel")[0] > 0:
+            numbers_given = f"gamma={kernel.gamma:g}, coef0={kernel.coef0:g} and degree={kernel.degree:g}"
+            raise ConfigurationError(
+                f"Values of the {kernel.name!r} kernel may overflow with {numbers_given}. Scale the features, with "
+                "StandardScaler or MinMaxScaler, or take smaller ones."
             )
 
     def _seen_rows(self, X: Any) -> Any:

@@ -187,7 +187,7 @@ def nominate(
     left_out = np.zeros(active.beta.shape, np.bool_)
     left_out[at] = True
     up_table, low_table = np.empty(active.beta.shape), np.empty(active.beta.shape)
-    least, most, num_free = _violations(
+    least, most, num_free = violations(
         active.g, active.linear, active.beta, active.lower, active.upper, left_out, up_table, low_table
     )
     kept_f = np.full(len(kept), -np.inf)
@@ -241,7 +241,7 @@ def best(values: NDArray[np.float64], numbers: NDArray[np.int64], num: int) -> N
 
 
 @compiled
-def _violations(
+def violations(
     g: NDArray[np.float64],
     linear: NDArray[np.float64],
     beta: NDArray[np.float64],
