@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make demo    train on real images over 2 processes, and compare with 1 (about a minute)"
-	@echo "make test    run the tests (about 8 minutes on two cores)"
+	@echo "make test    run the tests (about 6 minutes on two cores)"
 	@echo "make test-lab    run the long tests of benchmarks and studies (minutes)"
 	@echo "make test-quick  run the quick ones (about a minute): no commands, clusters or compilers"
 	@echo "make test-newest  run the tests of frameworks with their newest releases, in an environment of its own"

@@ -24,7 +24,7 @@ from paceline import DistributedDataParallel
 from paceline.optim import overlap
 from paceline.process_group.connections import make_gloo
 from paceline.reductions import BoundedLoss, ParameterServers
-from ranks import pool
+from ranks import Ranks
 from running_servers import in_threads
 
 numbers = itertools.count()
@@ -77,7 +77,7 @@ def forked(training):
     pid = os.fork()
     if not pid:
         signal.alarm(PATIENCE_S)
-        torch.set_num_threads(1)  # or torch's own pool may crash: see paceline.comm.forked
+        torch.set_num_threads(1)  # or torch's own threads may crash it (`paceline.comm.forked`)
         with contextlib.suppress(BaseException):
             os.write(writes, training.digest().encode())
             training.__dict__.clear()
@@ -115,11 +115,18 @@ def train_and_fork(rank, num_ranks, way, addresses):
     return found, training.digest() == undisturbed.digest(), training.digest()
 
 
+@pytest.fixture(scope="module")
+def ranks():
+    """Not those that all tests share: what is forked of a rank that has profiled may crash (`paceline.comm.forked`)."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_forked_ends_and_its_rank_goes_on(way):
+def test_what_is_forked_ends_and_its_rank_goes_on(ranks, way):
     """Whatever ended threads, told the others or destroyed groups: not in a forked process."""
     with in_threads(1) if way == "servers" else contextlib.nullcontext([]) as addresses:
-        both = pool(2).run(train_and_fork, way, addresses, deadline_s=3.0 * PATIENCE_S)
+        both = ranks.run(train_and_fork, way, addresses, deadline_s=3.0 * PATIENCE_S)
     assert [found for found, *_ in both] == [(7, True, False)] * 2
     assert [is_undisturbed for _, is_undisturbed, _ in both] == [True] * 2
     assert both[0][2] == both[1][2]

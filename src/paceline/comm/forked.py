@@ -3,10 +3,10 @@
 The destructors of Gloo's groups and of a store that this rank serves wait for threads. A forked process has none of
 them, so it would wait for ever as it ends, or abort: torch's own does.
 
-One end is left to torch: its thread pool for mobile operators (`pthreadpool_destroy`) joins the rank's threads where a
-forked process ends by `exit`, and crashes where it has ended threads of its own and the rank had many. After
-`torch.set_num_threads`, which workers of a DataLoader call, it does not; they and other processes of
-`multiprocessing` leave without it anyway.
+Two ends are left to torch. Where a forked process ends by `exit`, has ended threads of its own, and the rank had many,
+torch joins threads whose memory is gone, and crashes: those of its thread pool (`pthreadpool_destroy`; not after
+`torch.set_num_threads`), and that of its profiler (`libkineto::ConfigLoader`), where the rank has profiled. Workers of
+a DataLoader, and what else `multiprocessing` forks, do not end by `exit`.
 """
 
 from __future__ import annotations
