@@ -27,7 +27,15 @@ Turns = Annotated[int, typer.Option(min=2, help="Rounds; every side has two turn
 Steps = Annotated[int, typer.Option(min=2, help="Consecutive steps of a turn.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: does it run, not what does it measure.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-ResultsFolder = Annotated[Path, typer.Option(help="Where the JSON and the figure go.")]
+
+
+def _made(folder: Path) -> Path:
+    """Make it before anything is measured, not when there is something to lose."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+ResultsFolder = Annotated[Path, typer.Option(help="Where the JSON and the figure go.", callback=_made)]
 
 
 def run_cli(main: Callable[..., Any]) -> None:
