@@ -56,7 +56,6 @@ NOT_QUICK = {
 # What nothing in the product imports, and takes long: whole benchmarks, peers, large networks, papers' studies.
 LAB = (
     "test_bounded_loss_schedules.py::test_thousands_of_schedules",
-    # In a rank that is a fork of the warm server a forked process crashes as it ends; passes by itself.
     "test_benchmarks_run.py::test_benchmark_reports",
     "test_benchmarks_run.py::test_adasum_benchmark_reports",
     "test_benchmarks_run.py::test_the_benchmark_of_optimizers_reports",

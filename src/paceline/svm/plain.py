@@ -3,7 +3,7 @@
 Rules
 1. The same operations in the same order as in compiled code. That fuses multiplications with additions, which NumPy
    cannot: so results agree within rounding, a fit may begin with one and end with the other, and both end with the same
-   check of the optimum. Without fusing bits would be equal, but warm fits took 2 to 10 % longer.
+   check of the optimum. Without fusing bits would be equal, but warm fits took 4 % longer on average.
 2. Loops over many numbers are NumPy's, written once more here (`_TWINS`). The rest is the source of compiled code
    itself, with these in their places.
 3. What would be slow without a compiler has no twin and waits: products of sparse rows.
