@@ -22,11 +22,11 @@ help:
 	@echo "make clean   remove .venv and caches"
 
 # setuptools first and no build isolation: so the build itself is pinned as well.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml lab/pyproject.toml svm/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt \
-	  --no-build-isolation -e '.[all,dev,docs]'
+	  --no-build-isolation -e '.[all,dev,docs]' -e lab -e svm
 	@touch $(STAMP)
 
 demo: $(STAMP)
@@ -51,13 +51,13 @@ test-quick: $(STAMP)
 test-newest:
 	$(PYTHON) -m venv $(VENV)-newest
 	$(VENV)-newest/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --upgrade \
-	  $$(grep ^torch== constraints.txt) -e '.[all]' pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis pyyaml accelerate pytorch-lightning transformers
+	  $$(grep ^torch== constraints.txt) -e '.[all]' -e lab -e svm pytest pytest-rerunfailures pytest-timeout pytest-xdist hypothesis pyyaml accelerate pytorch-lightning transformers
 	$(VENV)-newest/bin/python -m pytest tests/integrations $(ARGS)
 
 # What a release has to pass: sdist, wheel, and the README's lines in an environment with nothing else.
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 release-check: $(STAMP)
-	$(BIN)/python tests/installed_smoke.py $(PYTHONS)
+	$(BIN)/python tests/harness/installed_smoke.py $(PYTHONS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -17,13 +17,13 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
 from paceline.comm.collectives import allocate_zeros
-from paceline.lab.bench.protocol import turns
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import Ranks, choose_place
-from paceline.lab.report.publication import Report, publish
-from paceline.lab.report.summary import Summary, ratios
 from paceline.reductions import Adasum, Mean, Message
+from paceline_lab.bench.protocol import turns
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import Ranks, choose_place
+from paceline_lab.report.publication import Report, publish
+from paceline_lab.report.summary import Summary, ratios
 
 SIDES = ("mean", "adasum")
 BACKENDS = ("gloo", "paceline")

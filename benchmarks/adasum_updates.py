@@ -34,17 +34,17 @@ from benchmarks.options import (
     Rounds,
     run_cli,
 )
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import Ranks, gather
-from paceline.lab.bench.sides import digest
-from paceline.lab.report.figures import draw_figure, show_ratio
-from paceline.lab.report.look import BASELINE, OURS, PAPER
-from paceline.lab.report.panels import Bar, Bars
-from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary, slowest_rank
 from paceline.optim import AdasumOptimizer
+from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import Ranks, gather
+from paceline_lab.bench.sides import digest
+from paceline_lab.report.figures import draw_figure, show_ratio
+from paceline_lab.report.look import BASELINE, OURS, PAPER
+from paceline_lab.report.panels import Bar, Bars
+from paceline_lab.report.publication import Report, Verdict, figure_path, publish
+from paceline_lab.report.summary import Summary, slowest_rank
 
 ALONE, AFTER, DURING = SIDES = ("alone", "after", "during")
 SHOWN = {

@@ -1,6 +1,6 @@
 """Does `compression="auto"` choose well? Swept over link rates, against no compression and every fixed codec.
 
-One rank on each host of an emulated cluster. Computation sleeps (`paceline.lab.bench.timed_model`), so that it does not
+One rank on each host of an emulated cluster. Computation sleeps (`paceline_lab.bench.timed_model`), so that it does not
 compete for two cores; gradients, codecs and traffic are real. Two models with about the same bytes of gradients and
 different computing: where communication hides behind backward, no codec can pay.
 
@@ -27,22 +27,22 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.layer_profile import default_profile
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import ClusterRanks, LoopbackRanks, gather
-from paceline.lab.bench.ranks import Ranks as Place
-from paceline.lab.bench.sides import StepTimes, Trainee
-from paceline.lab.bench.timed_model import TimedWorkload
-from paceline.lab.emulation import ClusterSpec, quantities
-from paceline.lab.emulation.quantities import show_rate, show_seconds
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import look_of
-from paceline.lab.report.panels import Line, Lines
-from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary, ratios, slowest_rank
 from paceline.reductions.auto import Auto
+from paceline_lab.bench.layer_profile import default_profile
+from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, turns
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import ClusterRanks, LoopbackRanks, gather
+from paceline_lab.bench.ranks import Ranks as Place
+from paceline_lab.bench.sides import StepTimes, Trainee
+from paceline_lab.bench.timed_model import TimedWorkload
+from paceline_lab.emulation import ClusterSpec, quantities
+from paceline_lab.emulation.quantities import show_rate, show_seconds
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import look_of
+from paceline_lab.report.panels import Line, Lines
+from paceline_lab.report.publication import Report, Verdict, figure_path, publish
+from paceline_lab.report.summary import Summary, ratios, slowest_rank
 
 NAME = "auto-compression"
 AUTO, AUTO_ANY = "auto", "auto-any"

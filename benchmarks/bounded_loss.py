@@ -32,8 +32,8 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, ResultsFolder, run_cli
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.emulation import Change, ClusterSpec, EmulatedCluster
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.emulation import Change, ClusterSpec, EmulatedCluster
 
 NAME = "bounded_loss"
 TCP: dict[str, dict[str, Any]] = {

@@ -147,8 +147,8 @@ def _layers(link: LossyTransport, case: dict[str, Any]) -> Samples:
 
 def _steps(link: LossyTransport, case: dict[str, Any]) -> Samples:
     """Train a VGG-16 whose layers sleep, by each side in turn; its gradients and their traffic are real."""
-    from paceline.lab.bench.layer_profile import default_profile
-    from paceline.lab.bench.timed_model import SleepingOptimizer, TimedModel, gradient_bytes
+    from paceline_lab.bench.layer_profile import default_profile
+    from paceline_lab.bench.timed_model import SleepingOptimizer, TimedModel, gradient_bytes
 
     profile = default_profile("vgg16").taking(case["compute_s"])
     scale = gradient_bytes(profile) / (case["megabytes"] * 1e6)

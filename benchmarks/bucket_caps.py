@@ -35,17 +35,17 @@ from benchmarks.options import (
     Turns,
     run_cli,
 )
-from paceline.lab.bench.layer_profile import Profile, default_profile
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import gather
-from paceline.lab.bench.sides import wrap
-from paceline.lab.bench.timed_model import TimedModel, gradient_bytes
-from paceline.lab.report.figures import draw_figure, show_ratio
-from paceline.lab.report.panels import Bars, bars_of
-from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary, slowest_rank
+from paceline_lab.bench.layer_profile import Profile, default_profile
+from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import gather
+from paceline_lab.bench.sides import wrap
+from paceline_lab.bench.timed_model import TimedModel, gradient_bytes
+from paceline_lab.report.figures import draw_figure, show_ratio
+from paceline_lab.report.panels import Bars, bars_of
+from paceline_lab.report.publication import Report, Verdict, figure_path, publish
+from paceline_lab.report.summary import Summary, slowest_rank
 
 WARM_UP_STEPS = 4
 MOST_SEARCH_STEPS = 200

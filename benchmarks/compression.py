@@ -19,16 +19,16 @@ from torch import Tensor
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
 from paceline.compression import BY_NAME, Layout, Seeds
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.emulation.quantities import show_size
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import OURS, PAPER
-from paceline.lab.report.panels import Bar, Bars
-from paceline.lab.report.publication import Report, figure_path, publish
-from paceline.lab.report.summary import Summary, ratios
+from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, turns
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.emulation.quantities import show_size
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import OURS, PAPER
+from paceline_lab.report.panels import Bar, Bars
+from paceline_lab.report.publication import Report, figure_path, publish
+from paceline_lab.report.summary import Summary, ratios
 
 BASELINE = "memcpy"
 SEEDS = Seeds(common=1, private=2)

@@ -23,8 +23,8 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, ResultsFolder, run_cli
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.emulation import ClusterSpec, EmulatedCluster
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.emulation import ClusterSpec, EmulatedCluster
 
 _RANK_PROGRAM = str(Path(__file__).with_name("emulated_network_rank.py"))
 NAME = "emulated-network"

@@ -46,17 +46,17 @@ from benchmarks.options import (
     run_cli,
 )
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.layer_profile import default_profile
-from paceline.lab.bench.limit import ring_bytes_per_rank
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.ranks import Ranks
-from paceline.lab.report.figures import draw_figure, show_ratio
-from paceline.lab.report.look import look_of
-from paceline.lab.report.panels import Bars, bars_of
-from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary
 from paceline.planning.forward_overlap import least_step_s, step_without_s
+from paceline_lab.bench.layer_profile import default_profile
+from paceline_lab.bench.limit import ring_bytes_per_rank
+from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.ranks import Ranks
+from paceline_lab.report.figures import draw_figure, show_ratio
+from paceline_lab.report.look import look_of
+from paceline_lab.report.panels import Bars, bars_of
+from paceline_lab.report.publication import Report, Verdict, figure_path, publish
+from paceline_lab.report.summary import Summary
 
 PAYLOAD_RATIO = 0.95
 TARGET_TO_TORCH = 0.82  # ResNet-50 on 4 hosts behind 1 Gbit/s

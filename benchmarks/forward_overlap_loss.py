@@ -33,20 +33,20 @@ from benchmarks.in_turn import cluster_or_loopback, refuse_unequal, train_each
 from benchmarks.options import RESULTS_FOLDER, AsJson, ComputeS, Hosts, Quick, Rate, ResultsFolder, run_cli
 from benchmarks.time_to_loss_outcome import smoothed
 from benchmarks.unequal import _sleep
-from paceline.lab.bench.limit import ring_bytes_per_rank
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import Ranks, gather
-from paceline.lab.bench.sides import digest, wrap
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import LIMIT, look_of
-from paceline.lab.report.panels import Line, Lines
-from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary
-from paceline.lab.workloads import load_images
 from paceline.optim import overlap
 from paceline.planning.forward_overlap import Layer, least_step_s
+from paceline_lab.bench.limit import ring_bytes_per_rank
+from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import Ranks, gather
+from paceline_lab.bench.sides import digest, wrap
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import LIMIT, look_of
+from paceline_lab.report.panels import Line, Lines
+from paceline_lab.report.publication import Report, Verdict, figure_path, publish
+from paceline_lab.report.summary import Summary
+from paceline_lab.workloads import load_images
 
 TORCH, LEAST = "torch", "least"
 SIDES = (TORCH, "ours", FORWARD)

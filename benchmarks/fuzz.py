@@ -21,14 +21,14 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.options import REPOSITORY, RESULTS_FOLDER, Quick, ResultsFolder, run_cli
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.report.terminal import progress_bar
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.report.terminal import progress_bar
 
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
-from program_oracle import explain, find_failures  # found in the tests' folder
-from random_programs import Program, draw
-from ranks import close_pools, pool
+from harness.program_oracle import explain, find_failures  # found in the tests' folder
+from harness.random_programs import Program, draw
+from harness.ranks import close_pools, pool
 
 BATCH = 50  # programs of one launch
 QUICK_PROGRAMS = 20
@@ -130,7 +130,9 @@ def stored(path: Path, first_seed: int) -> Found:
 
 def _generator() -> str:
     """Identifies the code that draws programs."""
-    return hashlib.sha256((REPOSITORY / "tests" / "random_programs.py").read_bytes()).hexdigest()[:12]
+    return hashlib.sha256((REPOSITORY / "tests" / "harness" / "random_programs.py").read_bytes()).hexdigest()[
+        :12
+    ]
 
 
 def _option(name: str, given: Any) -> str:

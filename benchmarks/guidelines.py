@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
-from paceline.lab.bench.layer_profile import default_profile
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.timed_model import planned
-from paceline.lab.planner.convolution_times import ALGORITHMS, Convolution, run_layers, time_alternatives
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import CURVE_COLORS
-from paceline.lab.report.panels import Line, Lines, Panel
-from paceline.lab.report.publication import Report, figure_path, publish
+from paceline.plan.convolution_times import ALGORITHMS, Convolution, run_layers, time_alternatives
 from paceline.planning import Cluster, HostLink, Plan
 from paceline.planning.lemmas import compare_efficiency, compare_servers
 from paceline.planning.minibatch import Alternative, Memory, choose_minibatch
+from paceline_lab.bench.layer_profile import default_profile
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.timed_model import planned
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import CURVE_COLORS
+from paceline_lab.report.panels import Line, Lines, Panel
+from paceline_lab.report.publication import Report, figure_path, publish
 
 LAYERS = (
     Convolution(3, 16, 5, 32, is_first=True),

@@ -18,13 +18,13 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from benchmarks.unequal import AUTO, EQUAL, LEARNING_STEPS, Case, Run, measure
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import BASELINE, LIMIT, OURS
-from paceline.lab.report.panels import Line, Lines, linear_line
-from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import BASELINE, LIMIT, OURS
+from paceline_lab.report.panels import Line, Lines, linear_line
+from paceline_lab.report.publication import Report, Verdict, figure_path, publish
+from paceline_lab.report.summary import Summary
 
 GPUS = 4
 MIXED = (1.0, 1.0, 1.5, 2.0)  # seconds per sample of a node's GPUs, relative; an assumption

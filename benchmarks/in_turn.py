@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from paceline.lab.bench.protocol import WrongAnswerError, turns
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import Ranks, choose_place
+from paceline_lab.bench.protocol import WrongAnswerError, turns
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import Ranks, choose_place
 
 Run = TypeVar("Run")
 

@@ -29,16 +29,16 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.bench.sides import labels, parse_sides, wrap
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import look_of, workload_name
-from paceline.lab.report.panels import Bar, Bars
-from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.workloads import Workload, make_workload
+from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.bench.sides import labels, parse_sides, wrap
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import look_of, workload_name
+from paceline_lab.report.panels import Bar, Bars
+from paceline_lab.report.publication import Report, Verdict, figure_path, publish
+from paceline_lab.workloads import Workload, make_workload
 
 BARE = "none"  # no data parallelism: it keeps gradients only until the optimizer has used them
 FLOOR = "floor"  # gradients are dropped as they appear

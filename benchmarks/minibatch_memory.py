@@ -16,10 +16,10 @@ from torch import nn
 
 from benchmarks.guidelines import LAYERS, WEIGHT_COPIES
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.planner.convolution_times import ALGORITHMS, Convolution, counted_workspace, peak_bytes
-from paceline.lab.report.publication import Report, publish
+from paceline.plan.convolution_times import ALGORITHMS, Convolution, counted_workspace, peak_bytes
 from paceline.planning.minibatch import Memory
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.report.publication import Report, publish
 
 MINIBATCHES = (1, 4, 16, 64)
 _MB = 1e6

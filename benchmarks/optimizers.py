@@ -16,17 +16,17 @@ import typer
 from torch import nn
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import workload_name
-from paceline.lab.report.panels import Bar, Bars
-from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary, ratios
-from paceline.lab.workloads import make_workload
 from paceline.optim import LAMB, LARS
+from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, turns
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import workload_name
+from paceline_lab.report.panels import Bar, Bars
+from paceline_lab.report.publication import Report, Verdict, figure_path, publish
+from paceline_lab.report.summary import Summary, ratios
+from paceline_lab.workloads import make_workload
 
 Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

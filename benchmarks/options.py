@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS_FOLDER = REPOSITORY / "benchmarks" / "results"
 
 Sides = Annotated[
-    str, typer.Option(help="Comma-separated names from paceline.lab.bench.sides; the first is the baseline.")
+    str, typer.Option(help="Comma-separated names from paceline_lab.bench.sides; the first is the baseline.")
 ]
 Ranks = Annotated[int, typer.Option(min=1, help="How many processes.")]
 Rounds = Annotated[int, typer.Option(min=2, help="How many rounds; every side runs twice in each.")]

@@ -24,17 +24,17 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, Sides, run_cli
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.bench.sides import labels, parse_sides, wrap
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import look_of
-from paceline.lab.report.panels import Bars, bars_of
-from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary, differences
-from paceline.lab.workloads.synthetic import TinyWorkload
+from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, turns
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.bench.sides import labels, parse_sides, wrap
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import look_of
+from paceline_lab.report.panels import Bars, bars_of
+from paceline_lab.report.publication import Report, Verdict, figure_path, publish
+from paceline_lab.report.summary import Summary, differences
+from paceline_lab.workloads.synthetic import TinyWorkload
 
 BASELINE = "none"
 DEFAULT_SIDES = "torch,torch-view,torch-batched,torch-static,torch-unused,ours,ours-unused"

@@ -33,17 +33,17 @@ from torch import Tensor, nn
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Rounds, Sides, run_cli
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, turns
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import choose_place, gather
-from paceline.lab.bench.sides import labels, parse_sides, wrap
-from paceline.lab.emulation.quantities import rate, show_rate
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import look_of
-from paceline.lab.report.panels import Line, Lines
-from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary, slowest_rank
+from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, turns
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import choose_place, gather
+from paceline_lab.bench.sides import labels, parse_sides, wrap
+from paceline_lab.emulation.quantities import rate, show_rate
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import look_of
+from paceline_lab.report.panels import Line, Lines
+from paceline_lab.report.publication import Report, Verdict, figure_path, publish
+from paceline_lab.report.summary import Summary, slowest_rank
 
 WARM_UP_STEPS = 4
 TARGET_SHARE = 0.95

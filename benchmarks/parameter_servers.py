@@ -37,14 +37,14 @@ import typer
 from benchmarks.options import REPOSITORY, RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
-from paceline.lab.report.figures import draw_figure, show_ratio
-from paceline.lab.report.look import CURVE_COLORS, OURS, look_of
-from paceline.lab.report.panels import Line, Lines
-from paceline.lab.report.publication import Report, figure_path, publish
-from paceline.lab.report.summary import Summary, slowest_rank
+from paceline_lab.report.figures import draw_figure, show_ratio
+from paceline_lab.report.look import CURVE_COLORS, OURS, look_of
+from paceline_lab.report.panels import Line, Lines
+from paceline_lab.report.publication import Report, figure_path, publish
+from paceline_lab.report.summary import Summary, slowest_rank
 
 if TYPE_CHECKING:
-    from paceline.lab.bench.provenance import Provenance
+    from paceline_lab.bench.provenance import Provenance
 
 PAYLOAD_RATIO = 0.95  # of a link's rate; the rest is headers
 KNEE = 0.02  # of a step: so much longer counts as no longer
@@ -100,7 +100,7 @@ def work(config: Config, addresses: Sequence[str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from paceline.lab.bench.sides import digest
+    from paceline_lab.bench.sides import digest
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -163,9 +163,9 @@ class _Trainee:
     def __init__(self, side: str, config: Config, addresses: Sequence[str]) -> None:
         import torch.distributed as dist
 
-        from paceline.lab.bench.sides import wrap
-        from paceline.lab.bench.timed_model import SleepingOptimizer, TimedModel
         from paceline.reductions import ParameterServers
+        from paceline_lab.bench.sides import wrap
+        from paceline_lab.bench.timed_model import SleepingOptimizer, TimedModel
 
         profile, scale = _profile(config)
         self.module = TimedModel(profile, dist.get_rank(), scale)
@@ -197,8 +197,8 @@ class _Trainee:
 
 
 def _profile(config: Config) -> tuple[Any, float]:
-    from paceline.lab.bench.layer_profile import default_profile
-    from paceline.lab.bench.timed_model import gradient_bytes
+    from paceline_lab.bench.layer_profile import default_profile
+    from paceline_lab.bench.timed_model import gradient_bytes
 
     profile = default_profile("resnet50").taking(config.compute_s)
     return profile, gradient_bytes(profile) / (config.megabytes * 1e6)
@@ -207,7 +207,7 @@ def _profile(config: Config) -> tuple[Any, float]:
 def _caps(wrapper: str, num_ranks: int, profile: Any, scale: float) -> tuple[float, ...]:
     """Bytes that fill buckets: the wrapper's defaults for several hosts and the whole model, scaled like it."""
     from paceline.ddp.plan import BucketCaps
-    from paceline.lab.bench.timed_model import gradient_bytes
+    from paceline_lab.bench.timed_model import gradient_bytes
 
     if wrapper == "torch":
         return tuple(cap * MEBIBYTE / scale for cap in (1.0, 25.0))
@@ -221,7 +221,7 @@ def _caps(wrapper: str, num_ranks: int, profile: Any, scale: float) -> tuple[flo
 
 def measure(config: Config) -> tuple[dict[str, Any], float]:
     """Build the cluster, run the workers; what they found, and how busy this machine was."""
-    from paceline.lab.emulation import ClusterSpec, EmulatedCluster
+    from paceline_lab.emulation import ClusterSpec, EmulatedCluster
 
     most = max(config.servers)
     rates = [config.worker_mbit * 1e6] * config.num_workers + [config.server_mbit * 1e6] * most
@@ -317,9 +317,9 @@ def predict(config: Config, alone_s: float | None = None) -> tuple[dict[str, flo
         config: The case.
         alone_s: A step that reduces nothing, as measured; None: as it was meant to be.
     """
-    from paceline.lab.bench.timed_model import planned
     from paceline.planning import Cluster, HostLink, Plan, Servers, simulate
     from paceline.planning.lemmas import compare_servers
+    from paceline_lab.bench.timed_model import planned
 
     profile, scale = _profile(config)
     if alone_s is not None:
@@ -360,8 +360,8 @@ def main(
     results_folder: ResultsFolder = RESULTS_FOLDER,
 ) -> None:
     """Compare steps with parameter servers and with all-reduces."""
-    from paceline.lab.bench.protocol import WrongAnswerError
-    from paceline.lab.bench.provenance import Provenance, collect, load_average
+    from paceline_lab.bench.protocol import WrongAnswerError
+    from paceline_lab.bench.provenance import Provenance, collect, load_average
 
     if case not in CASES:
         raise ConfigurationError(f"--case {case}: there are {', '.join(CASES)}.")

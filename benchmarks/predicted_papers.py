@@ -13,12 +13,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import CURVE_COLORS
-from paceline.lab.report.panels import Line, Lines
-from paceline.lab.report.publication import Report, figure_path, publish
-from paceline.lab.studies.paper_cases import CaseOutcome, all_cases, eight_from_four, solve
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import CURVE_COLORS
+from paceline_lab.report.panels import Line, Lines
+from paceline_lab.report.publication import Report, figure_path, publish
+from paceline_lab.studies.paper_cases import CaseOutcome, all_cases, eight_from_four, solve
 
 NAME = "predicted-papers"
 LINEAR = "bucket cap MB"  # this axis is

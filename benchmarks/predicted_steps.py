@@ -16,15 +16,15 @@ from typing import Any
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.layer_profile import Profile, default_profile
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.report.publication import Report, figure_path, publish
-from paceline.lab.studies.mlstm_scaling import ScalingOptions
-from paceline.lab.studies.predicted_runs import Errors, Run, fit, run_of, samples, summary
-from paceline.lab.studies.prediction import draw_scatter
-from paceline.lab.studies.published import BREAKDOWN, SKIPPED_ALONE_S, SKIPPED_SECONDS, scale_for
-from paceline.lab.studies.variants import Variant
 from paceline.planning import HostLink
+from paceline_lab.bench.layer_profile import Profile, default_profile
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.report.publication import Report, figure_path, publish
+from paceline_lab.studies.mlstm_scaling import ScalingOptions
+from paceline_lab.studies.predicted_runs import Errors, Run, fit, run_of, samples, summary
+from paceline_lab.studies.prediction import draw_scatter
+from paceline_lab.studies.published import BREAKDOWN, SKIPPED_ALONE_S, SKIPPED_SECONDS, scale_for
+from paceline_lab.studies.variants import Variant
 
 NAME = "predicted-steps"
 FITTED_ON = "resnet50"

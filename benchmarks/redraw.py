@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import REPOSITORY, RESULTS_FOLDER, ResultsFolder, run_cli
-from paceline.lab.bench import allreduce_report, step_report
-from paceline.lab.studies.catalogue import STUDIES
-from paceline.lab.studies.large_batch import draw_results
-from paceline.lab.studies.loss_bound import draw_losses
-from paceline.lab.studies.mlstm_scaling import ScalingStudy
-from paceline.lab.studies.network_check import CheckStudy
-from paceline.lab.studies.network_scale import draw_tails
+from paceline_lab.bench import allreduce_report, step_report
+from paceline_lab.studies.catalogue import STUDIES
+from paceline_lab.studies.large_batch import draw_results
+from paceline_lab.studies.loss_bound import draw_losses
+from paceline_lab.studies.mlstm_scaling import ScalingStudy
+from paceline_lab.studies.network_check import CheckStudy
+from paceline_lab.studies.network_scale import draw_tails
 
 Draw = Callable[[Mapping[str, Any], Path], object]
 

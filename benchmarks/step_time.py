@@ -20,17 +20,17 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Sides, run_cli
-from paceline.lab.bench.protocol import ENVIRONMENTS, Allocator, WrongAnswerError, turns
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import LoopbackRanks, gather
-from paceline.lab.bench.sides import StepTimes, Trainee, labels, parse_sides
-from paceline.lab.report.figures import draw_figure, show_ratio
-from paceline.lab.report.look import look_of, workload_name
-from paceline.lab.report.panels import Bars, bars_of
-from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary, ratios, slowest_rank
-from paceline.lab.workloads import Workload, make_workload
+from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, WrongAnswerError, turns
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import LoopbackRanks, gather
+from paceline_lab.bench.sides import StepTimes, Trainee, labels, parse_sides
+from paceline_lab.report.figures import draw_figure, show_ratio
+from paceline_lab.report.look import look_of, workload_name
+from paceline_lab.report.panels import Bars, bars_of
+from paceline_lab.report.publication import Report, Verdict, figure_path, publish
+from paceline_lab.report.summary import Summary, ratios, slowest_rank
+from paceline_lab.workloads import Workload, make_workload
 
 WARM_UP_STEPS = 4  # torch re-buckets after the first
 PHASES = ("forward_s", "backward_s", "optimizer_s", "step_s")

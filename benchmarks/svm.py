@@ -32,15 +32,15 @@ from sklearn.metrics.pairwise import rbf_kernel
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Rounds, run_cli
 from benchmarks.svm_data import HELP, Split, load
-from paceline.lab.bench.protocol import WrongAnswerError
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import choose_place
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import OURS, look_of
-from paceline.lab.report.panels import Dots
-from paceline.lab.report.publication import Report, figure_path, publish
 from paceline.numba_cache import waiting
+from paceline_lab.bench.protocol import WrongAnswerError
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import choose_place
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import OURS, look_of
+from paceline_lab.report.panels import Dots
+from paceline_lab.report.publication import Report, figure_path, publish
 
 TOL = 1e-3
 OBJECTIVE_RTOL = 1e-4  # between two solutions at that tolerance
@@ -83,7 +83,7 @@ class Outcome:
 
 
 def _model(side: str, split: Split, config: Config) -> Any:
-    from paceline.svm import SVC
+    from paceline_svm import SVC
 
     settings: dict[str, Any] = {
         "C": split.cost,

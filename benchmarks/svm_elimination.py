@@ -22,12 +22,12 @@ from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rou
 from benchmarks.parts import PartsFolder, measured
 from benchmarks.svm import CLOCKS, NO_CACHE_MEGABYTES, OBJECTIVE_RTOL, TOL, Clock
 from benchmarks.svm_data import HELP, load
-from paceline.lab.bench.protocol import WrongAnswerError
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.report.publication import Report, publish
 from paceline.numba_cache import waiting
+from paceline_lab.bench.protocol import WrongAnswerError
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.report.publication import Report, publish
 
 HEURISTICS = (
     "none",
@@ -67,7 +67,7 @@ class Cost:
 
 def measure(config: Config, tell: TellProgress) -> dict[str, Cost]:
     """Fit with each of the heuristics; returns costs by heuristic."""
-    from paceline.svm import SVC
+    from paceline_svm import SVC
 
     split = load(config.data, Path(config.folder) if config.folder else None)
     now_s, size = CLOCKS[config.clock], CACHES[config.cache]

@@ -16,11 +16,11 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from benchmarks.svm_data import HELP, load
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import LoopbackRanks
-from paceline.lab.report.publication import Report, publish
 from paceline.numba_cache import waiting
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.report.publication import Report, publish
 
 # Of a sample of the whole problem: numbers, targets, coefficients, bounds, gradients, their copies.
 VECTOR_BYTES = 40 * 8
@@ -48,7 +48,7 @@ class Memory:
 
 def measure(config: Config, tell: TellProgress) -> Memory:
     """Fit once on all ranks. Collective."""
-    from paceline.svm import SVC
+    from paceline_svm import SVC
 
     split = load(config.data, Path(config.folder) if config.folder else None)
     mine = slice(dist.get_rank(), None, dist.get_world_size())

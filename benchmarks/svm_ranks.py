@@ -19,12 +19,12 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from benchmarks.svm_data import HELP, Split, load
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.emulation.quantities import show_rate
-from paceline.lab.report.figures import draw_figure, show_time
-from paceline.lab.report.look import OURS
-from paceline.lab.report.panels import Line, Lines
-from paceline.lab.report.publication import Report, figure_path, publish
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.emulation.quantities import show_rate
+from paceline_lab.report.figures import draw_figure, show_time
+from paceline_lab.report.look import OURS
+from paceline_lab.report.panels import Line, Lines
+from paceline_lab.report.publication import Report, figure_path, publish
 
 LATENCY_S = 30e-6
 RATE_BYTES_PER_S = 1.25e9  # 10 Gbit/s
@@ -56,12 +56,12 @@ class Count:
 def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
     """Return every rank's solution, the seconds it took, and those for what every rank repeats (one rank only)."""
     from paceline.process_group.in_process import InProcessWorld
-    from paceline.svm.kernels import Kernel
-    from paceline.svm.problem import Problem, SolverSettings
-    from paceline.svm.sample_forms import DenseSamples
-    from paceline.svm.solver import Solver
-    from paceline.svm.sub_problem import SubProblem
-    from paceline.svm.world import GroupWorld
+    from paceline_svm.kernels import Kernel
+    from paceline_svm.problem import Problem, SolverSettings
+    from paceline_svm.sample_forms import DenseSamples
+    from paceline_svm.solver import Solver
+    from paceline_svm.sub_problem import SubProblem
+    from paceline_svm.world import GroupWorld
 
     repeated_s = [0.0]
 

@@ -45,12 +45,12 @@ from benchmarks.unequal import Case
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.provenance import load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import ClusterRanks, gather
-from paceline.lab.emulation import ClusterSpec, Scenario
-from paceline.lab.report.publication import figure_path, publish
 from paceline.planning import Speed, best_shares
+from paceline_lab.bench.provenance import load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import ClusterRanks, gather
+from paceline_lab.emulation import ClusterSpec, Scenario
+from paceline_lab.report.publication import figure_path, publish
 
 EPOCH_SAMPLES = 60_000  # at most: what Fashion-MNIST has
 QUOTA_RATIO = 0.6  # of all cores: so little that any two of four hosts fit on one core of two

@@ -12,10 +12,10 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.unequal import _sleep
 from paceline.errors import ConfigurationError
-from paceline.lab.bench.layer_profile import default_profile
-from paceline.lab.bench.timed_model import SleepingOptimizer, TimedLayer, TimedModel
-from paceline.lab.workloads import load_images, load_text
 from paceline.planning import Speed
+from paceline_lab.bench.layer_profile import default_profile
+from paceline_lab.bench.timed_model import SleepingOptimizer, TimedLayer, TimedModel
+from paceline_lab.workloads import load_images, load_text
 
 IGNORED = -100
 # Divides BERT's gradients, so that four hosts on two cores can exchange them. With steps of 0.4 s over 1 Gbit/s that is

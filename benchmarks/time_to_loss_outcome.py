@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.unequal import Case
-from paceline.lab.bench.provenance import collect
-from paceline.lab.bench.ranks import ClusterRanks
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import BASELINE, CURVE_COLORS, LIMIT, OURS
-from paceline.lab.report.panels import Line, Lines, Panel
-from paceline.lab.report.publication import Report, Verdict
-from paceline.lab.report.summary import Summary
 from paceline.planning import Speed, ideal_s
+from paceline_lab.bench.provenance import collect
+from paceline_lab.bench.ranks import ClusterRanks
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import BASELINE, CURVE_COLORS, LIMIT, OURS
+from paceline_lab.report.panels import Line, Lines, Panel
+from paceline_lab.report.publication import Report, Verdict
+from paceline_lab.report.summary import Summary
 
 TORCH, HETSEQ, FIXED, AUTO, IDEAL = "torch", "HetSeq", "fixed", "auto", "ideal"
 SIDES = (TORCH, HETSEQ, FIXED, AUTO)

@@ -30,16 +30,16 @@ from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run
 from benchmarks.parts import PartsFolder, measured
 from paceline import DistributedDataParallel
 from paceline.data import Balance, GlobalBatch, GlobalShuffle
-from paceline.lab.bench.protocol import turns
-from paceline.lab.bench.provenance import collect, load_average
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import LoopbackRanks, gather
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import CURVE_COLORS
-from paceline.lab.report.panels import Line, Lines
-from paceline.lab.report.publication import Report, Verdict, figure_path, publish
-from paceline.lab.report.summary import Summary, differences, ratios, slowest_rank
 from paceline.planning import Speed, best_shares, finish_s, ideal_s
+from paceline_lab.bench.protocol import turns
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import LoopbackRanks, gather
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import CURVE_COLORS
+from paceline_lab.report.panels import Line, Lines
+from paceline_lab.report.publication import Report, Verdict, figure_path, publish
+from paceline_lab.report.summary import Summary, differences, ratios, slowest_rank
 
 NAME = "unequal"
 SLEEPING, IDLE = "sleeping", "idle"

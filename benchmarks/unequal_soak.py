@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.options import run_cli
 from paceline import DistributedDataParallel
 from paceline.data import Balance, GlobalBatch, GlobalShuffle
-from paceline.lab.bench.rank_program import TellProgress
-from paceline.lab.bench.ranks import LoopbackRanks, gather
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import LoopbackRanks, gather
 
 NUM_SAMPLES, SIZE = 1000, 24
 RATE = 0.02

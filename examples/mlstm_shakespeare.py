@@ -33,10 +33,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn import functional
 
 from paceline import DistributedDataParallel
-from paceline.lab.report.figures import draw_figure
-from paceline.lab.report.look import OURS, PAPER
-from paceline.lab.report.panels import Line, Lines
-from paceline.lab.workloads import Mlstm, State, load_text
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import OURS, PAPER
+from paceline_lab.report.panels import Line, Lines
+from paceline_lab.workloads import Mlstm, State, load_text
 
 CLIP_NORM = 1.0
 HELD_OUT_RATIO = 0.05  # the end of the text is never trained on

@@ -3,9 +3,6 @@
 PacelineError
 ├── ConfigurationError   (also ValueError)     the caller asked for something that cannot be
 │   └── HookError        (also RuntimeError)   a communication hook did not keep to its contract
-├── EmulationError       (also RuntimeError)   an emulated cluster could not be built, or was lost
-│   ├── InterruptedEmulationError              a signal ended it
-│   └── UnsupportedError                       this machine or user cannot emulate one, or not like this
 ├── ReplicaMismatchError (also RuntimeError)   the ranks do not hold the same model
 ├── ProtocolError        (also RuntimeError)   the ranks stopped agreeing on what to communicate
 │   ├── PeerAbortedError                       another rank gave up its backward; this one is told
@@ -18,8 +15,6 @@ PacelineError
 
 from __future__ import annotations
 
-import signal
-
 
 class PacelineError(Exception):
     """Root of the tree; catch it to catch everything Paceline raises on purpose."""
@@ -31,26 +26,6 @@ class ConfigurationError(PacelineError, ValueError):
 
 class HookError(ConfigurationError, RuntimeError):
     """A communication hook did not keep to its contract."""
-
-
-class EmulationError(PacelineError, RuntimeError):
-    """An emulated cluster could not be built, or was lost; nothing of it is left."""
-
-
-class InterruptedEmulationError(EmulationError):
-    """A signal asked for the end; every host, and what ran on it, is gone.
-
-    Attributes:
-        signal: Which one.
-    """
-
-    def __init__(self, received: signal.Signals) -> None:
-        super().__init__(f"{received.name} received; every host and rank was stopped.")
-        self.signal = received
-
-
-class UnsupportedError(EmulationError):
-    """This machine, or this user's rights, do not allow what was asked for; nothing was created."""
 
 
 class ReplicaMismatchError(PacelineError, RuntimeError):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import generator
+from harness.models import generator
 from paceline.compression import BY_NAME, Bf16, Fp16, Int8, Layout, OneBit, RandomK, Seeds, TopK
 from paceline.compression.sparsification import STRIDE
 from paceline.errors import ConfigurationError

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from harness.ranks import pool
 from paceline.optim import Curve
 from paceline.recipes import LargeMinibatch
-from ranks import pool
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed"

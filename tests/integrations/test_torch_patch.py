@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
+from harness.ranks import pool
+from harness.terminal import REPOSITORY, run
+from harness.terminal import paceline as command
 from paceline.errors import ConfigurationError
 from paceline.integrations import at_start, torch_patch
 from paceline.reductions import Adasum, Mean
-from ranks import pool
-from terminal import REPOSITORY, run
-from terminal import paceline as command
 
 OURS = paceline.DistributedDataParallel
 

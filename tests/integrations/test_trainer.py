@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paceline
-from ranks import pool
+from harness.ranks import pool
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

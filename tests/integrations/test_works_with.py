@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from models import Mlp, digest, generator, squares
+from harness.models import Mlp, digest, generator, squares
+from harness.ranks import pool
+from harness.terminal import REPOSITORY
 from paceline import DistributedDataParallel
-from ranks import pool
-from terminal import REPOSITORY
 
 
 def train(rank, group, shards):

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
-from models import generator
+from harness.models import generator
+from harness.ranks import pool
+from harness.terminal import REPOSITORY
 from paceline import DistributedDataParallel
 from paceline.observe import BucketTiming, StepTiming
-from ranks import pool
-from terminal import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "explain" / "a-gradients-way.md"
 _ROW = re.compile(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import warm
-from ranks import RanksFailedError, torchrun
-from terminal import TORCHS_ABORT
+from harness import warm
+from harness.ranks import RanksFailedError, torchrun
+from harness.terminal import TORCHS_ABORT
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OURS = "from paceline import DistributedDataParallel as DDP"

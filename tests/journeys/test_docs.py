@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from included_source import current, is_included
-from paceline.errors import UnsupportedError
-from paceline.lab.emulation import ClusterSpec, EmulatedCluster
-from terminal import REPOSITORY, TORCHS_ABORT, Finished, run
+from harness.included_source import current, is_included
+from harness.terminal import REPOSITORY, TORCHS_ABORT, Finished, run
+from paceline_lab.emulation import ClusterSpec, EmulatedCluster
+from paceline_lab.errors import UnsupportedError
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
-_ROOTS = (REPOSITORY / "src" / "paceline", REPOSITORY)
+_ROOTS = (REPOSITORY / "src" / "paceline", REPOSITORY / "lab" / "src", REPOSITORY / "svm" / "src", REPOSITORY)
 _FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -99,7 +99,9 @@ def test_every_block_does_what_the_page_says(page, tmp_path):
     for block in _blocks(page):
         where = f"{_name(page)}:{block.line}"
         if is_included(block.title):
-            assert block.text == current(block.title, block.text), f"{where}: python tests/included_source.py"
+            assert block.text == current(block.title, block.text), (
+                f"{where}: python tests/harness/included_source.py"
+            )
         elif block.title is not None:
             (tmp_path / block.title).write_text(block.text)
         elif block.language == "python":
@@ -130,7 +132,10 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_every_message_that_points_into_the_docs_points_at_a_heading():
-    for source in sorted((REPOSITORY / "src").rglob("*.py")):
+    sources = [
+        path for folder in ("src", "lab/src", "svm/src") for path in (REPOSITORY / folder).rglob("*.py")
+    ]
+    for source in sorted(sources):
         # A message may be broken over several lines of source.
         text = re.sub(r'"\s*\n\s*f?"', "", source.read_text())
         for page, anchor in re.findall(r"(docs/[\w/-]+\.md)#([\w-]+)", text):

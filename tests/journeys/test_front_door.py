@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import paceline as package
+from harness.terminal import paceline
 from paceline.cli import main
-from terminal import paceline
 
 
 def _measured(code: str) -> Any:

@@ -9,8 +9,8 @@ from email.parser import Parser
 
 import pytest
 
-from installed_smoke import build, twelve_lines
-from terminal import REPOSITORY
+from harness.installed_smoke import PACKAGES, build, twelve_lines
+from harness.terminal import REPOSITORY
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +21,35 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def metadata(built):
-    with zipfile.ZipFile(built[1]) as wheel:
+    return metadata_of(built[1])
+
+
+def metadata_of(path):
+    with zipfile.ZipFile(path) as wheel:
         (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         return Parser().parsestr(wheel.read(name).decode())
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name != "paceline"])
+def test_each_other_package_is_a_wheel_that_needs_this_version_and_adds_its_commands(
+    package, metadata, tmp_path
+):
+    _, wheel = build(tmp_path / package, package)
+    source = REPOSITORY / PACKAGES[package] / "src"
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        assert f"= {package}.cli:register" in archive.read(entry_points).decode()
+    assert names == {
+        str(path.relative_to(source))
+        for path in source.glob(f"{package}/**/*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    its = metadata_of(wheel)
+    assert its["Version"] == metadata["Version"]
+    assert its["Requires-Python"] == metadata["Requires-Python"]
+    (needed,) = (text for text in its.get_all("Requires-Dist") if re.match(r"paceline\b(?!-)", text))
+    assert needed.endswith(f"=={metadata['Version']}")
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(built):

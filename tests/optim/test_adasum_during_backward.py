@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from models import WORKLOADS, Mlp, digest, generator
+from harness.models import WORKLOADS, Mlp, digest, generator
+from harness.ranks import pool
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.optim import AdasumOptimizer, adasum_during_backward
-from ranks import pool
 
 OPTIMIZERS = {
     "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1),

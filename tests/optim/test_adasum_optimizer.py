@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import WORKLOADS, Mlp, digest, generator, squares
+from harness.models import WORKLOADS, Mlp, digest, generator, squares
+from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError, ReplicaMismatchError
 from paceline.optim import AdasumOptimizer
 from paceline.reductions.adasum import Adasum, combine
-from ranks import pool
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),

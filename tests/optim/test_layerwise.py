@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from models import digest, generator
+from harness.models import digest, generator
 from paceline.errors import ConfigurationError
 from paceline.optim import LAMB, LARS, layerwise
 from paceline.optim.layerwise import SMALL_ELEMENTS, norms

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from models import WORKLOADS, Mlp, conv_net, digest, generator, squares
+from harness.models import WORKLOADS, Mlp, conv_net, digest, generator, squares
+from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.compression import TopK
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError, ReplicaMismatchError
 from paceline.optim import DiLoCo, LocalSGD
 from paceline.optim.flat_parameters import AveragedBuffers
-from ranks import pool
 
 INNER = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 import paceline  # noqa: F401  registers the backend
-from models import digest, generator
+from harness.models import digest, generator
+from harness.ranks import pool
 from paceline.comm.lane import Lane, LaneWork
 from paceline.process_group.host_collectives import SMALL_BYTES, HostCollectives
 from paceline.process_group.staging import STAGING_BYTES
-from ranks import pool
 
 OPS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 FLOATS = [torch.float64, torch.float32]

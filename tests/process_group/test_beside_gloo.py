@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import Mlp, digest, generator, squares
+from harness.models import Mlp, digest, generator, squares
+from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.comm.gradient_group import group_beside
 from paceline.transports.shared_memory.neighbours import SWITCH
-from ranks import pool
 
 
 def trained(rank, num_ranks, says):

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 import paceline  # noqa: F401  registers the backend
-from linear_oracle import train_linear
-from models import digest, generator
+from harness.linear_oracle import train_linear
+from harness.models import digest, generator
+from harness.ranks import Ranks, pool
 from paceline.errors import ConfigurationError, PeerLostError
 from paceline.process_group import Options, path_between_hosts
 from paceline.transports.bounded_loss import datagram_loop, udp_socket
 from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
 from paceline.transports.shared_memory.neighbours import SWITCH
-from ranks import Ranks, pool
 
 LINKS = "within=2e-5/4e9 between=1e-4/1e9"
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import paceline  # noqa: F401  registers the backend
+from harness.ranks import Ranks, pool
 from paceline.process_group.staging import Staging
-from ranks import Ranks, pool
 
 STOPPED_TIMEOUT_S = 6.0  # that passes where a rank is stopped
 SOON_S = 30.0  # on a busy machine; who is dead is named long before the timeout

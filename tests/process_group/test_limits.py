@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import Mlp, generator, squares
+from harness.models import Mlp, generator, squares
+from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.transports.shared_memory.arena import MOST_BYTES, Arena, Budget, least_bytes, size_within
 from paceline.transports.shared_memory.neighbours import SWITCH
-from ranks import pool
 
 GIB = 2**30
 

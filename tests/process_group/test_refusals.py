@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import paceline  # noqa: F401  registers the backend
+from harness.ranks import pool
 from paceline.errors import ConfigurationError
 from paceline.process_group import connections
 from paceline.process_group.folds import fold_of
-from ranks import pool
 
 TIMEOUT = timedelta(seconds=20)
 

@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from linear_oracle import train_linear
+from harness.linear_oracle import train_linear
+from harness.ranks import pool
 from paceline.errors import ConfigurationError
 from paceline.process_group.round_robin import RoundRobin
-from ranks import pool
 
 
 class Held(dist.ProcessGroup):

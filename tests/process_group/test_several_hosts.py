@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import paceline  # noqa: F401  registers the backend
-from linear_oracle import train_linear
-from models import digest, generator
+from harness.linear_oracle import train_linear
+from harness.models import digest, generator
+from harness.ranks import Ranks, pool
 from paceline.process_group.staging import STAGING_BYTES
 from paceline.transports.shared_memory.neighbours import SWITCH
-from ranks import Ranks, pool
 
 LINKS = "within=2e-5/4e9 between=1e-4/1e9"
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from models import Mlp, digest, generator, sgd, squares
+from harness.models import Mlp, digest, generator, sgd, squares
+from harness.ranks import pool
 from paceline import DistributedDataParallel
-from ranks import pool
 
 NUM_STEPS = 4
 

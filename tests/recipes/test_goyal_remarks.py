@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from models import generator
+from harness.models import generator
+from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch, GlobalShuffle
 from paceline.errors import ConfigurationError
 from paceline.optim import Curve, MomentumCorrection
 from paceline.recipes import LargeMinibatch
-from ranks import pool
 
 EXACT = 1e-12
 FEATURES = 5

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
+from harness.ranks import pool
 from paceline.data import GlobalBatch
 from paceline.errors import ConfigurationError
 from paceline.optim import Curve, Step
 from paceline.recipes import LargeMinibatch
-from ranks import pool
 
 EPOCH = 1024
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from models import Mlp, TinyTransformer, conv_net, generator
+from harness.models import Mlp, TinyTransformer, conv_net, generator
+from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError
-from paceline.lab.workloads.convolutional import Bottleneck
 from paceline.optim import parameter_groups
 from paceline.recipes import GhostBatchNorm, convert_ghost_batchnorm, init_output_layer, zero_init_residual
-from ranks import pool
+from paceline_lab.workloads.convolutional import Bottleneck
 
 
 def images(num_samples, seed=0):

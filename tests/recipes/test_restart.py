@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from models import generator
+from harness.models import generator
+from harness.ranks import pool
 from paceline import DistributedDataParallel, windows
 from paceline.data import GlobalShuffle
 from paceline.optim import Curve, parameter_groups
 from paceline.recipes import LargeMinibatch
-from ranks import pool
 
 NUM_SAMPLES, NUM_EPOCHS = 66, 3
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import generator
+from harness.models import generator
 from paceline.errors import ConfigurationError
 from paceline.reductions.adasum import combine
 from paceline.reductions.adasum.operator import CHUNK_ELEMENTS, SMALL_ELEMENTS, Segments

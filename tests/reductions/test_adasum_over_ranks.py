@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from models import WORKLOADS, Branches, Mlp, digest, generator, squares
+from harness.models import WORKLOADS, Branches, Mlp, digest, generator, squares
+from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.optim import AdasumOptimizer
@@ -26,7 +27,6 @@ from paceline.schedules.vector_halving import vector_halving
 from paceline.transports.c10d import C10dTransport
 from paceline.transports.in_memory import InMemoryNetwork
 from paceline.transports.shared_memory import SharedMemoryTransport
-from ranks import pool
 
 FREE = Links(Link(0.0, 1e9), Link(0.0, 1e9))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}

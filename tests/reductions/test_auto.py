@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-from models import digest, generator
+from harness.models import digest, generator
+from harness.ranks import Ranks, pool
+from harness.slow_link import behind_a_slow_link
 from paceline import DistributedDataParallel
 from paceline.compression import TopK
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.reductions import Auto, Compressed, Mean, NarrowMean
 from paceline.reductions.auto.course import Pace
-from ranks import Ranks, pool
-from slow_link import behind_a_slow_link
 
 pytestmark = pytest.mark.clock
 PACE = Pace(num_measured=3, num_tried=8, check_every=6, try_every=12, drift_ratio=0.3)

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import Mlp, digest, generator, squares
+from harness.models import Mlp, digest, generator, squares
+from harness.ranks import Ranks, pool
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError
 from paceline.reductions import BoundedLoss
 from paceline.transports.bounded_loss.datagram_loop import compile_all
-from ranks import Ranks, pool
 
 
 def _steps(model, rank, num_steps=3, dtype=torch.float32):

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import Mlp, digest, generator, squares
+from harness.models import Mlp, digest, generator, squares
+from harness.ranks import pool
+from harness.running_servers import in_threads
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError
 from paceline.optim import ServerOptimizer
@@ -18,8 +20,6 @@ from paceline.reductions import BoundedLoss, ParameterServers
 from paceline.servers import datagram_sums
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss.datagram_loop import compile_all
-from ranks import pool
-from running_servers import in_threads
 
 CAP_MB = 0.0005
 BOUND = 0.3

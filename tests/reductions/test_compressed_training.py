@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from models import MixedDtypes, Mlp, SparseNet, digest, generator, squares
+from harness.models import MixedDtypes, Mlp, SparseNet, digest, generator, squares
+from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.comm.gradient_group import group_beside
 from paceline.compression import Bf16, Fp16, Int8, OneBit, RandomK, TopK
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.reductions import Compressed, PowerSGD
 from paceline.reductions.by_name import COMPRESSIONS
-from ranks import pool
 
 ERRORS = {
     "fp16": 1e-3,

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from models import Mlp, SparseNet, digest, generator, squares
+from harness.models import Mlp, SparseNet, digest, generator, squares
+from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.reductions import GradientNoiseScale, HookReduction, Mean, NarrowMean, PowerSGD, Reduction
 from paceline.reductions.noise_scale import _squared_norm
-from ranks import pool
 
 SIGNAL, SPREAD, SIZE = 0.5, 2.0, 800  # directions are as good as steps for the estimate, and cheaper
 TRUE_NOISE_SCALE = SIZE * SPREAD**2 / (SIZE * SIGNAL**2)  # trace of the covariance over |G|²: 16 samples

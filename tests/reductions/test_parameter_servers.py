@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 
-from models import Mlp, digest, generator, squares
+from harness.models import Mlp, digest, generator, squares
+from harness.ranks import pool
+from harness.running_servers import in_threads
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError, PeerAbortedError, ServerLostError
 from paceline.optim import ServerOptimizer
 from paceline.reductions import Mean, ParameterServers
-from ranks import pool
-from running_servers import in_threads
 
 CAP_MB = 0.0005  # several buckets
 

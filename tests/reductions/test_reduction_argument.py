@@ -7,12 +7,12 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from models import Mlp, digest, generator, squares
+from harness.models import Mlp, digest, generator, squares
+from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError, ReplicaMismatchError
 from paceline.reductions import Mean, Reduction
 from paceline.reductions.by_name import BY_NAME
-from ranks import pool
 
 
 class Recorder(Reduction):

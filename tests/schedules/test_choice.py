@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from harness.terminal import run
 from paceline.errors import ConfigurationError
 from paceline.schedules import SCHEDULES, Link, Links, Topology, choose, price
 from paceline.schedules.schedule import HEADER_BYTES
-from terminal import run
 
 GIGABIT = Link(latency_s=1e-3, bytes_per_s=125e6)
 LOOPBACK = Link(latency_s=2e-5, bytes_per_s=4e9)

@@ -9,11 +9,11 @@ import threading
 import numpy as np
 import pytest
 
+from harness.running_servers import as_processes, in_threads
 from paceline.errors import PeerLostError, ServerLostError
 from paceline.servers.answers import Answers
 from paceline.servers.link import Link, Rank
 from paceline.servers.wire import DType, Frame, Kind
-from running_servers import as_processes, in_threads
 
 TIMEOUT_S = {signal.SIGKILL: 60.0, signal.SIGSTOP: 5.0}  # who is killed is named long before
 # A rank that pushes to all servers, in turn with the others; its own doing, or the test's, ends it.

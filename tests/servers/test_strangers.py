@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from harness.running_servers import in_threads
 from paceline import version
 from paceline.errors import ConfigurationError, ProtocolError, ServerLostError
 from paceline.servers.answers import Answers
@@ -26,7 +27,6 @@ from paceline.servers.process import listen, serve_on
 from paceline.servers.server import Server
 from paceline.servers.session import Session
 from paceline.servers.wire import HEADER, DType, Frame, Kind, header_of, pack
-from running_servers import in_threads
 
 LIMIT_S = 30.0  # for what is about to happen, on a busy machine
 

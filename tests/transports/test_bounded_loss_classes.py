@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datagram_networks import Mailer, endpoints
+from harness.datagram_networks import Mailer, endpoints
 from paceline.errors import ConfigurationError
 from paceline.transports import Bound
 from paceline.transports.bounded_loss import datagram as d

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from datagram_networks import Switch, strangers, time_of_sums
+from harness.datagram_networks import Switch, strangers, time_of_sums
 from paceline.transports.bounded_loss import endpoint_state as e
 
 PAYLOAD, RANKS, ELEMENTS = 1432, 4, 500_000

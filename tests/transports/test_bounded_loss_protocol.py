@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datagram_networks import ROWS, TICK_US, Mailer, Network, endpoints
+from harness.datagram_networks import ROWS, TICK_US, Mailer, Network, endpoints
 from paceline.transports import Bound
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import endpoint_state as e

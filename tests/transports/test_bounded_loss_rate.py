@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from datagram_networks import Mailer, Switch, endpoints, time_of_sums
+from harness.datagram_networks import Mailer, Switch, endpoints, time_of_sums
 from paceline.transports import Bound
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import datagram_loop as loop

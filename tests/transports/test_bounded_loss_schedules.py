@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from datagram_networks import PAYLOAD, ROWS, TICK_US, Mailer, Network, endpoints, strangers
+from harness.datagram_networks import PAYLOAD, ROWS, TICK_US, Mailer, Network, endpoints, strangers
 from paceline.transports import Bound
 from paceline.transports.bounded_loss import endpoint_state as e
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datagram_networks import TICK_US, Mailer, Network, endpoints
+from harness.datagram_networks import TICK_US, Mailer, Network, endpoints
 from paceline.transports import Bound
 from paceline.transports.lossy_sums import add_survivors
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.ranks import Ranks, pool
 from paceline.errors import CollectiveMismatchError, PeerLostError, ProtocolError
 from paceline.process_group.executor import Executor
 from paceline.schedules import SCHEDULES, Link, Links, Topology, price, ring
 from paceline.transports.c10d import C10dTransport
-from ranks import Ranks, pool
 
 SUM = dist.ReduceOp.SUM
 TOPOLOGY = Topology((0, 0, 1, 1))

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from datagram_networks import endpoints
+from harness.datagram_networks import endpoints
 from paceline.transports import Bound
 from paceline.transports.bounded_loss import datagram_loop as loop
 from paceline.transports.bounded_loss import endpoint_state as e

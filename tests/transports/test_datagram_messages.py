@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datagram_networks import PAYLOAD, TICK_US, Mailer, Network
+from harness.datagram_networks import PAYLOAD, TICK_US, Mailer, Network
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.message_endpoint import MessageEndpoint
 

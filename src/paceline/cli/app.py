@@ -1,18 +1,47 @@
-"""The `paceline` command: registers all commands; errors are one paragraph, exit code 2 for usage and 1 for failure."""
+"""The `paceline` command: registers all commands; errors are one paragraph, exit code 2 for usage and 1 for failure.
+
+Other packages add theirs by an entry point of the group `paceline.commands`: a function that is called with `app`.
+"""
 
 from __future__ import annotations
 
 import sys
+from importlib.metadata import entry_points
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from paceline import __version__
-from paceline.cli import bench, demo, emulate, plan, run, serve, studies, svm
+from paceline.cli import demo, plan, run, serve
 from paceline.errors import ConfigurationError, PacelineError
+
+# Commands that come with another package of this repository: what brings them, and where it lies in a checkout.
+_ELSEWHERE = {
+    "bench": ("paceline-lab", "lab"),
+    "emulate": ("paceline-lab", "lab"),
+    "study": ("paceline-lab", "lab"),
+    "svm": ("paceline-svm", "svm"),
+}
+
+
+class _Commands(typer.core.TyperGroup):
+    """Answers a command whose package is not installed with the line that installs it."""
+
+    def resolve_command(self, context: Any, words: list[str]) -> Any:
+        name = words[0] if words else ""
+        if name in _ELSEWHERE and self.get_command(context, name) is None:
+            package, folder = _ELSEWHERE[name]
+            raise ConfigurationError(
+                f"`paceline {name}` comes with the package {package}, which is not installed here. Install it: "
+                f"`pip install {package}=={__version__}`, or in a checkout of the repository `pip install -e {folder}`."
+            )
+        return super().resolve_command(context, words)
+
 
 app = typer.Typer(
     name="paceline",
+    cls=_Commands,
     help="Data-parallel training on PyTorch.",
     add_completion=False,
     no_args_is_help=False,
@@ -52,13 +81,9 @@ def _front_door(
 app.command("run", **run.SETTINGS)(run.run)
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
-bench.bench.command("study")(studies.paper_figure)
-bench.bench.command("scaling")(studies.scaling)
-app.add_typer(bench.bench)
-app.command("emulate", **emulate.SETTINGS)(emulate.emulate)
 app.add_typer(plan.plan, name="plan")
-app.add_typer(studies.app, name="study")
-app.add_typer(svm.app, name="svm")
+for _package in sorted(entry_points(group="paceline.commands"), key=lambda entry: entry.name):
+    _package.load()(app)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -32,8 +32,8 @@ def demo(
     """Train on real images over several processes, and compare with one process on the same batches."""
     from rich.console import Console
 
-    from paceline.lab.demo.screen import Screen
-    from paceline.lab.demo.two_trainings import DemoSettings, run_demo
+    from paceline.demo.screen import Screen
+    from paceline.demo.two_trainings import DemoSettings, run_demo
 
     if epochs is None:
         epochs = 16 if data == "digits" else 3

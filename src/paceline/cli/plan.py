@@ -85,12 +85,12 @@ def predict(
             raise ConfigurationError(
                 f"--score shows the score so far and predicts nothing. To score a run: paceline plan score {source}"
             )
-        from paceline.lab.planner.scoring import show_scores
+        from paceline.plan.scoring import show_scores
 
         show_scores(report, [], as_json=as_json)
         return
-    from paceline.lab.planner.asked import Asked
-    from paceline.lab.planner.forecast import forecast
+    from paceline.plan.asked import Asked
+    from paceline.plan.forecast import forecast
 
     if source is None:
         raise ConfigurationError(
@@ -127,7 +127,7 @@ def record(
     steps: Steps = None,
 ) -> None:
     """Record how long each layer of a script computes, and which gradients it has; for `plan predict`."""
-    from paceline.lab.planner.script_recording import record_into
+    from paceline.plan.script_recording import record_into
 
     found = record_into(out, script, arguments or [], steps)
     accumulates = f"{found.num_micro_steps} micro-steps a step, each " if found.num_micro_steps > 1 else ""
@@ -147,6 +147,6 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Compare predictions with real runs; without any, show the score so far."""
-    from paceline.lab.planner.scoring import show_scores
+    from paceline.plan.scoring import show_scores
 
     show_scores(report, traces or [], as_json=as_json)

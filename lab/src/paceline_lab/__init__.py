@@ -1,0 +1,1 @@
+"""Measures, emulates and studies Paceline: benchmarks, emulated clusters, papers' claims, simulated networks."""

@@ -1,8 +1,0 @@
-"""Emulated clusters: hosts are network namespaces of one Linux machine; their links have a rate, loss and delay."""
-
-from paceline.lab.emulation.cluster import Counters, EmulatedCluster, EmulatedHost
-from paceline.lab.emulation.cluster_job import Outcome
-from paceline.lab.emulation.cluster_spec import ClusterSpec
-from paceline.lab.emulation.scenario import Change, Scenario
-
-__all__ = ["Change", "ClusterSpec", "Counters", "EmulatedCluster", "EmulatedHost", "Outcome", "Scenario"]

@@ -1,6 +1,0 @@
-"""Results to tables, JSON and figures; knows nothing of how they were measured."""
-
-from paceline.lab.report.publication import ReportFolder
-from paceline.lab.report.terminal import table
-
-__all__ = ["ReportFolder", "table"]

@@ -1,0 +1,205 @@
+"""`Asked`: what the command line of `paceline plan` says, checked; what it leaves out is measured or assumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import ConfigurationError
+from paceline.plan.links_here import LinkHere
+from paceline.plan.script_recording import DEFAULT_STEPS
+from paceline.plan.source import is_script, workload_of
+from paceline.planning import Cluster, HostLink, Plan, Servers, Workload
+from paceline.planning.round_patterns import ALL_REDUCES
+from paceline.planning.training_plan import DEFAULT_CAPS_BYTES, MEBIBYTE
+from paceline.schedules.topology import Link
+from paceline_lab.emulation import quantities
+
+_RANKS_PER_HOST = 8
+ASSUMED = {"rate": "25Gbit", "latency": "30us", "ranks_per_host": str(_RANKS_PER_HOST), "within": "800Gbit"}
+_COLLECTIVE_S = 3e-5  # of a library, for one collective; NCCL's launches are of that order
+_MESSAGE_S = 5e-6  # of a further message in a round
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says; None: not said, so measured on the hosts that it runs on, or `ASSUMED`.
+
+    Attributes:
+        source: A script, a file with a workload, a trace or a profile, or the name of a shipped workload.
+        arguments: Of the script.
+        to: The largest number of devices.
+        steps: To record; None: `DEFAULT_STEPS`.
+        ranks_per_host: Devices a host.
+        rate: Of each host's link, in words.
+        latency: Of a round between hosts, in words.
+        within: Rate within a host, all its devices together, in words.
+        loss: Of packets, in words.
+        bucket_cap_mb: None: torch's default, 1 and then 25 MiB.
+        algorithm: Of the all-reduce.
+        half: Gradients travel in 16 bits.
+        sync_every: Micro-steps a synchronization, which is a step; None: as recorded.
+        servers: Parameter servers; 0: an all-reduce.
+        server_rate: Of each server's link, in words; None: as the hosts'.
+        batch: Samples a device and forward; None: as recorded.
+        epoch_samples: None: epochs are not asked for.
+        price: Of a device and hour.
+        link_here: Measured between the hosts that it runs on; None: they are one.
+    """
+
+    source: str
+    arguments: tuple[str, ...] = ()
+    to: int = 256
+    steps: int | None = None
+    ranks_per_host: int | None = None
+    rate: str | None = None
+    latency: str | None = None
+    within: str | None = None
+    loss: str | None = None
+    bucket_cap_mb: float | None = None
+    algorithm: str = "ring"
+    half: bool = False
+    sync_every: int | None = None
+    servers: int = 0
+    server_rate: str | None = None
+    batch: int | None = None
+    epoch_samples: int | None = None
+    price: float | None = None
+    link_here: LinkHere | None = None
+
+    def __post_init__(self) -> None:
+        if self.to < 1:
+            raise ConfigurationError(f"--to {self.to} cannot be: a prediction is for 1 device or more.")
+        for option in ("ranks_per_host", "batch", "epoch_samples", "steps"):
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"--{option.replace('_', '-')} {value} cannot be. Pass 1 or more.")
+        if self.servers < 0:
+            raise ConfigurationError(
+                f"--servers {self.servers} cannot be. Pass 1 or more, or 0 for an all-reduce."
+            )
+        if self.price is not None and not 0 <= self.price < math.inf:
+            raise ConfigurationError(f"--price {self.price} cannot be. Pass the price of a device and hour.")
+        cap = self.bucket_cap_mb
+        if cap is not None and not cap >= 0:
+            raise ConfigurationError(f"--bucket-cap-mb {cap} cannot be. Pass MiB, 0 or more.")
+        if self.algorithm not in ("auto", *ALL_REDUCES):
+            raise ConfigurationError(
+                f"--algorithm {self.algorithm} is not one. Pass auto, or one of {', '.join(ALL_REDUCES)}."
+            )
+        self._refuse_what_would_be_ignored()
+        self.plan()
+        self.cluster(self.to)
+
+    def _refuse_what_would_be_ignored(self) -> None:
+        recorded = not is_script(self.source)
+        ignored = {
+            "--price": ("--epoch-samples, the samples of an epoch", self.epoch_samples, self.price),
+            "--server-rate": ("--servers, how many there are", self.servers, self.server_rate),
+            "--steps": ("a script: nothing else is recorded", not recorded, self.steps),
+            "arguments": ("a script: nothing else takes any", not recorded, self.arguments),
+        }
+        for option, (needed, has_it, value) in ignored.items():
+            if not has_it and value not in (None, ()):
+                raise ConfigurationError(f"{option} {value} would change nothing without {needed}.")
+        if self.servers and self.algorithm != Asked.algorithm:
+            raise ConfigurationError(
+                f"--algorithm {self.algorithm} would change nothing: with --servers there is no all-reduce."
+            )
+
+    def cluster(self, num_ranks: int) -> Cluster:
+        """The cluster of so many devices."""
+        latency_s, message_s = self._latency_s()
+        loss_ratio = 0.0 if self.loss is None else quantities.percentage(self.loss, "--loss")
+        link = HostLink(self._link_bytes_per_s(), latency_s, loss_ratio, message_s)
+        within = Link(5e-6, self._rate("within"))
+        per_host = self.ranks_per_host or (
+            _RANKS_PER_HOST if self.link_here is None else self.link_here.ranks_per_host
+        )
+        made = Cluster.of_equal_hosts(num_ranks, link, per_host, within)
+        return dataclasses.replace(made, collective_s=_COLLECTIVE_S)
+
+    def plan(self, recorded_micro_steps: int = 1) -> Plan:
+        """How gradients are reduced; of a workload that was recorded with so many micro-steps a step."""
+        cap = self.bucket_cap_mb
+        caps: tuple[float, ...] = DEFAULT_CAPS_BYTES if cap is None else (cap * MEBIBYTE,)
+        servers = None
+        if self.servers:
+            rate = self._link_bytes_per_s() if self.server_rate is None else self._rate("server_rate")
+            servers = Servers(self.servers, rate)
+        return Plan(
+            caps,
+            self.algorithm,
+            payload_ratio=0.5 if self.half else 1.0,
+            sync_every=recorded_micro_steps if self.sync_every is None else self.sync_every,
+            servers=servers,
+        )
+
+    def _link_bytes_per_s(self) -> float:
+        if self.rate is None and self.link_here is not None:
+            return self.link_here.bytes_per_s
+        return self._rate("rate")
+
+    def _latency_s(self) -> tuple[float, float]:
+        """Of a round between hosts, and of a further message in it."""
+        if self.latency is None and self.link_here is not None:
+            return self.link_here.latency_s, self.link_here.message_s
+        return quantities.seconds(self.latency or ASSUMED["latency"], "--latency"), _MESSAGE_S
+
+    def _rate(self, name: str) -> float:
+        text = getattr(self, name) or ASSUMED[name]
+        rate = quantities.rate(text, f"--{name.replace('_', '-')}") / 8
+        if rate <= 0:
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} {text} carries nothing. Pass a rate above 0."
+            )
+        return rate
+
+    def assumptions(self, recorded_micro_steps: int = 1) -> str:
+        """What nobody said, in words; empty if everything was."""
+        missing = {name: ASSUMED[name] for name in ASSUMED if self.origin(name) == "assumed"}
+        if recorded_micro_steps > 1 and self.sync_every is None:
+            missing["sync_every"] = f"{recorded_micro_steps} (as recorded)"
+        return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in missing.items())
+
+    def origin(self, name: str) -> str:
+        """Where a figure of `ASSUMED` comes from: "given", "measured" or "assumed"."""
+        if getattr(self, name) is not None:
+            return "given"
+        return "assumed" if self.link_here is None or name == "within" else "measured"
+
+    def links(self) -> dict[str, Any]:
+        """The figures of the link between hosts, with where each comes from; bytes a second, and seconds."""
+        return {
+            "rate": {"bytes_per_s": self._link_bytes_per_s(), "from": self.origin("rate")},
+            "latency": {"s": self._latency_s()[0], "from": self.origin("latency")},
+            "within": {"bytes_per_s": self._rate("within"), "from": self.origin("within")},
+            "measured": None if self.link_here is None else dataclasses.asdict(self.link_here),
+        }
+
+    def link_words(self) -> str:
+        """The same in one line."""
+        rate = quantities.show_rate(8 * self._link_bytes_per_s())
+        words = (
+            f"link between hosts: {rate} ({self.origin('rate')}), {quantities.show_seconds(self._latency_s()[0])} a "
+            f"round ({self.origin('latency')})"
+        )
+        here = self.link_here
+        if here is not None:
+            shared = ", which share a machine, with what that costs" if here.on_one_machine else ""
+            return (
+                f"{words}; measured over TCP between the {here.num_hosts} hosts here{shared}: "
+                f"{quantities.show_rate(8 * here.bytes_per_s)}, {quantities.show_seconds(here.latency_s)} a round"
+            )
+        if "assumed" in (self.origin("rate"), self.origin("latency")):
+            words += "; this is one host, which has no such link to measure (see docs/guide/plan.md#on-several-hosts)"
+        return words
+
+    def workload(self) -> Workload:
+        """Load or record it."""
+        found = workload_of(self.source, self.arguments, self.steps or DEFAULT_STEPS)
+        if self.batch is None:
+            return found
+        return dataclasses.replace(found, samples_per_step=self.batch * found.num_micro_steps)

@@ -1,0 +1,110 @@
+"""Runs a training script for some steps in a process of its own, and returns the workload that it is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from paceline.errors import ConfigurationError, PacelineError
+from paceline.launch import Keeper
+from paceline.launch.keeper import MARK
+from paceline.planning import Workload
+
+DEFAULT_STEPS = 20
+_OF_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+
+
+class RecordingError(PacelineError, RuntimeError):
+    """A script could not be recorded; nothing of it runs any more."""
+
+
+def record_script(script: Path, arguments: Sequence[str], num_steps: int = DEFAULT_STEPS) -> Workload:
+    """Run a script as one rank until it has trained enough steps.
+
+    Its output goes to stderr. It is stopped as if it had called `sys.exit()` within `optimizer.step()`.
+
+    Args:
+        script: A Python file that trains with torch.
+        arguments: Its own.
+        num_steps: Recorded after the warm-up.
+
+    Raises:
+        ConfigurationError: There is no such script, or it never trained a step.
+        RecordingError: It failed.
+    """
+    if not script.is_file():
+        raise ConfigurationError(
+            f"there is no script {script}. Pass a Python file, or a workload that was recorded."
+        )
+    if num_steps < 1:
+        raise ConfigurationError(f"--steps {num_steps} records nothing. Pass 1 or more.")
+    launch_id = uuid.uuid4().hex
+    with Keeper(launch_id) as keeper:
+        trace = keeper.folder / "trace.jsonl"
+        words = [sys.executable, "-m", "paceline.plan.recorded_program"]
+        words += [str(trace), str(num_steps), str(script), *arguments]
+        with _one_rank() as environment:
+            code = subprocess.run(
+                words, env=environment | {MARK: launch_id}, stdout=sys.stderr, check=False
+            ).returncode
+        seen = _seen(trace)
+        if code != 0:
+            raise RecordingError(
+                f"{script} ended with exit code {code} after {seen.get('num_steps', 0)} steps; its own output is "
+                "above. Make it run by itself first."
+            )
+        if not seen.get("num_steps"):
+            raise ConfigurationError(
+                f"{script} ended without a training step: {seen.get('num_forwards', 0)} forward passes of a module "
+                "with trainable parameters, no backward with an optimizer's step after it. There is nothing to plan."
+            )
+        return Workload.load(trace)
+
+
+def record_into(out: Path, script: Path, arguments: Sequence[str], num_steps: int | None = None) -> Workload:
+    """Record a script and save its workload, which is returned; as `record_script`.
+
+    Raises:
+        ConfigurationError: `out` cannot be written, which is found before the script runs.
+    """
+    reasons = {
+        "it is a folder": out.is_dir(),
+        f"there is no folder {out.parent}": not out.parent.is_dir(),
+        "it may not be written to": not os.access(out if out.exists() else out.parent, os.W_OK),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigurationError(f"--out {out} cannot be written: {reason}. Pass another file.")
+    found = record_script(script, arguments, DEFAULT_STEPS if num_steps is None else num_steps)
+    found.save(out)
+    return found
+
+
+def _seen(trace: Path) -> dict[str, int]:
+    try:
+        found: dict[str, int] = json.loads(Path(f"{trace}.seen").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+@contextlib.contextmanager
+def _one_rank() -> Iterator[dict[str, str]]:
+    """An environment in which a script written for torchrun forms a group of one; its port is kept for it meanwhile."""
+    # A launcher's, if this runs as a rank: with torchrun's the script would look for the agent's store.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    with (
+        socket.socket() as holder
+    ):  # bound, so that nobody else is given the port; with the option a store may listen
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = str(holder.getsockname()[1])
+        yield {**outside, **rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -1,0 +1,210 @@
+"""`paceline svm`: fit, predict and cross-validate a kernel SVM on files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="Kernel SVMs on files in LIBSVM's format or CSV (target in the last column).")
+
+_Data = Annotated[Path, typer.Argument(help="A .csv file, or one in LIBSVM's format.")]
+_Ranks = Annotated[int, typer.Option(min=1, help="Worker processes.")]
+_Task = Annotated[str, typer.Option(help="classify, regress or novelty.")]
+_Kernel = Annotated[str, typer.Option(help="rbf, linear, poly or sigmoid.")]
+_Cost = Annotated[float, typer.Option("--C", help="Price of a violation (classify, regress).")]
+_Gamma = Annotated[str, typer.Option(help="scale, auto or a number.")]
+_Tol = Annotated[float, typer.Option(help="Largest violation of optimality.")]
+_Epsilon = Annotated[float, typer.Option(help="Half width of the tube (regress).")]
+_Nu = Annotated[float, typer.Option(help="Bound of the outliers (novelty).")]
+_Elimination = Annotated[str, typer.Option(help="adaptive, none, or such as multi-5% or single-500.")]
+_CacheSize = Annotated[
+    str,
+    typer.Option(help="Megabytes for kernel rows on each rank, or auto: as many as pay, of what is there."),
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON to stdout.")]
+
+
+def register(commands: typer.Typer) -> None:
+    """Add `svm` to `paceline`'s commands; the entry point `paceline.commands` names this function."""
+    commands.add_typer(app, name="svm")
+
+
+@app.command()
+def fit(
+    data: _Data,
+    model: Annotated[Path, typer.Option(help="Where the model goes, in joblib's format.")] = Path(
+        "model.joblib"
+    ),
+    ranks: _Ranks = 1,
+    task: _Task = "classify",
+    kernel: _Kernel = "rbf",
+    cost: _Cost = 1.0,
+    gamma: _Gamma = "scale",
+    tol: _Tol = 1e-3,
+    epsilon: _Epsilon = 0.1,
+    nu: _Nu = 0.5,
+    elimination: _Elimination = "adaptive",
+    cache_size: _CacheSize = "auto",
+    figure: Annotated[Path | None, typer.Option(help="Draw the convergence here, say gap.png.")] = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Fit a model to a file with several processes, and write it to a file."""
+    parameters = _parameters(task, kernel, cost, gamma, tol, epsilon, nu, elimination, cache_size)
+    with tempfile.TemporaryDirectory(prefix="paceline-svm-") as folder:
+        result = _run(data, ranks, folder, task, parameters, is_quiet=as_json)
+        shutil.copyfile(Path(folder, "model.joblib"), model)
+    if figure is not None:
+        _draw(figure, result["progress"])
+    if as_json:
+        print(json.dumps({**result, "ranks": ranks, "model": str(model)}))
+        return
+    gap = max(result["gap"])
+    print(
+        f"{result['num_support']} support vectors of {result['num_samples']} samples; largest violation {gap:.2g} "
+        f"over all samples ({'at most' if result['converged'] else 'ABOVE'} tol {result['tol']:g}); "
+        f"{result['fit_s']:.2f} s on {ranks} rank(s). Model: {model}"
+    )
+
+
+@app.command()
+def predict(
+    data: _Data,
+    model: Annotated[Path, typer.Option(help="A file that `fit` wrote; only open files you trust.")] = Path(
+        "model.joblib"
+    ),
+    output: Annotated[Path | None, typer.Option(help="Where the predictions go; stdout if left out.")] = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Predict the targets of a file's rows, one a line, and compare with those that the file has."""
+    import joblib
+    import numpy as np
+
+    from paceline.errors import ConfigurationError
+    from paceline_svm.file_job import read_table
+
+    if not model.is_file():
+        raise ConfigurationError(
+            f"there is no model {model}. Make one: paceline svm fit DATA --model {model}"
+        )
+    fitted = joblib.load(model)
+    table = read_table(data, fitted.n_features_in_)
+    predictions = fitted.predict(table.X)
+    score = None if hasattr(fitted, "offset_") else float(fitted.score(table.X, table.y))
+    if as_json:
+        print(json.dumps({"predictions": np.asarray(predictions).tolist(), "score": score}))
+        return
+    lines = "".join(f"{prediction}\n" for prediction in predictions)
+    if output is None:
+        sys.stdout.write(lines)
+    else:
+        output.write_text(lines)
+    if score is not None:
+        name = "accuracy" if hasattr(fitted, "classes_") else "R2"
+        print(f"{name} against the file's targets: {score:.4f}", file=sys.stderr)
+
+
+@app.command("cross-validate")
+def cross_validate(
+    data: _Data,
+    folds: Annotated[int, typer.Option(min=2, help="How many parts.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the parts.")] = 0,
+    ranks: _Ranks = 1,
+    task: _Task = "classify",
+    kernel: _Kernel = "rbf",
+    cost: _Cost = 1.0,
+    gamma: _Gamma = "scale",
+    tol: _Tol = 1e-3,
+    epsilon: _Epsilon = 0.1,
+    nu: _Nu = 0.5,
+    elimination: _Elimination = "adaptive",
+    cache_size: _CacheSize = "auto",
+    as_json: _AsJson = False,
+) -> None:
+    """Score a model on parts of a file that it was not fitted to."""
+    parameters = _parameters(task, kernel, cost, gamma, tol, epsilon, nu, elimination, cache_size)
+    with tempfile.TemporaryDirectory(prefix="paceline-svm-") as folder:
+        result = _run(data, ranks, folder, task, parameters, is_quiet=as_json, num_folds=folds, seed=seed)
+    if as_json:
+        print(json.dumps({**result, "ranks": ranks}))
+        return
+    name = {"classify": "accuracy", "regress": "R2", "novelty": "fraction taken as inliers"}[task]
+    scores = ", ".join(f"{score:.4f}" for score in result["scores"])
+    print(f"{name} over {folds} folds: mean {result['mean']:.4f} ({scores})")
+
+
+@app.command("compile")
+def compile_now() -> None:
+    """Compile the solver's code for this machine now, so that no first fit waits for it: in an image, say."""
+    from paceline_svm.ahead_of_time import compile_all
+
+    found = compile_all()
+    print(f"{found.num_functions} functions compiled in {found.seconds:.1f} s")
+
+
+def _parameters(
+    task: str,
+    kernel: str,
+    cost: float,
+    gamma: str,
+    tol: float,
+    epsilon: float,
+    nu: float,
+    elimination: str,
+    cache_size: str,
+) -> dict[str, Any]:
+    from paceline.errors import ConfigurationError
+
+    shared: dict[str, Any] = {"kernel": kernel, "tol": tol, "elimination": elimination}
+    try:
+        shared["cache_size"] = "auto" if cache_size == "auto" else float(cache_size)
+    except ValueError:
+        raise ConfigurationError(f"--cache-size {cache_size} is not auto or a number of megabytes.") from None
+    try:
+        shared["gamma"] = gamma if gamma in ("scale", "auto") else float(gamma)
+    except ValueError:
+        raise ConfigurationError(f"--gamma {gamma} is not scale, auto or a number.") from None
+    own = {"classify": {"C": cost}, "regress": {"C": cost, "epsilon": epsilon}, "novelty": {"nu": nu}}
+    if task not in own:
+        raise ConfigurationError(f"--task {task} is not one of {', '.join(own)}.")
+    return {**shared, **own[task]}
+
+
+def _run(
+    data: Path, ranks: int, folder: str, task: str, parameters: dict[str, Any], is_quiet: bool, **more: int
+) -> dict[str, Any]:
+    """Do a job in this process or over ranks; its result."""
+    from paceline_svm.file_job import Job, read_table, run
+
+    job = Job(folder, task, parameters, is_quiet=is_quiet, **more)
+    path = job.save(read_table(data))
+    if ranks == 1:
+        run(job)
+    else:
+        from paceline.launch import launch, parse
+
+        words = ["--standalone", "--nproc-per-node", str(ranks), "--share-devices"]
+        launch(parse([*words, "-m", "paceline_svm.file_job", str(path)]), note=lambda _: None)
+    result: dict[str, Any] = json.loads(job.result_file.read_text())
+    return result
+
+
+def _draw(path: Path, progress: list[dict[str, Any]]) -> None:
+    import importlib.util
+
+    from paceline.errors import ConfigurationError
+    from paceline_lab.report.figures import draw_figure
+    from paceline_lab.report.look import OURS
+    from paceline_lab.report.panels import Line, Lines
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError("--figure needs matplotlib. pip install matplotlib")
+    gaps = [(float(i), point["gap"]) for i, point in enumerate(progress, 1)]
+    line = Line("of the active samples", gaps, OURS, marker="")
+    panel = Lines("", "working sets", "largest violation of optimality", [line])
+    draw_figure(path, f"After {len(gaps)} working sets the largest violation is {gaps[-1][1]:.1e}", [panel])

@@ -1,0 +1,312 @@
+"""What SVC, SVR and OneClassSVM share: scikit-learn's estimator contract around the distributed solver."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.validation import check_is_fitted
+
+from paceline.host.memory import available_bytes
+from paceline.numba_cache import without_waiting
+from paceline_svm.compilation import shown
+from paceline_svm.elimination import Elimination
+from paceline_svm.kernels import Kernel, expand
+from paceline_svm.placement import is_for_one, solve
+from paceline_svm.problem import Problem, Progress, Solution, SolverSettings
+from paceline_svm.sample_forms import DenseSamples, GramSamples, Samples, SparseSamples
+from paceline_svm.thread_pool import thread_pool
+from paceline_svm.training_set import TrainingSet, agreed, has_peers, world_for
+from paceline_svm.validation import Validation, called
+from paceline_svm.world import Alone, World
+
+_CACHE_BYTES = 500e6
+_MEMORY_RATIO = 0.5  # of the memory that is there, which the ranks' caches may grow to together
+_WIDE = 64  # features from which products cost more than exponentials
+
+
+class KernelMachine(Validation):
+    """An estimator whose model is a kernel expansion.
+
+    Concrete classes set up their problems in `_solve_all` and predict from `_expansion`.
+    """
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.pairwise = self.kernel == "precomputed"
+        tags.input_tags.sparse = self.kernel != "precomputed" and not callable(self.kernel)
+        return tags
+
+    # -- fit
+
+    def _fit(self, X: Any, y: Any, sample_weight: Any) -> None:
+        """Check, number the samples over all ranks, solve, and keep the model."""
+        world = world_for(self.rows if isinstance(self.rows, str) else "own")
+        is_alone = world.num_ranks == 1 and not has_peers()
+        X, y, weights = agreed(world, lambda: self._checked(X, y, sample_weight))
+        if self.rows == "all" and world.num_ranks > 1 and self._is_for_one(X, y) and world.rounds_alike:
+            world = Alone()
+        targets = self._encoded(world, y)
+        data = TrainingSet.gathered(world, self.rows, X, targets, weights)
+        self._check_all(data)
+        self.shape_fit_ = (data.num_rows, self.n_features_in_)
+        self._sparse = sp.issparse(X)
+        self._gamma = self._resolved_gamma(world, X)
+        self._kernel = Kernel(self._kernel_name(), self._gamma, float(self.coef0), float(self.degree))
+        self._check_kernel(data)
+        with (
+            thread_pool(),
+            shown(always=bool(self.verbose) and not callable(self.verbose)),
+            without_waiting(
+                really=is_alone
+            ),  # models that several ranks fit, each alone, are the same to the last bit
+        ):
+            self._solve_all(data, self._what_the_kernel_sees(data))
+
+    def _is_for_one(self, X: Any, y: Any) -> bool:
+        """Whether there is nothing to share with other ranks that have the same rows."""
+        return not callable(self.kernel) and is_for_one(X)
+
+    def _encoded(self, world: World, y: Any) -> NDArray[np.float64]:
+        return np.asarray(y, np.float64)
+
+    def _kernel_name(self) -> str:
+        return "precomputed" if callable(self.kernel) else str(self.kernel)
+
+    def _resolved_gamma(self, world: World, X: Any) -> float:
+        """Gamma as a number; `scale` takes the variance of all rows of all ranks. Collective."""
+        if self._kernel_name() == "precomputed":
+            return 0.0
+        if self.gamma == "auto":
+            return 1.0 / int(self.n_features_in_)
+        if self.gamma != "scale":
+            return float(self.gamma)
+
+        def total(number: float) -> float:
+            if self.rows == "all":
+                return number
+            return float(world.total(np.array([number], np.float64), "finding the variance")[0])
+
+        count = total(X.shape[0] * X.shape[1])
+        mean = total(X.sum(dtype=np.float64)) / count
+        if sp.issparse(X):
+            variance = total(X.multiply(X).sum(dtype=np.float64)) / count - mean**2
+        else:
+            centred = np.asarray(X, np.float64) - mean
+            variance = total(np.einsum("ij,ij->", centred, centred)) / count
+        return 1.0 / (int(self.n_features_in_) * variance) if variance > 0 else 1.0
+
+    def _what_the_kernel_sees(self, data: TrainingSet) -> Samples:
+        """This rank's samples in the form that suits the kernel. Collective."""
+        samples = data.samples
+        if callable(self.kernel):
+            every = np.arange(len(samples))
+            everyone = data.everywhere(samples, every)
+            values = agreed(data.world, lambda: called(self.kernel, samples, everyone))
+            gram = np.zeros((len(samples), data.num_rows))
+            gram[:, everyone.ids] = values
+            return GramSamples(samples.ids, gram)
+        if self.kernel == "precomputed":
+            return GramSamples(samples.ids, samples.rows)  # type: ignore[attr-defined]
+        if self.kernel == "rbf" and isinstance(samples, DenseSamples) and samples.dtype == np.float64:
+            # Distances do not change, and single precision loses least near the origin. Rows that are in single
+            # precision already would be rounded.
+            sums = data.world.total(samples.rows.sum(axis=0, dtype=np.float64), "finding the mean")
+            mean = (sums / len(data.all_ids)).astype(samples.dtype)
+            return DenseSamples.of(samples.rows - mean, samples.ids)
+        return samples
+
+    def _start(self, data: TrainingSet, shape: tuple[int, int]) -> NDArray[np.float64] | None:
+        """The last fit's table over the rows of all ranks, if it is to be started from and suits; else None."""
+        if (
+            not getattr(self, "warm_start", False)
+            or getattr(self, "_table", np.empty((0, 0))).shape[0] != shape[0]
+        ):
+            return None
+        if self._num_rows != shape[1]:
+            return None
+        table = np.zeros(shape)
+        table[:, self.support_] = self._table
+        return table
+
+    def _settings(self) -> SolverSettings:
+        elimination = Elimination.named(self.elimination if self.shrinking else "none")
+        grows = self.cache_size == "auto" and elimination.every is None  # with elimination it takes longer
+        return SolverSettings(
+            tol=float(self.tol),
+            max_steps=int(self.max_iter),
+            cache_bytes=_CACHE_BYTES if self.cache_size == "auto" else float(self.cache_size) * 1e6,
+            most_cache_bytes=_MEMORY_RATIO * available_bytes() if grows else 0.0,
+            elimination=elimination,
+            report=self.verbose if callable(self.verbose) else (_show if self.verbose else None),
+        )
+
+    def _solve(self, data: TrainingSet, problem: Problem) -> Solution:
+        """Solve one problem of all ranks. Collective."""
+        solution = solve(problem, self._settings(), data.world)
+        self._warn(solution)
+        return solution
+
+    def _warn(self, solution: Solution) -> None:
+        if not solution.converged:
+            warnings.warn(
+                f"Solver stopped after {solution.counters.num_steps} pair updates "
+                f"(working sets: {solution.counters.num_exchanges}) with a violation of {solution.gap:.3g}, above "
+                f"tol={self.tol:g}. Consider pre-processing your data with StandardScaler or MinMaxScaler, or a "
+                "larger max_iter.",
+                ConvergenceWarning,
+                stacklevel=6,
+            )
+
+    @abstractmethod
+    def _solve_all(self, data: TrainingSet, matrix: Samples) -> None:
+        """Solve what there is to solve, and call `_keep`."""
+
+    def _keep(
+        self, data: TrainingSet, table: NDArray[np.float64], offsets: list[float], solutions: list[Solution]
+    ) -> NDArray[np.int64]:
+        """Keep the model: every rank gets all support vectors.
+
+        Args:
+            data: The training set.
+            table: Coefficients of this rank's samples, shape (R, N).
+            offsets: Of every problem.
+            solutions: Of every problem.
+
+        Returns:
+            Numbers of the support vectors among `data.all_ids`, ascending.
+        """
+        local = np.flatnonzero(table.any(axis=0))
+        columns = data.everywhere(
+            DenseSamples.of(np.ascontiguousarray(table[:, local].T), data.samples.ids[local]),
+            np.arange(len(local)),
+        )
+        self._table = np.ascontiguousarray(columns.rows.T)  # type: ignore[attr-defined]
+        self._offsets = np.array(offsets)
+        self.support_ = columns.ids.astype(np.int32)
+        self.support_vectors_ = (
+            np.empty((0, 0))  # a Gram matrix has no rows of features
+            if self.kernel == "precomputed"
+            else data.everywhere(data.samples, local).rows  # type: ignore[attr-defined]
+        )
+        self._num_rows = data.num_rows
+        self.fit_status_ = int(not all(solution.converged for solution in solutions))
+        self.counters_ = tuple(solution.counters for solution in solutions)
+        self._objectives = [(solution.objective, solution.linear_part) for solution in solutions]
+        return np.searchsorted(data.all_ids, columns.ids)
+
+    def _keep_one(self, data: TrainingSet, solution: Solution) -> None:
+        """Keep the model of a single problem over all samples."""
+        self._keep(data, solution.beta[None], [solution.offset], [solution])
+        self.dual_coef_ = self._table
+        self.intercept_ = -self._offsets
+        self.n_support_ = np.array([len(self.support_)], np.int32)
+        self.n_iter_: Any = solution.counters.num_steps
+        self.gap_: Any = solution.gap
+
+    @property
+    def objective_(self) -> Any:
+        """Dual objective (to be minimised), in double precision.
+
+        After a fit whose kernel rows were in single precision it is computed when first asked for, from the kernel
+        values of all support vectors with each other: it may take a part of the time of the fit.
+        """
+        if not hasattr(self, "_objectives"):
+            raise AttributeError(f"{type(self).__name__} is not fitted yet, so it has no objective_")
+        for k, (_, linear_part) in enumerate(self._objectives):
+            if linear_part is not None:
+                self._objectives[k] = 0.5 * self._squared_length(k) + linear_part, None
+        return self._shown([objective for objective, _ in self._objectives])
+
+    def _shown(self, objectives: list[float]) -> Any:
+        """Objectives of all problems in the form of the attribute."""
+        return objectives[0]
+
+    def _coefficients_of(self, problem: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Which support vectors a problem has, and their coefficients."""
+        return np.arange(len(self.support_)), self._table[0]
+
+    def _squared_length(self, problem: int) -> float:
+        """The quadratic part, b'Kb, of a problem, in double precision."""
+        members, beta = self._coefficients_of(problem)
+        support = self._sampled(self.support_vectors_[members]).astype(np.float64)
+        with thread_pool():
+            sums = expand(self._kernel, support, beta[None], support)
+        return float(sums[0] @ beta)
+
+    # -- predict
+
+    def _expansion(self, X: Any, support: slice) -> NDArray[np.float64]:
+        """Sums of kernel values of some support vectors by each row of their table, shape (N, R).
+
+        Args:
+            X: Rows that `_seen_rows` returned.
+            support: Which support vectors.
+        """
+        table = self._table[:, support]
+        if callable(self.kernel):
+            return np.asarray(self.kernel(X, self.support_vectors_[support]) @ table.T, np.float64)
+        if self.kernel == "precomputed":
+            return np.asarray(X[:, self.support_[support]] @ table.T, np.float64)
+        behind, rows = self._sampled(self.support_vectors_[support]), self._sampled(X)
+        dtype = self._precision(behind.squares, table)
+        with thread_pool(), without_waiting(really=not has_peers()):
+            sums = expand(self._kernel, behind.astype(dtype), table, rows.astype(dtype))
+        return np.asarray(sums.T)
+
+    def _kernel_values(self, X: Any) -> NDArray[np.float64]:
+        """Of all support vectors with some rows, in double precision, shape (support vectors, N)."""
+        if self.kernel == "precomputed":
+            return np.asarray(X[:, self.support_].T, np.float64)
+        behind, rows = self._sampled(self.support_vectors_), self._sampled(X)
+        return self._kernel.values(behind.astype(np.float64), rows.astype(np.float64))
+
+    def _sampled(self, rows: Any) -> Any:
+        form: Any = SparseSamples if self._sparse else DenseSamples
+        return form.of(rows, np.arange(rows.shape[0]))
+
+    def _precision(self, squares: NDArray[np.float64], table: NDArray[np.float64]) -> Any:
+        """Single for the kernel values of a prediction, where that pays and errs by less than a tenth of `tol`.
+
+        A kernel value errs by half an epsilon for each unit of its exponent's parts; errors add up as roots of squares.
+        """
+        if self._kernel.name != "rbf" or self.n_features_in_ < _WIDE:
+            return np.float64
+        exponent = 2 * self._kernel.gamma * float(squares.max(initial=0.0))
+        error = (
+            0.5 * np.finfo(np.float32).eps * (exponent + 4) * np.sqrt((table**2).sum(axis=1).max(initial=0.0))
+        )
+        return np.float32 if error <= 0.1 * self.tol else np.float64
+
+    def _decisions(self, X: Any) -> NDArray[np.float64]:
+        """Values of the only problem, shape (N,)."""
+        return np.asarray(self._expansion(self._seen_rows(X), slice(None))[:, 0] - self._offsets[0])
+
+    @property
+    def coef_(self) -> Any:
+        """Weights of the features; with a linear kernel only."""
+        if self.kernel != "linear":
+            raise AttributeError("coef_ is only available when using a linear kernel")
+        check_is_fitted(self)
+        return self._weights_of_features()
+
+    def _weights_of_features(self) -> Any:
+        return self._signed(self.dual_coef_) @ self.support_vectors_
+
+    def _signed(self, dual: NDArray[np.float64]) -> Any:
+        return sp.csr_matrix(dual) if self._sparse else dual
+
+
+def _show(progress: Progress) -> None:
+    """Print a line, for verbose=True."""
+    print(  # noqa: T201 - verbose=True asks for it
+        f"working set {progress.num_exchanges}: violation {progress.gap:.3g}, {progress.num_active} active samples, "
+        f"{progress.num_support} support vectors, {progress.num_steps} pair updates, {progress.elapsed_s:.1f} s",
+        file=sys.stderr,
+    )

@@ -1,0 +1,249 @@
+"""What `paceline svm fit` and `cross-validate` do on every rank: `python -m paceline_svm.file_job JOB.json`.
+
+The command line reads the data once, in LIBSVM's sparse format or CSV, and leaves it in a folder; every rank takes its
+part from there. A mistake in a data file is named with its line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import scipy.sparse as sp
+import torch.distributed as dist
+from numpy.typing import NDArray
+from sklearn.datasets import load_svmlight_file
+from sklearn.model_selection import KFold, StratifiedKFold
+
+from paceline.errors import ConfigurationError
+from paceline_svm.classifier import SVC
+from paceline_svm.novelty import OneClassSVM
+from paceline_svm.problem import Progress
+from paceline_svm.regressor import SVR
+
+ESTIMATORS = {"classify": SVC, "regress": SVR, "novelty": OneClassSVM}
+_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows and targets of a file.
+
+    Attributes:
+        X: Shape (N, D), dense from CSV, CSR from LIBSVM's format.
+        y: Targets, shape (N,): numbers, or words if not all are numbers.
+    """
+
+    X: Any
+    y: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do; every rank reads the same file.
+
+    Attributes:
+        folder: Where the data is, and where rank 0 leaves the result.
+        task: `classify`, `regress` or `novelty`.
+        parameters: Of the estimator.
+        num_folds: Cross-validate with as many folds; 0 fits on all rows.
+        seed: Of the folds.
+        is_quiet: Whether to print no progress.
+    """
+
+    folder: str
+    task: str
+    parameters: dict[str, Any]
+    num_folds: int = 0
+    seed: int = 0
+    is_quiet: bool = False
+
+    @property
+    def model_file(self) -> Path:
+        return Path(self.folder, "model.joblib")
+
+    @property
+    def result_file(self) -> Path:
+        return Path(self.folder, "result.json")
+
+    def save(self, table: Table) -> Path:
+        """Write the data and this job; returns the job's file."""
+        folder = Path(self.folder)
+        if sp.issparse(table.X):
+            sp.save_npz(folder / "X.npz", table.X, compressed=False)
+        else:
+            np.save(folder / "X.npy", table.X)
+        np.save(folder / "y.npy", table.y)
+        path = folder / "job.json"
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+        return path
+
+    def load_table(self) -> Table:
+        folder = Path(self.folder)
+        sparse = folder / "X.npz"
+        X = sp.load_npz(sparse) if sparse.exists() else np.load(folder / "X.npy", mmap_mode="r")
+        return Table(X, np.load(folder / "y.npy"))
+
+
+@dataclass
+class Log:
+    """Progress of a fit: printed now and then, kept for the figure."""
+
+    is_quiet: bool
+    points: list[Progress] = field(default_factory=list)
+    printed_s: float = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        self.points.append(progress)
+        now_s = time.monotonic()
+        if not self.is_quiet and now_s - self.printed_s >= _PAUSE_S:
+            self.printed_s = now_s
+            print(  # noqa: T201 - a command's progress
+                f"{progress.elapsed_s:6.1f} s: violation {progress.gap:.3g}, {progress.num_active} active samples, "
+                f"{progress.num_support} support vectors",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def run(job: Job) -> None:
+    """Do the job with the ranks there are; rank 0 writes the result."""
+    table = job.load_table()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    result = _cross_validate(job, table) if job.num_folds else _fit(job, table, rank)
+    if rank == 0:
+        job.result_file.write_text(json.dumps(result))
+
+
+def _estimator(job: Job, log: Log) -> Any:
+    return ESTIMATORS[job.task](**job.parameters, rows="all", verbose=log)
+
+
+def _fit(job: Job, table: Table, rank: int) -> dict[str, Any]:
+    log = Log(job.is_quiet)
+    started_s = time.monotonic()
+    model = _estimator(job, log).fit(table.X, table.y)
+    elapsed_s = time.monotonic() - started_s
+    if rank == 0:
+        model.verbose = False  # the log belongs to this fit
+        joblib.dump(model, job.model_file)
+    return {
+        "num_samples": model.shape_fit_[0],
+        "num_features": model.shape_fit_[1],
+        "num_support": len(model.support_),
+        "fit_s": elapsed_s,
+        "tol": model.tol,
+        "gap": np.atleast_1d(model.gap_).tolist(),
+        "objective": np.atleast_1d(model.objective_).tolist(),
+        "converged": model.fit_status_ == 0,
+        "counters": [counters._asdict() for counters in model.counters_],
+        "progress": [dataclasses.asdict(point) for point in log.points],
+    }
+
+
+def _cross_validate(job: Job, table: Table) -> dict[str, Any]:
+    folds: Any = StratifiedKFold if job.task == "classify" else KFold
+    scores = []
+    splits = folds(job.num_folds, shuffle=True, random_state=job.seed).split(np.zeros(len(table.y)), table.y)
+    for train, test in splits:
+        model = _estimator(job, Log(job.is_quiet)).fit(table.X[train], table.y[train])
+        if job.task == "novelty":
+            scores.append(float(np.mean(model.predict(table.X[test]) == 1)))
+        else:
+            scores.append(float(model.score(table.X[test], table.y[test])))
+    return {"num_samples": len(table.y), "scores": scores, "mean": float(np.mean(scores))}
+
+
+def read_table(path: Path, num_features: int | None = None) -> Table:
+    """Read a file; `.csv` is CSV with the target in the last column, anything else is LIBSVM's format.
+
+    Args:
+        path: The file.
+        num_features: Columns to make room for in LIBSVM's format, whose rows end at their last non-zero.
+
+    Raises:
+        ConfigurationError: It is not there, or is not in that format; names the line.
+    """
+    if not path.is_file():
+        raise ConfigurationError(
+            f"there is no file {path}. Check the path; LIBSVM's format and CSV can be read."
+        )
+    table = _read_csv(path) if path.suffix.lower() == ".csv" else _read_libsvm(path, num_features)
+    if table.X.shape[0] == 0:
+        raise ConfigurationError(f"{path} has no rows.")
+    return table
+
+
+def _read_libsvm(path: Path, num_features: int | None) -> Table:
+    try:
+        X, y = load_svmlight_file(str(path), n_features=num_features, zero_based=False)
+    except (ValueError, OverflowError, UnicodeDecodeError) as error:
+        raise _first_mistake(path, num_features, error) from error
+    return Table(sp.csr_matrix(X), y)
+
+
+def _first_mistake(path: Path, num_features: int | None, error: Exception) -> ConfigurationError:
+    """Read slowly, to say in which line it is."""
+    lines = path.read_bytes().decode(errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        words = line.split("#", 1)[0].split()
+        last = 0
+        for at, word in enumerate(words):
+            try:
+                index, _, value = word.rpartition(":") if at else ("1", ":", word)
+                float(value)
+                position = int(index)
+            except ValueError:
+                return _wrong(path, number, f"{word!r} is not {'index:value' if at else 'a number'}")
+            if at and position <= last:
+                return _wrong(path, number, f"index {position} after {last}; indices start at 1 and grow")
+            if at and num_features is not None and position > num_features:
+                return _wrong(path, number, f"index {position}, but the model has {num_features} features")
+            last = position if at else 0
+    return ConfigurationError(f"{path} cannot be read as LIBSVM's format: {error}")
+
+
+def _read_csv(path: Path) -> Table:
+    rows: list[list[float]] = []
+    targets: list[str] = []
+    width = 0
+    with path.open(newline="", encoding="utf-8", errors="replace") as stream:
+        reader = csv.reader(stream)
+        for cells in reader:
+            if not cells:
+                continue
+            try:
+                row = [float(cell) for cell in cells[:-1]]
+            except ValueError as error:
+                if not rows and reader.line_num == 1:
+                    width = len(cells)  # the first line holds the columns' names
+                    continue
+                raise _wrong(path, reader.line_num, f"{str(error).split(': ')[-1]} is not a number") from None
+            width = width or len(cells)
+            if len(cells) != width or width < 2:
+                raise _wrong(path, reader.line_num, f"{len(cells)} columns, expected {max(width, 2)}")
+            rows.append(row)
+            targets.append(cells[-1])
+    y = np.array(targets)
+    with contextlib.suppress(ValueError):
+        y = y.astype(np.float64)
+    return Table(np.array(rows), y)
+
+
+def _wrong(path: Path, line: int, what: str) -> ConfigurationError:
+    return ConfigurationError(f"{path}, line {line}: {what}. Correct the line, or remove it.")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    run(Job(**json.loads(Path(sys.argv[1]).read_text())))
+    dist.destroy_process_group()

@@ -1,0 +1,280 @@
+"""Samples as dense rows, CSR rows or rows of a Gram matrix, behind one interface; and gathering them from all ranks.
+
+Whatever the form, a few can be taken, turned into arrays to send, and multiplied with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from paceline_svm.compiled import LANES, compiled
+from paceline_svm.world import World
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Array = NDArray[Any]
+
+
+class Samples(Protocol):
+    """Some samples.
+
+    Attributes:
+        ids: Global numbers of the samples, shape (N,), int64.
+        squares: Squared lengths, shape (N,), float64.
+    """
+
+    @property
+    def ids(self) -> NDArray[np.int64]: ...
+
+    @property
+    def squares(self) -> NDArray[np.float64]: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def take(self, positions: Array | slice) -> Self:
+        """The samples at `positions`, in that order."""
+
+    def astype(self, dtype: Any) -> Self:
+        """The same samples in another precision; themselves if they are."""
+
+    def dots(self, others: Any, out: Array) -> None:
+        """Write the products of these samples with `others` to `out`, shape (len(self), len(others))."""
+
+    def to_arrays(self) -> list[Array]:
+        """What another rank needs to make the same samples, the ids aside."""
+
+    def from_arrays(self, ids: NDArray[np.int64], arrays: Sequence[Array]) -> Self:
+        """Samples like these from what `to_arrays` gave on another rank."""
+
+    def joined(self, others: Self) -> Self:
+        """These samples and then `others`."""
+
+
+@dataclass(frozen=True)
+class DenseSamples:
+    """Rows of numbers.
+
+    Attributes:
+        ids: Global numbers, shape (N,).
+        rows: Features, shape (N, D), contiguous, float32 or float64.
+        squares: Squared lengths in double precision, shape (N,).
+    """
+
+    ids: NDArray[np.int64]
+    rows: Array
+    squares: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, rows: Array, ids: NDArray[np.int64]) -> DenseSamples:
+        """Samples from their rows."""
+        rows = np.ascontiguousarray(rows)
+        return cls(ids, rows, np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        found: np.dtype[Any] = self.rows.dtype
+        return found
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, positions: Array | slice) -> DenseSamples:
+        return DenseSamples(self.ids[positions], self.rows[positions], self.squares[positions])
+
+    def astype(self, dtype: Any) -> DenseSamples:
+        return DenseSamples(self.ids, self.rows.astype(dtype, copy=False), self.squares)
+
+    def dots(self, others: DenseSamples, out: Array) -> None:
+        np.dot(self.rows, others.rows.T, out=out)
+
+    def to_arrays(self) -> list[Array]:
+        return [self.rows]
+
+    def from_arrays(self, ids: NDArray[np.int64], arrays: Sequence[Array]) -> DenseSamples:
+        return DenseSamples.of(arrays[0].reshape(len(ids), self.rows.shape[1]), ids)
+
+    def joined(self, others: DenseSamples) -> DenseSamples:
+        return DenseSamples(
+            np.concatenate([self.ids, others.ids]),
+            np.concatenate([self.rows, others.rows]),
+            np.concatenate([self.squares, others.squares]),
+        )
+
+
+@dataclass(frozen=True)
+class SparseSamples:
+    """Rows in CSR form.
+
+    Attributes:
+        ids: Global numbers, shape (N,).
+        rows: Features, shape (N, D), float32 or float64.
+        squares: Squared lengths in double precision, shape (N,).
+    """
+
+    ids: NDArray[np.int64]
+    rows: Any
+    squares: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, rows: Any, ids: NDArray[np.int64]) -> SparseSamples:
+        """Samples from their rows."""
+        doubled = rows.astype(np.float64)
+        return cls(ids, rows, np.asarray(doubled.multiply(doubled).sum(axis=1), np.float64).ravel())
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        found: np.dtype[Any] = self.rows.dtype
+        return found
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, positions: Array | slice) -> SparseSamples:
+        return SparseSamples(self.ids[positions], self.rows[positions], self.squares[positions])
+
+    def astype(self, dtype: Any) -> SparseSamples:
+        return SparseSamples(self.ids, self.rows.astype(dtype, copy=False), self.squares)
+
+    def dots(self, others: SparseSamples, out: Array) -> None:
+        right = others.rows
+        products, acc = np.empty((LANES, len(others)), out.dtype), np.empty(LANES, out.dtype)
+        for first in range(0, len(self), LANES):
+            mine = self.rows[first : first + LANES]
+            panel = np.zeros((mine.shape[1], LANES), out.dtype)
+            panel[:, : mine.shape[0]] = mine.T.toarray()
+            sparse_dots(right.indptr, right.indices, right.data, panel, acc, products)
+            out[first : first + LANES] = products[: mine.shape[0]]
+
+    def to_arrays(self) -> list[Array]:
+        return [
+            np.diff(self.rows.indptr).astype(np.int64),
+            self.rows.indices.astype(np.int64),
+            self.rows.data,
+        ]
+
+    def from_arrays(self, ids: NDArray[np.int64], arrays: Sequence[Array]) -> SparseSamples:
+        lengths, indices, data = arrays
+        indptr = np.concatenate([[0], np.cumsum(lengths)])
+        shape = (len(ids), self.rows.shape[1])
+        return SparseSamples.of(sp.csr_matrix((data, indices, indptr), shape=shape), ids)
+
+    def joined(self, others: SparseSamples) -> SparseSamples:
+        return SparseSamples(
+            np.concatenate([self.ids, others.ids]),
+            sp.vstack([self.rows, others.rows], format="csr"),
+            np.concatenate([self.squares, others.squares]),
+        )
+
+
+@compiled
+def sparse_dots(
+    indptr: NDArray[Any],
+    indices: NDArray[Any],
+    data: NDArray[Any],
+    panel: NDArray[Any],
+    acc: NDArray[Any],
+    out: NDArray[Any],
+) -> None:
+    """Dot products of sparse rows with a dense panel.
+
+    Args:
+        indptr: Of N sparse rows in CSR form, shape (N + 1,).
+        indices: Column indices.
+        data: Values.
+        panel: LANES other rows side by side, shape (features, LANES).
+        acc: Scratch, shape (LANES,).
+        out: The products, shape (LANES, N).
+    """
+    N = len(indptr) - 1
+    for i in range(N):
+        for k in range(LANES):
+            acc[k] = 0
+        for e in range(indptr[i], indptr[i + 1]):
+            v = data[e]
+            row = panel[indices[e]]
+            for k in range(LANES):
+                acc[k] += v * row[k]
+        for k in range(LANES):
+            out[k, i] = acc[k]
+
+
+@dataclass(frozen=True)
+class GramSamples:
+    """Rows of a Gram matrix: kernel values of these samples with every sample of the problem.
+
+    Attributes:
+        ids: Global numbers, shape (N,): which columns these samples are.
+        rows: Kernel values, shape (N, samples of the problem).
+    """
+
+    ids: NDArray[np.int64]
+    rows: Array
+
+    @property
+    def squares(self) -> NDArray[np.float64]:
+        return np.zeros(len(self.ids))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        found: np.dtype[Any] = self.rows.dtype
+        return found
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, positions: Array | slice) -> GramSamples:
+        return GramSamples(self.ids[positions], self.rows[positions])
+
+    def astype(self, dtype: Any) -> GramSamples:
+        return GramSamples(self.ids, self.rows.astype(dtype, copy=False))
+
+    def dots(self, others: GramSamples, out: Array) -> None:
+        out[:] = self.rows[:, others.ids]
+
+    def to_arrays(self) -> list[Array]:
+        return [self.rows]
+
+    def from_arrays(self, ids: NDArray[np.int64], arrays: Sequence[Array]) -> GramSamples:
+        return GramSamples(ids, arrays[0].reshape(len(ids), self.rows.shape[1]))
+
+    def joined(self, others: GramSamples) -> GramSamples:
+        return GramSamples(np.concatenate([self.ids, others.ids]), np.concatenate([self.rows, others.rows]))
+
+
+def renumbered(samples: Samples, ids: NDArray[np.int64]) -> Samples:
+    """The same samples under other numbers."""
+    if isinstance(samples, SparseSamples):
+        return SparseSamples(ids, samples.rows, samples.squares)
+    if isinstance(samples, GramSamples):  # its columns are numbers too
+        return GramSamples(ids, samples.rows)
+    assert isinstance(samples, DenseSamples)
+    return DenseSamples(ids, samples.rows, samples.squares)
+
+
+_S = TypeVar("_S", bound=Samples)
+_COPIES = 3  # of the samples that a solver keeps, at most
+
+
+def gather_samples(world: World, mine: _S, doing: str) -> _S:
+    """All-gather samples: every rank's on every rank, rank after rank. Collective."""
+    if world.num_ranks == 1:
+        return mine
+    ids = np.concatenate(world.gather_uneven(mine.ids, doing))
+    arrays = [np.concatenate(world.gather_uneven(part.ravel(), doing)) for part in mine.to_arrays()]
+    return mine.from_arrays(ids, arrays)
+
+
+def fits_on_every_rank(world: World, samples: Samples, cache_bytes: float) -> bool:
+    """Whether every rank may hold all samples as part of its cache. Collective."""
+    num_bytes = sum(array.size for array in samples.to_arrays()) * 8.0
+    return bool(world.total(np.array([num_bytes]), "adding up the samples")[0] * _COPIES <= cache_bytes)

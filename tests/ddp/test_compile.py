@@ -1,0 +1,119 @@
+"""`torch.compile` around, inside and beside the wrapper."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.models import Mlp, digest, generator, squares
+from harness.ranks import Ranks, pool
+from paceline import DistributedDataParallel, SyncBatchNorm
+from paceline.optim import overlap
+
+
+def gradients(model, rank, seed, num_steps=3):
+    for step in range(num_steps):
+        model.zero_grad()
+        squares(model(torch.randn(6, 8, generator=generator(seed, step, rank)))).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def compiled(rank, _num_ranks, seed, where, backend, options, make=Mlp):
+    """Largest difference of any gradient to the one without compilation."""
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    expected = gradients(DistributedDataParallel(make(), **options), rank, seed)
+    torch.manual_seed(seed)
+    module = make()
+    if where == "outside":
+        model = torch.compile(DistributedDataParallel(module, **options), backend=backend)
+    elif where == "inside":
+        model = DistributedDataParallel(torch.compile(module, backend=backend), **options)
+    elif where == "in place":
+        module.compile(backend=backend)
+        model = DistributedDataParallel(module, **options)
+    else:
+        model = DistributedDataParallel(module, **options)
+        model.compile(backend=backend)
+    pairs = zip(gradients(model, rank, seed), expected, strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("where", "backend"),
+    [
+        ("outside", "eager"),
+        *((where, "aot_eager") for where in ("outside", "inside", "in place", "wrapper in place")),
+    ],
+)
+def test_compiled_gradients_are_the_same(where, backend):
+    """Wherever torch.compile goes, the reduced gradients are those of the plain module."""
+    assert max(pool(2).run(compiled, 1, where, backend, {})) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options", [{"bucket_cap_mb": 1}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str
+)
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_with_options(options):
+    """The options work under torch.compile too."""
+    assert max(pool(2).run(compiled, 2, "outside", "eager", options)) < 1e-6
+
+
+def compiled_and_put_off(rank, _num_ranks, overlaps):
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    model = DistributedDataParallel(Mlp(), overlap_forward=overlaps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if overlaps:
+        optimizer = overlap(optimizer, model)
+    step = torch.compile(model, backend="eager")
+    torch._dynamo.utils.counters.clear()
+    for number in range(7):
+        optimizer.zero_grad()
+        squares(step(torch.randn(6, 8, generator=generator(number, rank)))).backward()
+        optimizer.step()
+    assert not [reason for reason in torch._dynamo.utils.counters["graph_break"] if "perf_counter" in reason]
+    if overlaps:
+        assert model.forward_overlap.has_outstanding
+    return digest(list(model.parameters()))
+
+
+def test_a_step_that_is_put_off_is_made_before_a_compiled_forward():
+    """What dynamo makes of a module may not run its hooks, so everything arrives first: the same bits."""
+    assert pool(2).run(compiled_and_put_off, False) == pool(2).run(compiled_and_put_off, "always")
+
+
+def compiled_norm(rank, _num_ranks):
+    """Output and input gradient of a compiled layer that communicates, and of the layer."""
+    torch._dynamo.reset()
+    layer = SyncBatchNorm(3)
+    results = []
+    for module in (layer, torch.compile(layer, backend="aot_eager")):
+        x = torch.randn(4, 3, 5, generator=generator(1, rank)).requires_grad_()
+        y = module(x)
+        y.pow(3).sum().backward()
+        results.append((y.detach(), x.grad))
+    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+
+
+def test_compiled_synchronized_batch_norm():
+    """Dynamo understands the all-reduce inside the layer."""
+    assert max(pool(2).run(compiled_norm)) < 1e-6
+
+
+def matrices():
+    """No operation of which inductor would make a kernel in C++: each takes the compiler seconds."""
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
+
+
+def compiled_by_inductor(rank, num_ranks, seed):
+    """On rank 0 alone: each process that compiles imports inductor first, for four seconds of a processor."""
+    return compiled(rank, num_ranks, seed, "outside", "eager" if rank else "inductor", {}, matrices)
+
+
+def test_inductor(tmp_path):
+    """The default backend, which allocates gradients itself; the other rank computes as it is written."""
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    # Inductor is imported for seconds, on a busy machine for many.
+    with Ranks(2, env=env, group_timeout_s=100.0) as ranks:
+        assert max(ranks.run(compiled_by_inductor, 4, deadline_s=110.0)) < 1e-5

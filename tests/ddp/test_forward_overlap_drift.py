@@ -1,0 +1,129 @@
+"""A link changes its rate in the middle of a training: forward overlap plans anew, is compared anew, and comes back.
+
+Steps are simulated: the ranks decide by timings of a link of which the test knows the rate.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from harness.ranks import pool
+from paceline.comm.peers import Peers
+from paceline.ddp.forward_overlap.agreement import Agreement
+from paceline.observe import BucketTiming, StepTiming, StepTimings
+from paceline.planning.forward_overlap import MeasuredStep, arrivals, cut, plan, predict
+
+BACKWARD_S, FORWARD_S, NUM_BUCKETS, BUCKET_BYTES = 0.6, 0.3, 24, 4 * 2**20
+CHANGES, CHANGES_BACK, STEPS = 101, 203, 300
+NORMAL, FAST, SLOW = 0.9, 0.09, 1.8  # seconds that all gradients take
+FOLLOWS_STEPS = 24
+
+
+@dataclass
+class Parameter:
+    bucket: int
+
+    def element_size(self):
+        return 4
+
+
+@dataclass
+class Bucket:
+    parameters: list
+    size_bytes: int = BUCKET_BYTES
+
+
+class Needs:
+    """The last bucket is of the front layers."""
+
+    waited_s = 0.0
+
+    def of(self, parameters, otherwise_s):
+        return otherwise_s * (NUM_BUCKETS - 1 - parameters[0].bucket) / NUM_BUCKETS
+
+
+def step_at(communication_s):
+    ready_s = tuple(BACKWARD_S * (i + 1) / NUM_BUCKETS for i in range(NUM_BUCKETS))
+    needed_s = tuple(Needs().of([Parameter(i)], FORWARD_S) for i in range(NUM_BUCKETS))
+    rate = NUM_BUCKETS * BUCKET_BYTES / communication_s
+    return MeasuredStep(ready_s, needed_s, BACKWARD_S, FORWARD_S, 1e9, rate)
+
+
+def lengths(rank, num_ranks, communication_s):
+    """Each step of a training: whether it was put off, how long it took, and how long with a plan for its link."""
+    agreement = Agreement(
+        dist.group.WORLD, Peers(dist.group.WORLD, "drift", in_slices=False), is_forced=False
+    )
+    buckets = [Bucket([Parameter(i)]) for i in range(NUM_BUCKETS)]
+    pieces = cut([BUCKET_BYTES // 4] * NUM_BUCKETS, [4] * NUM_BUCKETS)
+    timings, now_s, steps = StepTimings(), 0.0, []
+    for number in range(STEPS):
+        step = step_at(communication_s(number))
+        is_put_off = agreement.puts_off(buckets, number, timings, FORWARD_S, Needs())
+        order = (
+            [pieces.index(piece) for piece in agreement.pieces] if is_put_off else list(range(len(pieces)))
+        )
+        done_s = arrivals(pieces, order, step, step.rate_bytes_per_s)
+        gain = predict(pieces, order, step)
+        took_s = gain.with_s if is_put_off else max(BACKWARD_S, *done_s) + FORWARD_S
+        timings.add(timing(number, now_s, step, done_s, order))
+        now_s += took_s
+        steps.append((is_put_off, took_s, predict(pieces, plan(pieces, step), step).with_s))
+    return steps, agreement.is_on
+
+
+def timing(number, now_s, step, done_s, order):
+    launched_s, before_s = [0.0] * NUM_BUCKETS, 0.0
+    for bucket in order:  # a bucket is a piece
+        launched_s[bucket] = max(before_s, step.ready_s[bucket])
+        before_s = done_s[bucket]
+    buckets = tuple(
+        BucketTiming(i, BUCKET_BYTES, now_s + step.ready_s[i], now_s + launched_s[i], now_s + done_s[i], 0.0)
+        for i in range(NUM_BUCKETS)
+    )
+    return StepTiming(number + 1, FORWARD_S, now_s, BACKWARD_S, max(0.0, max(done_s) - BACKWARD_S), buckets)
+
+
+def halves(number):
+    return NORMAL if number < CHANGES else SLOW
+
+
+def is_fast_for_a_while(number):
+    return FAST if CHANGES <= number < CHANGES_BACK else NORMAL
+
+
+def is_steady(number):
+    return NORMAL
+
+
+def test_the_plan_follows_a_link_whose_rate_halves():
+    first, second = pool(2).run(lengths, halves)
+    assert first == second
+    steps, is_on = first
+    assert is_on
+    put_off, took_s, planned_s = zip(*steps, strict=True)
+    assert took_s[CHANGES] > 1.01 * planned_s[CHANGES]  # the old order is not the right one
+    after = CHANGES + FOLLOWS_STEPS
+    assert took_s[after] == planned_s[after]
+    assert put_off[-1]
+
+
+def test_it_is_off_while_nothing_can_be_gained_and_comes_back():
+    steps, is_on = pool(2).run(lengths, is_fast_for_a_while)[0]
+    put_off = [each[0] for each in steps]
+    assert is_on
+    assert put_off[CHANGES - 1]
+    assert not put_off[CHANGES_BACK - 1]
+    assert put_off[CHANGES_BACK + FOLLOWS_STEPS]
+    assert sum(put_off[CHANGES:CHANGES_BACK]) <= 64
+
+
+def test_a_steady_link_is_compared_once():
+    steps, is_on = pool(2).run(lengths, is_steady)[0]
+    assert is_on
+    assert [number for number, (is_put_off, *_) in enumerate(steps) if not is_put_off] == [
+        0,
+        1,
+        2,
+        *range(23, 29),
+    ]

@@ -1,0 +1,81 @@
+"""Random training programs: whatever a script does, its gradients are those of one process on the whole batch.
+
+`random_programs` draws them, `program_oracle` performs them beside bare copies and torch's class.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.fuzz import Found, store, stored
+from harness.program_model import HEADS
+from harness.program_oracle import explain, find_failures
+from harness.random_programs import Program, draw, shrink
+from harness.ranks import pool
+
+FIRST_SEED, NUM_PROGRAMS = 1000, 60  # `python -m benchmarks.fuzz` draws thousands
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # shrinking, where something fails
+def test_random_programs():
+    """Sixty programs on 2 and 3 ranks; what fails is shrunk and printed with the command that repeats it."""
+    programs = [draw(seed) for seed in range(FIRST_SEED, FIRST_SEED + NUM_PROGRAMS)]
+    reports = []
+    for num_ranks in (2, 3):
+        failures = find_failures([one for one in programs if one.num_ranks == num_ranks], pool(num_ranks))
+        reports += [
+            explain(program, words, pool, max_tries=40) for program, words in list(failures.items())[:2]
+        ]
+        reports += [f"and {len(failures) - 2} more"] if len(failures) > 2 else []
+    assert not reports, "\n\n".join(reports)
+
+
+def rare_programs():
+    """Static graphs of several buckets; backwards that reach a nested one before they reach any parameter."""
+    programs = list(map(draw, range(FIRST_SEED, FIRST_SEED + 200)))
+    static = [one for one in programs if one.kind == "torch" and "static_graph" in one.options]
+    hidden = [one for one in programs if one.outputs != "plain" and "tied" not in "".join(one.blocks)]
+    return [
+        *[replace(one, options={**one.options, "bucket_cap_mb": 0.0001}) for one in static[:5]],
+        *[replace(one, blocks=(*one.blocks, HEADS), num_ranks=2) for one in hidden[:8]],
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_programs_that_are_drawn_too_rarely():
+    """A static graph that is counted too low, and a reentrant checkpoint that ends a backward early, are seen here."""
+    programs = rare_programs()
+    assert len(programs) == 13
+    for num_ranks in (2, 3):
+        mine = [one for one in programs if one.num_ranks == num_ranks]
+        failures = find_failures(mine, pool(num_ranks)) if mine else {}
+        assert not failures, [(one.to_json(), words[0]) for one, words in failures.items()]
+
+
+def test_programs_are_drawn_from_their_seed_and_survive_writing():
+    """A seed says everything; so does the line that is printed."""
+    for seed in range(50):
+        assert draw(seed).to_json() == draw(seed).to_json()
+        assert Program.from_json(draw(seed).to_json()).to_json() == draw(seed).to_json()
+
+
+def test_shrinking_leaves_what_fails():
+    """Of a long program with options, the two operations that are wrong together, and nothing else."""
+    program = next(p for p in map(draw, range(1000)) if p.kind == "free" and p.blocks and p.options)
+    guilty = {program.operations[1], program.operations[-2]}
+    smallest = shrink(program, lambda candidate: guilty <= set(candidate.operations))
+    assert set(smallest.operations) == guilty
+    assert (smallest.options, smallest.blocks, smallest.num_ranks) == ({}, (), 2)
+
+
+def test_a_search_goes_on_where_its_report_ends(tmp_path):
+    """With the same counts; not with another first seed."""
+    found = Found(
+        7, 3, 1.5, Counter({"free": 3}), Counter({"weight": 1}), Counter({"train": 2}), ["seed 8: ..."]
+    )
+    store(found, tmp_path / "fuzz.json")
+    assert stored(tmp_path / "fuzz.json", 7) == found
+    assert stored(tmp_path / "fuzz.json", 8) == Found(8)
+    assert stored(tmp_path / "nothing.json", 7) == Found(7)

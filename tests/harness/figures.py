@@ -1,0 +1,129 @@
+"""Reads the figures that pages print, and the measured values in `benchmarks/results` that they are figures of.
+
+A page that prints figures holds tables whose first column is `#`, a row's name, and at its end the table
+`# | figure | value of`, which says for each figure of a row where it was measured:
+
+    a path         `step_time-tiny-2ranks > ours > step_s in ms`: a file of `benchmarks/results`, then keys below its
+                   `summaries` (or below the file itself). In a list, a key is an index, or `name=value` for the
+                   record that has it, or the first cell of a row. A summary stands for its median, a text for the
+                   number it begins with, `*` for every key.
+    a calculation  `100 * (1 - of("study-skipped-sync > NCCL > ours > 1"))`: Python with `of` and `geomean` of paths.
+
+A value is right if it rounds to the printed figure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from harness.terminal import REPOSITORY
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+UNITS = {"ms": 1e3, "µs": 1e6, "%": 100.0, "MB": 1e-6, "million": 1e-6}
+PROSE_COLUMNS = frozenset(
+    {"#", "measured", "unit", "better", "claim", "published", "verdict", "command", "file"}
+)
+_NUMBER = re.compile(r"(?<![\w.\u00d7])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A markdown table: its header's cells, and the cells of its rows."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+
+def tables(text: str) -> list[Table]:
+    """Every table of a page. An escaped bar inside a cell is not a border."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
+        lines = [_cells(line) for line in block.splitlines()]
+        found.append(Table(lines[0], lines[2:]))
+    return found
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def figures_of(table: Table) -> dict[str, set[str]]:
+    """The figures that a table prints, by the names of its rows: numbers outside prose columns and `code`."""
+    columns = [index for index, name in enumerate(table.header) if name not in PROSE_COLUMNS]
+    printed: dict[str, set[str]] = {}
+    for row in table.rows:
+        text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", " ; ".join(row[index] for index in columns))
+        printed.setdefault(row[0], set()).update(_NUMBER.findall(text))
+    return printed
+
+
+def numbers_in(text: str) -> set[str]:
+    """The figures of a sentence: numbers outside of `code`."""
+    return set(_NUMBER.findall(re.sub(r"`[^`]*`", "", text)))
+
+
+def rounds_to(value: float, figure: str) -> bool:
+    """Whether a value, rounded to as many digits as the figure shows, is that figure."""
+    digits = len(figure.partition(".")[2])
+    return abs(value - float(figure.replace(",", ""))) <= 0.5 * 10.0**-digits * (1 + 1e-9)
+
+
+def value_of(source: str) -> float:
+    """The measured value that a path or a calculation stands for."""
+    if re.search(r'\b(of|geomean)\("', source):
+        return float(eval(source, {"__builtins__": {}}, {"of": _one, "geomean": _geomean}))
+    return _one(source)
+
+
+def _one(path: str) -> float:
+    (value,) = _values(path)
+    return value
+
+
+def _geomean(*paths: str) -> float:
+    values = [value for path in paths for value in _values(path)]
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _values(path: str) -> list[float]:
+    path, scale = _without_unit(path)
+    file, *keys = path.split(" > ")
+    result = _result(file)
+    found = [result.get("summaries", result) if keys[0] not in result else result]
+    for key in keys:
+        found = [value for record in found for value in _step(record, key)]
+    return [_number(value) * scale for value in found]
+
+
+def _without_unit(path: str) -> tuple[str, float]:
+    head, _, unit = path.rpartition(" in ")
+    return (head, UNITS[unit]) if head and unit in UNITS else (path, 1.0)
+
+
+@cache
+def _result(file: str) -> Any:
+    return json.loads((RESULTS / f"{file}.json").read_text())
+
+
+def _step(record: Any, key: str) -> list[Any]:
+    if isinstance(record, dict):
+        return list(record.values()) if key == "*" else [record[key]]
+    if re.fullmatch(r"\d+", key):
+        return [record[int(key)]]
+    if "=" in key:
+        wanted = dict(part.split("=") for part in key.split(", "))
+        return [each for each in record if all(str(each[name]) == value for name, value in wanted.items())]
+    return [row for row in record if row[0] == key]
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, dict):
+        value = value["median"]
+    if isinstance(value, str):
+        (value,) = re.findall(r"^[\d.]+", value.replace(",", ""))
+    return float(value)

@@ -1,0 +1,300 @@
+"""What random programs train: a model whose layers, outputs and exceptions are drawn, its batches, our wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from harness.models import generator
+from harness.random_programs import Program
+from paceline import DistributedDataParallel
+from paceline.compression import Int8, OneBit, RandomK, TopK
+from paceline.ddp import cap_search
+from paceline.observe import StepTimings
+from paceline.reductions import Auto, PowerSGD
+from paceline.reductions.auto.course import Pace
+
+SIZE = 4  # of an input
+LATE_S = 0.002  # of the slow rank
+HEADS = (
+    "heads"  # a block that is none: the heads in a reentrant checkpoint, so that backward reaches that first
+)
+
+
+class InTurns(Auto):
+    """`compression="auto"` whose decisions follow from the number of steps, not from clocks: a seed repeats them."""
+
+    def __init__(self) -> None:
+        super().__init__((Int8(stochastic=False),), pace=Pace(num_measured=1, num_tried=4, check_every=3))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def _start_over(self, codecs: Sequence[str], num_ranks: int) -> None:
+        super()._start_over(codecs, num_ranks)
+        course = self._decision.course
+        decided, tried_out = course.decided, course.tried_out
+        course.decided = lambda chosen: decided(codecs[0])  # type: ignore[method-assign] # noqa: ARG005
+        course.tried_out = lambda *_: tried_out(1.0, 2.0 if course.num_steps % 2 else 0.5)  # type: ignore[method-assign]
+
+
+CODECS: dict[str, Callable[[], Any]] = {
+    "auto": InTurns,
+    "int8 with feedback": lambda: Int8(stochastic=False),
+    "onebit": OneBit,
+    "topk": lambda: TopK(0.3),
+    "all of topk": lambda: TopK(1.0),
+    "randomk": lambda: RandomK(0.3),
+    "powersgd": lambda: PowerSGD(1, min_compression_rate=0.5),
+}
+HOOKS: dict[str, Callable[..., Any]] = {
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "fp16 around allreduce": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+    "fresh": lambda _state, bucket: _reduce_into_another(bucket),
+    "noop": lambda _state, bucket: _done(bucket.buffer()),
+}
+
+
+def _done(value: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def _reduce_into_another(bucket: Any) -> torch.futures.Future[Tensor]:
+    """The mean as a tensor of its own; nothing of use is left in the bucket."""
+    sent = bucket.buffer() / dist.get_world_size()
+    bucket.buffer().fill_(torch.nan)
+    future = dist.all_reduce(sent, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0].clone())  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def short_turns(rank: int) -> Iterator[None]:
+    """`bucket_cap_mb="auto"` tries another cap after each step; by clocks on which each rank wants other buckets."""
+
+    def step_s(timings: StepTimings) -> float:
+        assert timings.last is not None
+        return (1 + rank) * (1.0 + abs(len(timings.last.buckets) - 2 - 2 * rank))
+
+    faster: dict[str, Any] = {
+        "WARM_UP_STEPS": 0,
+        "STEPS_EACH": 1,
+        "LEAST_CAP_BYTES": 64,
+        "DEFAULT_FIRST_BUCKET_BYTES": 64,
+    }
+    with mock.patch.multiple(cap_search, _median_step_s=step_s, **faster):
+        yield
+
+
+class StumbleError(Exception):
+    """What a user's code raises."""
+
+
+class _Stumble(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, *_gradient: Any) -> Any:
+        raise StumbleError("in backward")
+
+
+# ---- the model
+
+
+class Outputs:
+    """What no library looks into."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+
+LEFT: list[Any] = []  # outputs in a global
+
+
+class Block(nn.Module):
+    """A narrow pair of layers, run in one of several ways."""
+
+    level: Tensor
+
+    def __init__(self, kind: str, width: int) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "state":
+            self.register_buffer("level", torch.ones(width, dtype=torch.float64))
+        elif kind == "norm":
+            self.layers = nn.Sequential(nn.BatchNorm1d(width))
+        elif "tied" not in kind:
+            self.layers = nn.Sequential(nn.Linear(width, 3), nn.Tanh(), nn.Linear(3, width))
+
+    def forward(self, x: Tensor, tied: Tensor) -> Tensor:
+        result: Tensor
+        if self.kind == "tied":
+            return _twice(x, tied)
+        if self.kind == "tied reentrant":
+            reentrant: Tensor = checkpoint(_twice, x, tied, use_reentrant=True)
+            return reentrant if torch.is_grad_enabled() else _twice(x, tied)
+        if self.kind == "state":
+            level = self.level
+            x = x * level
+            self.level = 0.9 * level + 0.1 * x.detach().mean(0)
+            return x
+        if self.kind == "twice":
+            x = self.layers(x)
+        if self.kind not in ("reentrant", "checkpoint", "nested") or not torch.is_grad_enabled():
+            result = self.layers(x)
+        elif self.kind == "nested":
+            inner = lambda y: checkpoint(self.layers, y, use_reentrant=True)  # noqa: E731
+            result = checkpoint(inner, x, use_reentrant=True)
+        else:
+            result = checkpoint(self.layers, x, use_reentrant=self.kind == "reentrant")
+        return result
+
+
+def _twice(x: Tensor, weight: Tensor) -> Tensor:
+    return x + linear(linear(x, weight), weight.t())
+
+
+class Listed(nn.Module):
+    """Finds its parameters once: walking the tree at each comparison is a fifth of what random programs compute."""
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        if prefix or not (recurse and remove_duplicate):
+            return super().named_parameters(prefix, recurse, remove_duplicate)
+        if "_listed" not in self.__dict__:
+            self.__dict__["_listed"] = list(super().named_parameters())
+        return iter(self.__dict__["_listed"])
+
+
+class Net(Listed):
+    """A trunk, blocks and two heads that can be left out; leaves its outputs where they may not be found."""
+
+    def __init__(self, width: int, blocks: Sequence[str], place: str = "plain") -> None:
+        super().__init__()
+        self.place = place
+        self.trunk = nn.Linear(SIZE, width)
+        self.blocks = nn.ModuleList(Block(kind, width) for kind in blocks if kind != HEADS)
+        self.checkpoints_heads = HEADS in blocks
+        self.left = nn.Linear(width, 3)
+        self.right = nn.Linear(width, 3)
+        self.spare = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Linear(SIZE, width).requires_grad_(requires_grad=False)
+        self.stumbles = ""
+        self.kept: Any = None
+
+    def forward(self, x: Tensor, left: bool = True, right: bool = True, spare: bool = True) -> Any:
+        if self.stumbles == "forward":
+            raise StumbleError("in forward")
+        hidden = torch.tanh(self.trunk(x) + self.frozen(x))
+        for block in self.blocks:
+            hidden = block(hidden, self.left.weight)
+        if self.stumbles == "backward":
+            hidden = _Stumble.apply(hidden)  # type: ignore[no-untyped-call]
+        if self.checkpoints_heads and (left or right) and torch.is_grad_enabled():
+            outputs = checkpoint(self._heads, hidden, left, right, spare, use_reentrant=True)
+        else:
+            outputs = self._heads(hidden, left, right, spare)
+        if self.place == "global":
+            LEFT.append(outputs)
+        elif self.place == "attribute":
+            self.kept = outputs
+        else:
+            return Outputs(outputs) if self.place == "object" else outputs
+        return None
+
+    def _heads(self, hidden: Tensor, left: bool, right: bool, spare: bool) -> tuple[Tensor | None, ...]:
+        heads = (self.left(hidden) if left else None, self.right(hidden) if right else None)
+        return tuple(o if o is None or not spare else o * self.spare for o in heads)
+
+    def find(self, returned: Any) -> Any:
+        """The outputs of the last forward."""
+        if self.place == "global":
+            return LEFT.pop()
+        kept, self.kept = self.kept, None
+        return kept if self.place == "attribute" else getattr(returned, "values", returned)
+
+
+class Generator(Listed):
+    """What makes samples of noise."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(SIZE, width), nn.Linear(width, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(torch.tanh(self.first(x)))
+        return result
+
+
+def make_net(program: Program) -> Net:
+    """The same on every rank."""
+    torch.manual_seed(program.seed)
+    return Net(program.width, program.blocks, program.outputs).double()
+
+
+def bare(model: nn.Module) -> Any:
+    """Without a wrapper."""
+    return getattr(model, "module", model)
+
+
+def loss_of(model: nn.Module, x: Tensor, used: dict[str, bool]) -> Tensor:
+    """Forward and loss; of a forward whose heads are all left out, nothing."""
+    net = bare(model)
+    if getattr(model, "is_late", False):
+        time.sleep(LATE_S)  # no synchronization: a slow rank
+    outputs = [o for o in net.find(model(x, **used)) if o is not None]
+    total: Tensor = sum((o**2).mean() for o in outputs) if outputs else 0.0 * net.trunk.weight.sum()
+    return total
+
+
+def batch(program: Program, seed: int, rank: int, part: int = 0, size: int = 3) -> Tensor:
+    """One rank's inputs."""
+    return torch.randn(size, SIZE, generator=generator(program.seed, seed, rank, part), dtype=torch.float64)
+
+
+def branches(program: Program, seed: int, rank: int) -> dict[str, bool]:
+    """Which branches a rank's forward uses."""
+    source = random.Random(f"{program.seed} {seed} {rank}")
+    return {name: source.random() < 0.8 for name in ("left", "right", "spare")}
+
+
+def codec(name: str) -> Any:
+    """What `compression=` is given for it."""
+    return CODECS[name]() if name in CODECS else name
+
+
+def wrap(program: Program, net: nn.Module) -> DistributedDataParallel:
+    """Our wrapper with the program's options."""
+    given = {k: v for k, v in program.options.items() if k not in ("hook", "optimizer", "weight")}
+    if "compression" in given:
+        given["compression"] = codec(given["compression"])
+    if "weight" in program.options:
+        given["weight"] = lambda x, **_: float(len(x))
+    if "mixed_precision" in given:
+        from torch.nn.parallel.distributed import _MixedPrecision  # private: torch may move it
+
+        given["mixed_precision"] = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = DistributedDataParallel(copy.deepcopy(net), **given)
+    model.__dict__["is_late"] = program.slow_rank == dist.get_rank()
+    if "hook" in program.options:
+        model.register_comm_hook(None, HOOKS[program.options["hook"]])
+    return model

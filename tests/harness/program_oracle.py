@@ -1,0 +1,94 @@
+"""Performs random programs on ranks, beside bare copies of the model that one process trains on every rank's batch.
+
+Rules
+1. All ranks compare at the same places and go on after a mismatch, so that none waits for another.
+2. A bare copy knows nothing of ranks: gradients of the whole batch come from autograd alone, in float64.
+3. What is compared was read as soon as backward had returned, and one rank may be late: what is not waited for is seen.
+"""
+
+from __future__ import annotations
+
+import shlex
+import warnings
+from collections.abc import Callable, Sequence
+
+from harness.program_comparison import Comparison
+from harness.program_free import free
+from harness.program_kinds import forward_overlap, gan, local_steps, with_torch
+from harness.program_model import LEFT, short_turns
+from harness.random_programs import Program, shrink
+from harness.ranks import Ranks
+
+KINDS: dict[str, Callable[[Program, int, int, Comparison], None]] = {
+    "free": free,
+    "torch": with_torch,
+    "mixed precision": with_torch,
+    "gan": gan,
+    "local steps": local_steps,
+    "overlap": forward_overlap,
+}
+
+
+# ---- many programs, on ranks
+
+
+def perform(rank: int, num_ranks: int, programs: Sequence[str]) -> list[list[str]]:
+    """What went wrong in each program, on this rank. Collective."""
+    warnings.simplefilter("ignore")
+    results = []
+    for text in programs:
+        program = Program.from_json(text)
+        compare = Comparison(program)
+        try:
+            with short_turns(rank):
+                KINDS[program.kind](program, rank, num_ranks, compare)
+            results.append(compare.across_ranks())
+        except Exception as error:
+            raise AssertionError(
+                f"program of seed {program.seed}, {compare.where}: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            LEFT.clear()
+    return results
+
+
+def find_failures(
+    programs: Sequence[Program], ranks: Ranks, deadline_s: float = 120.0
+) -> dict[Program, list[str]]:
+    """Perform programs of one number of ranks; those that went wrong, with what every rank says of it."""
+    outcomes = ranks.outcomes(perform, [one.to_json() for one in programs], deadline_s=deadline_s)
+    if all(outcome.clean for outcome in outcomes):
+        failures = {}
+        for index, program in enumerate(programs):
+            words = [f"rank {o.rank}: {line}" for o in outcomes for line in o.value[index][:3]]
+            if words:
+                failures[program] = words
+        return failures
+    if len(programs) == 1:
+        return {programs[0]: [outcome.story() for outcome in outcomes if not outcome.clean]}
+    half = len(programs) // 2
+    return {
+        **find_failures(programs[:half], ranks, deadline_s),
+        **find_failures(programs[half:], ranks, deadline_s),
+    }
+
+
+def explain(
+    program: Program, words: Sequence[str], pool: Callable[[int], Ranks], max_tries: int = 150
+) -> str:
+    """A failure's report: the seed, the smallest program that fails, and the command that repeats it."""
+
+    def fails(candidate: Program) -> bool:
+        return bool(find_failures([candidate], pool(candidate.num_ranks), 40.0))
+
+    smallest = shrink(program, fails, max_tries)
+    last = find_failures([smallest], pool(smallest.num_ranks), 40.0).get(smallest, ["not repeated alone"])
+    return "\n".join(
+        [
+            f"seed {program.seed}: {words[0][:600]}",
+            f"smallest: {smallest.kind} on {smallest.num_ranks} ranks, {smallest.blocks}, {smallest.options}",
+            *[f"  {name} ({seed})" for name, seed in smallest.operations],
+            *[f"  -> {line[:1500]}" for line in last],
+            "repeat: python -m benchmarks.fuzz --program " + shlex.quote(smallest.to_json()),
+        ]
+    )

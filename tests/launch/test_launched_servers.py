@@ -1,0 +1,91 @@
+"""`paceline run --servers` and `paceline serve` as a user types them: who starts, who ends, what is refused."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.terminal import alive, paceline, started
+from paceline.errors import ConfigurationError
+from paceline.launch import parse
+from paceline.launch.local_servers import LocalServers, parse_servers
+
+TRAIN = """\
+import os, sys, torch, torch.distributed as dist
+from paceline import DistributedDataParallel
+from paceline.reductions import ParameterServers
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 400), reduction=ParameterServers())
+for step in range(100000 if "--long" in sys.argv else 2):
+    model(torch.ones(2, 8)).sum().backward()
+    if step == 1 and dist.get_rank() == 0:
+        print("servers:", len(model.reduction.bytes_by_server[0]), os.environ["PACELINE_SERVERS"], flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def _servers_of(process):
+    return {pid for pid, words in alive(process).items() if "paceline.servers" in words}
+
+
+@pytest.mark.parametrize("victim", ["nobody", "server", "launcher"])
+def test_servers_start_and_end_with_the_launch(script, victim):
+    if victim == "nobody":
+        done = paceline("run", "--servers", "2", "--nproc-per-node", "2", "train.py", cwd=script)
+        assert done.code == 0, done.err
+        assert "servers: 2 127.0.0.1:" in done.out
+        return
+    words = ["paceline", "run", "--servers", "2", "--nproc-per-node", "2", "train.py", "--long"]
+    with started(words, script) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("servers: 2"), process.stderr.read()
+        pids = sorted(_servers_of(process))
+        assert len(pids) == 2
+        os.kill(process.pid if victim == "launcher" else pids[0], signal.SIGKILL)
+        if victim == "server":
+            _, err = process.communicate(timeout=60)
+            assert process.returncode == 1
+            assert f"(process {pids[0]}) was killed by signal 9; then rank" in err, err
+            assert "ServerLostError" in err
+            assert "has closed the connection: its process has ended" in err
+        deadline_s = time.monotonic() + 30
+        while alive(process) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert not alive(process)
+
+
+def test_what_cannot_be_is_refused_before_anything_starts(script):
+    for words, said in (
+        ("0", "starts no parameter server"),
+        ("-1", "starts no parameter server"),
+        ("5000", "starts no parameter server"),
+        ("nowhere", "'nowhere' is no address"),
+        ("10.0.0.5:7000,10.0.0.6", "'10.0.0.6' is no address"),
+        ("10.0.0.5:70000", "is no address"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            parse([f"--servers={words}", str(script / "train.py")])
+    assert parse_servers(None) == (0, ())
+    assert parse_servers("a:1,[::1]:2") == (0, ("a:1", "[::1]:2"))
+    with (
+        pytest.raises(ConfigurationError, match="did not start: see its own message"),
+        LocalServers(1, (), "203.0.113.7", print),
+    ):
+        pass
+
+
+def test_a_server_by_itself_says_where_it_is_imports_no_torch_and_ends_on_a_signal(tmp_path):
+    with started(["paceline", "serve"], tmp_path, cold=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("127.0.0.1:")
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM

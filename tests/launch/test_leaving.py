@@ -1,0 +1,303 @@
+"""Who is blamed: deaths while groups are made, late survivors, ranks whose program simply ended."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import textwrap
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from harness import warm
+from harness.models import Mlp
+from harness.ranks import Ranks
+from harness.terminal import TORCHS_ABORT, run
+from paceline import DistributedDataParallel
+from paceline.comm import peers, rendezvous
+from paceline.comm.sealed_store import TOKEN, SealedStore
+from paceline.errors import PeerLostError
+from paceline.host.processes import GONE, ProcessCard
+from paceline.transports.shared_memory import neighbours
+
+TIMEOUT_S = 60.0  # of groups: nobody may wait that long
+SOON_S = 30.0  # on a busy machine
+
+
+def die(*_args, **_kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_while_joining(rank, _num_ranks, victim, where):
+    """What a survivor is told, and after how long, when `victim` dies at one point of making a group."""
+    target = {"before": (dist, "new_group"), "joining": (neighbours, "_map_arenas")}[where]
+    start_s = time.monotonic()
+    try:
+        with mock.patch.object(*target, die) if rank == victim else contextlib.nullcontext():
+            DistributedDataParallel(Mlp())
+    except PeerLostError as error:
+        return str(error), time.monotonic() - start_s
+    return None
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "victim", "where"), [(2, 1, "before"), (3, 1, "joining"), (2, 0, "joining")]
+)
+def test_a_death_while_groups_are_made_is_named(num_ranks, victim, where):
+    """In the constructor, around `new_group`: within a second or two, not the timeout, and by number and process."""
+    with Ranks(num_ranks, group_timeout_s=TIMEOUT_S) as ranks:
+        outcomes = ranks.outcomes(dies_while_joining, victim, where, deadline_s=TIMEOUT_S)
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            message, waited_s = outcome.value
+            assert f"rank {victim} (process " in message
+            assert "has died" in message
+            assert waited_s < SOON_S
+
+
+def together(num_ranks, present, timeout_s, before=lambda _store: None):
+    """The error of the first of `present` that is alone in front of the store."""
+    store = dist.HashStore()
+    before(SealedStore(store, "rendezvous"))
+    ours = rendezvous.Rendezvous(store, present, num_ranks, timedelta(seconds=timeout_s), "joining a group")
+    ours.publish("x", "here")
+    with pytest.raises(PeerLostError) as caught:
+        ours.collect("x")
+    return caught.value
+
+
+def test_who_did_not_come():
+    """Never heard of; heard of and elsewhere; dead; of a host that cannot be looked at; lost by another rank."""
+    nobody = together(3, 0, 0.05)
+    assert "rank 0 was joining a group" in str(nobody)
+
+    me = ProcessCard.of_this_process()
+    elsewhere = together(2, 0, 0.6, lambda store: store.set("process/1", me.words))
+    assert "rank 1" in str(elsewhere)
+    assert "in another part of the program" in str(elsewhere)
+    assert elsewhere.peer == 1
+
+    dead = ProcessCard(me.pid, "1", me.where, "node")  # its id was given to another process
+    assert "has died" in str(together(2, 0, 60.0, lambda store: store.set("process/1", dead.words)))
+
+    far = ProcessCard(1, "1", "other-kernel", "far")
+    words = str(together(2, 0, 0.05, lambda store: store.set("process/1", far.words)))
+    assert "(process 1 on far)" in words
+    assert "died" not in words
+    assert "another part" not in words
+
+    told = together(3, 0, 60.0, lambda store: store.set("failed", "2 rank 2 has died"))
+    assert told.peer == 2
+
+
+def test_who_ends_after_its_last_words_is_not_missing():
+    """They come between two looks, at the store and at the process: the words count."""
+    store = dist.HashStore()
+    words = SealedStore(store, "rendezvous")
+    words.set("process/1", ProcessCard.of_this_process().words)
+
+    def says_it_and_ends(_card):
+        words.set("x/1", "there")
+        return GONE
+
+    ours = rendezvous.Rendezvous(store, 0, 2, timedelta(seconds=60), "joining a group")
+    ours.publish("x", "here")
+    with mock.patch.object(ProcessCard, "state", says_it_and_ends):
+        assert ours.collect("x") == [b"here", b"there"]
+
+
+SCRIPT = """
+    import os, signal, sys, time, torch, torch.distributed as dist
+    from datetime import timedelta
+    from paceline import DistributedDataParallel
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank = dist.get_rank()
+
+    def main():
+        model = DistributedDataParallel(torch.nn.Linear(3, 3))
+        for step in range(5):
+            if {condition}:
+                {act}
+            model(torch.ones(2, 3)).sum().backward()
+
+    try:
+        main()
+    except RuntimeError as error:
+        print("TOLD", rank, error, flush=True)
+        os._exit(0)
+    {end}
+"""
+
+
+def run_alone(num_ranks, condition, act, shared, end=""):
+    """Start ranks without a launcher, whose store rank 0 hosts; returns what each survivor was told."""
+    script = textwrap.dedent(SCRIPT).format(condition=condition, act=act, end=end)
+    # Bound all the while, so that the kernel gives this port to nobody else; with this option a store may listen on it.
+    port_holder = socket.socket()
+    port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port_holder.bind(("127.0.0.1", 0))
+    environment = {
+        **os.environ,
+        "PATH": f"{warm.folder()}{os.pathsep}{os.environ['PATH']}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port_holder.getsockname()[1]),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PACELINE_SHARED_MEMORY": "" if shared else "0",
+    }
+    processes = [
+        subprocess.Popen(
+            ["python", "-c", script],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+        port_holder.close()
+    told = {
+        rank: line
+        for rank, output in enumerate(outputs)
+        for line in output.splitlines()
+        if line.startswith("TOLD")
+    }
+    if not told:
+        raise AssertionError("\n".join(outputs))
+    return told
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_late_survivor_blames_the_dead(shared):
+    """Rank 1 is killed; rank 0, who hosts the store, learns it and ends; rank 2 comes late, and names rank 1."""
+    late = "time.sleep(4) if rank == 2 else os.kill(os.getpid(), signal.SIGKILL)"
+    told = run_alone(3, "step == 2 and rank > 0", late, shared)
+    assert set(told) == {0, 2}, told
+    assert "rank 1 (process" in told[0]
+    assert "has died" in told[0]
+    assert "store" not in told[0]
+    assert "rank 1 (process" in told[2], told[2]
+    if shared:
+        assert "rank 0 (process" not in told[2]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_rank_that_ends_is_not_dead(shared):
+    """Fewer batches on rank 1, whose program ends: the other is told after which step, and of `join`."""
+    end = "" if shared else "dist.destroy_process_group()"
+    told = run_alone(2, "step == 2 and rank == 1", "return", shared, end)
+    assert "left after step 2" in told[0]
+    assert "model.join()" in told[0]
+    assert "died" not in told[0]
+
+
+class SlowStore:
+    """Answers, but only after more than a slice."""
+
+    def get(self, _key):
+        time.sleep(peers.SLICE_S + 0.3)
+
+
+def test_a_store_that_is_late_is_not_gone():
+    """A query that takes longer than a slice, on a busy machine, is waited for before anybody is blamed."""
+    group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
+    call = peers._RollCall(group, "model", "wrapping")
+    call._has_store = True
+    call._store.set("here/1", "waiting")
+    call._query = peers._StoreQuery(SlowStore(), "roll_call")
+    assert "every rank still answers" in call.who_is_gone("waiting", None, None)
+
+
+@pytest.mark.parametrize("how", ["dead", "left", "answers and dies"])
+def test_who_has_ended_is_not_waited_for(how, monkeypatch):
+    """The others' grace, here longer than any test may take, is for those that may still answer."""
+    monkeypatch.setattr(peers, "GRACE_S", 600.0)
+    group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
+    call = peers._RollCall(group, "model", "wrapping")
+    call._has_store = True
+    me = ProcessCard.of_this_process()
+    call._store.set("who/1", (me if how == "left" else ProcessCard(me.pid, "1", me.where, me.host)).words)
+    if how == "left":
+        call._store.set("left/1", "left after step 2")
+    if how == "answers and dies":
+
+        def answers_and_dies(_card):
+            call._store.set("here/1", "waiting")
+            return GONE
+
+        monkeypatch.setattr(ProcessCard, "state", answers_and_dies)
+    told = {
+        "dead": f"rank 1 (process {me.pid} on {me.host}) has died",
+        "left": f"rank 1 (process {me.pid} on {me.host}) left after step 2",
+        "answers and dies": "every rank still answers",
+    }
+    assert call.who_is_gone("waiting", None, None).startswith(told[how])
+
+
+def test_rank_0_does_not_blame_itself():
+    """The store is gone and nobody's process is known to be."""
+    group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
+    call = peers._RollCall(group, "model", "wrapping")
+    assert "rank 0" not in call._without_store(None)
+    me = ProcessCard.of_this_process()
+    call._cards[1] = ProcessCard(me.pid, "1", me.where, me.host)
+    assert call._without_store(None).startswith(f"rank 1 (process {me.pid} on")
+
+
+def test_a_stranger_in_the_store(monkeypatch):
+    """Who has no token can neither call the roll nor speak for a rank, nor move what a rank has said."""
+    store = dist.HashStore()
+    stranger = SealedStore(store, "model")
+    monkeypatch.setenv(TOKEN, "secret")
+    ours, other = SealedStore(store, "model"), SealedStore(store, "optimizer")
+    assert ours.get("roll_call") is None
+    store.set("roll_call", "1")
+    assert ours.get("roll_call") is None
+    stranger.set("roll_call", "1")
+    assert ours.get("roll_call") is None
+    ours.wait("roll_call", timedelta(milliseconds=20))  # returns, and does not spin
+    ours.set("roll_call", "1")
+    assert SealedStore(store, "model").get("roll_call") == b"1"
+    assert other.get("roll_call") is None
+    store.set("here/1", store.get("roll_call"))
+    assert ours.get("here/1") is None
+
+
+REFUSED = """
+    import atexit, sys, time, torch, torch.distributed as dist
+    atexit.register(lambda: print("ENDED after", time.monotonic() - refused_s, flush=True))
+    from paceline import DistributedDataParallel
+    dist.init_process_group(sys.argv[1])
+    DistributedDataParallel(torch.nn.Linear(3, 3))(torch.ones(2, 3)).sum().backward()
+    try:
+        DistributedDataParallel(torch.nn.Linear(3, 3 + dist.get_rank()))
+    except RuntimeError:
+        refused_s = time.monotonic()
+        raise
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_a_refused_wrap_ends_the_program_at_once(backend, tmp_path):
+    """A rank that raises waits for nobody at its end, and exits with 1; nothing aborts, nothing is left.
+
+    Torchrun ends the others when it has seen one: those may not get as far.
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(REFUSED))
+    done = run(["torchrun", "--standalone", "--nproc-per-node", "2", "train.py", backend], cwd=tmp_path)
+    assert done.code == 1
+    assert "ReplicaMismatchError: [1]: params[0]" in done.err
+    ended_s = [float(line.split()[-1]) for line in done.out.splitlines() if line.startswith("ENDED after")]
+    assert 0 <= max(ended_s) < SOON_S / 3
+    assert TORCHS_ABORT not in done.err

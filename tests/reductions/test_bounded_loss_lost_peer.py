@@ -1,0 +1,43 @@
+"""A peer that is killed or stopped under `BoundedLoss`: the others raise within the timeout, and name it."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from harness.models import Mlp, generator, squares
+from harness.ranks import Ranks
+from paceline import DistributedDataParallel
+from paceline.reductions import BoundedLoss
+from paceline.transports.bounded_loss.datagram_loop import compile_all
+
+VICTIM, TIMEOUT_S = 1, 6.0
+
+
+def strike(rank, _num_ranks, number):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Mlp(), reduction=BoundedLoss(0.2), bucket_cap_mb=0.0005)
+    try:
+        for step in range(3):
+            if step == 2 and rank == VICTIM:
+                model.module.layers[1].weight.register_hook(lambda _: os.kill(os.getpid(), number))
+            squares(model(torch.randn(4, 8, generator=generator(step, rank)))).backward()
+    except RuntimeError as error:
+        return [kind.__name__ for kind in type(error).__mro__], str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_peer_that_falls_silent_is_named():
+    compile_all()
+    with Ranks(3, group_timeout_s=TIMEOUT_S, store="tcp") as ranks:
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            for outcome in ranks.outcomes(strike, number, deadline_s=60.0):
+                if outcome.rank == VICTIM:
+                    continue
+                assert outcome.clean, outcome.story()
+                kinds, message = outcome.value
+                assert "PeerLostError" in kinds, outcome.value
+                assert f"rank {VICTIM} " in message.partition("The gradients of this step")[0], message
