@@ -5,9 +5,10 @@ PacelineError
 │   └── HookError        (also RuntimeError)   a communication hook did not keep to its contract
 ├── ReplicaMismatchError (also RuntimeError)   the ranks do not hold the same model
 ├── ProtocolError        (also RuntimeError)   the ranks stopped agreeing on what to communicate
-│   ├── PeerAbortedError                       another rank gave up its backward; this one is told
-│   │   └── PeerOutOfMemoryError               ... because it ran out of memory
-│   ├── SkipError                              ranks skip different layers, or one that is used
+│   ├── StepDroppedError                       this step's gradients are gone; training may go on
+│   │   ├── PeerAbortedError                   another rank gave up its backward; this one is told
+│   │   │   └── PeerOutOfMemoryError           ... because it ran out of memory
+│   │   └── SkipError                          ranks skip different layers, or one that is used
 │   └── CollectiveMismatchError                two ranks are not in the same collective
 └── PeerLostError        (also TimeoutError)   a rank died, hung or is unreachable
     └── ServerLostError                        a parameter server did
@@ -36,7 +37,11 @@ class ProtocolError(PacelineError, RuntimeError):
     """The ranks stopped agreeing on what to communicate; gradients are undefined, parameters untouched."""
 
 
-class PeerAbortedError(ProtocolError):
+class StepDroppedError(ProtocolError):
+    """This step's gradients were dropped; parameters are untouched, and training may go on with the next step."""
+
+
+class PeerAbortedError(StepDroppedError):
     """Another rank abandoned its backward; the gradients of this step are undefined on every rank."""
 
 
@@ -52,7 +57,7 @@ class PeerOutOfMemoryError(PeerAbortedError):
         self.ranks = ranks
 
 
-class SkipError(ProtocolError):
+class SkipError(StepDroppedError):
     """The ranks skip different layers, or one of them uses what it skips; this step's gradients were dropped.
 
     Parameters are untouched, and training may go on with the next step.

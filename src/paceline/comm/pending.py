@@ -106,13 +106,27 @@ class Chain:
 
     Args:
         stages: A generator that yields the handle of each, and continues, in `wait`, once that is done. So it may
-            launch by what it has seen, as long as every rank launches the same. `on_done` reports its first handle.
+            launch by what it has seen, as long as every rank launches the same.
+        num_stages: How many handles it yields. `on_done` then reports when the last one is done; if the number is not
+            known, when `wait` has come to the end.
     """
 
-    def __init__(self, stages: Iterator[Pending]) -> None:
+    def __init__(self, stages: Iterator[Pending], num_stages: int | None = None) -> None:
         self._stages = stages
-        self._first = next(stages)
-        self._current: Pending | None = self._first
+        self._num_left = num_stages
+        self._callbacks: list[Callable[[], None]] = []
+        self._current: Pending | None = None
+        self._advance()
+
+    def _advance(self) -> None:
+        """Go on to the next stage; the last one knows whom to tell."""
+        self._current = next(self._stages, None)
+        if self._current is not None and self._num_left is not None:
+            self._num_left -= 1
+        if self._current is None or self._num_left == 0:
+            callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                self.on_done(callback)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
@@ -120,8 +134,13 @@ class Chain:
             left_s = None if deadline_s is None else max(deadline_s - time.perf_counter(), 1e-3)
             if not self._current.wait(left_s):
                 return False
-            self._current = next(self._stages, None)
+            self._advance()
         return True
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        self._first.on_done(callback)
+        if self._current is None:
+            callback()
+        elif self._num_left == 0:
+            self._current.on_done(callback)
+        else:
+            self._callbacks.append(callback)

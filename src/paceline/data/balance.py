@@ -95,12 +95,17 @@ class Balance:
     def __repr__(self) -> str:
         return f"Balance(move={self.move!r}, gain_ratio={self.gain_ratio}, most={self._most})"
 
-    def begin(self, batch: GlobalBatch) -> None:
+    def begin(self, batch: GlobalBatch, tells: bool = True) -> None:
         """Before the first step: make sure that these shares can be moved.
+
+        Args:
+            batch: Whose shares.
+            tells: Whether this rank says what is decided, in the log.
 
         Raises:
             ConfigurationError: They cannot, or the limits are of another number of ranks.
         """
+        self.tells = tells
         ranks = batch.num_ranks
         if isinstance(self._most, Sequence) and len(self._most) != ranks:
             raise ConfigurationError(

@@ -17,13 +17,19 @@ import math
 import traceback as traceback_module
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from typing_extensions import Self
 
+from paceline.ddp.flight import Terms
+from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.membership import Membership
+from paceline.ddp.recovery import Recovery
+from paceline.ddp.setting import Setting
 from paceline.ddp.verdict import Status
-from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange, raise_if_refused
+from paceline.ddp.weights import REFUSED, StepWeights, WeightExchange
 from paceline.errors import (
     ConfigurationError,
     PeerLostError,
@@ -31,9 +37,6 @@ from paceline.errors import (
     ProtocolError,
 )
 from paceline.numbers_given import number
-
-if TYPE_CHECKING:
-    from paceline.ddp.coordinator import StepCoordinator
 
 Batch = TypeVar("Batch")
 
@@ -72,12 +75,60 @@ def _weight(given: object, place: int, num_batches: int) -> float:
     return weight
 
 
+class Steps(Protocol):
+    """What a window asks of the module of which it is a step."""
+
+    setting: Setting
+    membership: Membership
+    has_sync_batch_norm: bool
+
+    @property
+    def managed(self) -> ManagedParameters:
+        """The parameters whose gradients are reduced."""
+
+    @property
+    def recovery(self) -> Recovery:
+        """What gives up a step."""
+
+    @property
+    def window(self) -> Window[Any] | None:
+        """The window that is open."""
+
+    @property
+    def will_synchronize(self) -> bool:
+        """Whether the next backward does, outside of windows; not within `no_sync`."""
+
+    def let_synchronize(self, wanted: bool) -> None:
+        """Whether the next backward does."""
+
+    def open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
+        """What a window communicates before its first forward. Collective."""
+
+    def enter_window(self, window: Window[Any]) -> None:
+        """What follows belongs to this window. Local."""
+
+    def close_window(self) -> None:
+        """What follows is a step of its own again. Local."""
+
+    def finish_weights(self, exchange: WeightExchange) -> StepWeights:
+        """Wait for what the ranks' micro-batches count; raises as `Weighing.finish`."""
+
+    def window_terms(self, weights: StepWeights, weight: float, total: float) -> Terms:
+        """The backward that synchronizes begins: what it counts; arguments as of `Weighing.terms`. Local."""
+
+    def match_window(self, weights: StepWeights) -> None:
+        """Take part in the other ranks' last backward, contributing nothing. Collective."""
+
+    def will_drop_gradient(self, parameter: Tensor) -> bool:
+        """Whether the parameter's gradient is under way, and is dropped when it arrives. Local; does not wait."""
+
+
 class Window(Generic[Batch]):
     """One optimizer step's micro-batches: a context, and within it an iterator. Made by `model.accumulate`."""
 
     def __init__(
         self,
-        steps: StepCoordinator,
+        steps: Steps,
         batches: Sequence[Batch],
         weight: Callable[[Batch], float] | None,
     ) -> None:
@@ -103,7 +154,7 @@ class Window(Generic[Batch]):
             raise ProtocolError(
                 "this window has not begun: write `with model.accumulate(batches) as micro_batches:`."
             )
-        return self._steps.weighing.finish(self._exchange)
+        return self._steps.finish_weights(self._exchange)
 
     @property
     def has_weights(self) -> bool:
@@ -115,7 +166,7 @@ class Window(Generic[Batch]):
     def __enter__(self) -> Self:
         steps = self._steps
         was_entered = steps.window is not None or self._exchange is not None
-        if was_entered or not steps.wrapped.require_backward_grad_sync:
+        if was_entered or not steps.will_synchronize:
             raise ConfigurationError(
                 "accumulate() within another accumulate() or no_sync(), or a window entered twice: a window decides by "
                 "itself which backward synchronizes. Make one window for each optimizer step, and leave out no_sync()."
@@ -128,7 +179,7 @@ class Window(Generic[Batch]):
             raise problem
         if steps.has_sync_batch_norm:
             self._check_equal_counts()
-        steps.window = self
+        steps.enter_window(self)
         return self
 
     def _weigh(self) -> Exception | None:
@@ -172,9 +223,8 @@ class Window(Generic[Batch]):
         return list(map(float, sizes))
 
     def _check_no_gradients(self) -> None:
-        overlap = self._steps.forward_overlap
-        for name, parameter in self._steps.reducer.managed.named().items():
-            if overlap is not None and overlap.will_drop_gradient(parameter):
+        for name, parameter in self._steps.managed.named().items():
+            if self._steps.will_drop_gradient(parameter):
                 continue
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
@@ -205,32 +255,29 @@ class Window(Generic[Batch]):
                 try:
                     self._complete()
                 except PeerOutOfMemoryError as told:
-                    if not self._makes_room(told):
+                    if not self._makes_room(told, told.ranks):
                         raise
             elif isinstance(error, Exception):
-                self._give_up(Status.OUT_OF_MEMORY if is_out_of_memory(error) else Status.ABORTED)
-                return self._makes_room(error)
+                is_full = is_out_of_memory(error)
+                ranks = self._give_up(Status.OUT_OF_MEMORY if is_full else Status.ABORTED)
+                if isinstance(error, PeerOutOfMemoryError):
+                    return self._makes_room(error, error.ranks)
+                return is_full and self._makes_room(error, ranks)
         finally:
             self._steps.close_window()
         return False
 
-    def _makes_room(self, error: Exception) -> bool:
-        """Whether this step is repeated in other shares; the same answer on every rank.
+    def _makes_room(self, error: Exception, ranks: Sequence[int]) -> bool:
+        """Whether this step is repeated in other shares, as these ranks are full; the same answer on every rank.
 
         Raises:
             ConfigurationError: There is no room for the global batch; on every rank.
         """
         shares = self._steps.setting.shares
-        if isinstance(error, PeerOutOfMemoryError):
-            ranks = error.ranks
-        elif is_out_of_memory(error):
-            ranks = self._steps.reducer.out_of_memory
-        else:
-            return False
         if shares is None or not shares.can_make_room or not ranks:
             return False
         traceback_module.clear_frames(error.__traceback__)  # they keep the activations that did not fit
-        if self._steps.device.type == "cuda":
+        if self._steps.membership.device.type == "cuda":
             torch.cuda.empty_cache()
         shares.make_room(ranks)
         self.repeats = True
@@ -240,7 +287,7 @@ class Window(Generic[Batch]):
         if self._has_synchronized:
             return
         if not self._counted:
-            match_window(self._steps, self._weights())
+            self._steps.match_window(self._weights())
             return
         done = self._place + (self._num_backwards > 0)
         self._give_up()
@@ -250,20 +297,23 @@ class Window(Generic[Batch]):
             "without break; give a micro-batch that shall not count the weight 0."
         )
 
-    def _give_up(self, status: Status = Status.ABORTED) -> None:
-        """Complete the step's collectives, if the other ranks will be in them, and tell these."""
-        recovery = self._steps.reducer.recovery
-        self._steps.reducer.out_of_memory = ()
+    def _give_up(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
+        """Complete the step's collectives, if the other ranks will be in them, and tell these.
+
+        Returns:
+            As `Recovery.abort`: ranks that ran out of memory.
+        """
+        recovery = self._steps.recovery
         if self._has_synchronized and not recovery.is_interrupted:
-            return
+            return ()
         try:
             others_wait = not (recovery.has_failed or self._weights().refusing_ranks)
         except PeerLostError:  # as the user has been told, or will be by whatever communicates next
             others_wait = False
         if others_wait:
-            recovery.abort(status)
-        else:
-            recovery.drop_gradients()
+            return recovery.abort(status)
+        recovery.drop_gradients()
+        return ()
 
     # ---- the loop
 
@@ -276,7 +326,7 @@ class Window(Generic[Batch]):
         for place, (batch, weight) in enumerate(self._counted):
             self._rescale(self._counted[max(place - 1, 0)][1] / weight)
             self._place, self._num_forwards, self._num_backwards = place, 0, 0
-            self._steps.wrapped.require_backward_grad_sync = self._is_last()
+            self._steps.let_synchronize(self._is_last())
             yield batch
             if self._num_backwards == 0:
                 raise ProtocolError(
@@ -292,7 +342,7 @@ class Window(Generic[Batch]):
         """Express the gradients accumulated so far in units of the next micro-batch's weight."""
         if factor == 1.0:
             return
-        parameters = self._steps.reducer.managed.parameters
+        parameters = self._steps.managed.parameters
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         dense = [gradient for gradient in gradients if not gradient.is_sparse]
         if dense:
@@ -305,8 +355,8 @@ class Window(Generic[Batch]):
         """A forward in which gradients are enabled."""
         self._num_forwards += 1
 
-    def note_backward(self) -> bool:
-        """A backward has reached the module: says whether it synchronizes, after the weights are known.
+    def note_backward(self) -> Terms:
+        """A backward has reached the module: says whether it synchronizes, and what it counts once weights are known.
 
         Raises:
             ProtocolError: It is one too many, or its forward was elsewhere.
@@ -321,29 +371,16 @@ class Window(Generic[Batch]):
             )
         self._num_backwards += 1
         if not self._is_last():
-            return False
-        if not self._steps.wrapped.require_backward_grad_sync:
+            return Terms(synchronizes=False)
+        if not self._steps.will_synchronize:
             raise ProtocolError(
                 f"{where} ran under no_sync(), but its backward has to synchronize. Leave out no_sync() in a window."
             )
         weights = self._weights()
-        raise_if_refused(self._steps, weights)
+        weights.raise_if_refused(self._steps.membership.rank)
         self._has_synchronized = True
         own = math.fsum(weight for _, weight in self._counted)
-        self._steps.weighing.apply(weights, self._counted[self._place][1], own)
-        return True
-
-
-def match_window(steps: StepCoordinator, weights: StepWeights) -> None:
-    """Take part in the other ranks' last backward, contributing nothing; if nothing counts anywhere, there is none.
-
-    Contract:
-        Collective: matches the end of the other ranks' windows.
-    """
-    raise_if_refused(steps, weights)
-    if weights.total > 0:
-        steps.reducer.share = 0.0
-        steps.reducer.run_without_autograd()  # by any weight: there are no gradients
+        return self._steps.window_terms(weights, self._counted[self._place][1], own)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

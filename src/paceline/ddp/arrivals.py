@@ -98,15 +98,21 @@ class Arrivals:
 
     # ---- a backward
 
-    def arm(self, synchronizes: bool, started_s: float) -> None:
-        """A backward begins, and so have `expected`: say how many touches make each bucket full."""
+    def arm(self, synchronizes: bool, started_s: float, not_expected: frozenset[int]) -> None:
+        """A backward begins, and so have `expected`: say how many touches make each bucket full.
+
+        Args:
+            synchronizes: Whether buckets leave at all.
+            started_s: When it reached the module.
+            not_expected: Indices of parameters that the caller has declared not to be used.
+        """
         for listener in self._listeners:
             bucket = listener.bucket
             first_touches = list(bucket.touched)  # of the hook that woke us, when no output was watched
-            bucket.arm(self.expected.touches(bucket.members) if synchronizes else NEVER)
+            bucket.arm(self.expected.touches(bucket.members, not_expected) if synchronizes else NEVER)
             bucket.touched.extend(first_touches)
             if bucket.expected == 0:
-                bucket.ready_s = started_s
+                bucket.note_ready(started_s)
             if bucket.expected in (NEVER, len(bucket.members)) and not self._recorders:
                 listener.listen_quickly()
 
@@ -117,7 +123,7 @@ class Arrivals:
     def expect_nothing(self) -> None:
         """Whatever autograd may still finish, no bucket becomes full."""
         for listener in self._listeners:
-            listener.bucket.expected = NEVER
+            listener.bucket.expect(NEVER)
 
     def rest(self) -> None:
         """No backward is under way: the next touch wakes the reducer."""
@@ -238,18 +244,20 @@ class Expectations:
     Attributes:
         predicts: Whether the engine is asked which parameters its graph reaches.
         defers: Gradients came late once: no bucket leaves before backward has ended.
-        skipped: Indices of parameters that the caller has declared not to be used in the backward under way.
     """
 
     def __init__(self, managed: ManagedParameters, find_unused: bool, static_graph: bool) -> None:
         self.predicts = find_unused
         self.defers = False
-        self.skipped: frozenset[int] = frozenset()
         self._static_graph = static_graph
         self._counts: list[int] | None = None
         self._predicted: list[bool] = []  # of this backward, where `predicts`
         # The engine can only be asked about nodes, and forgets a node that nobody keeps.
         self._nodes = [_node_of(parameter) for parameter in managed.parameters]
+
+    def look(self) -> None:
+        """As `find_unused`, from the next backward on."""
+        self.predicts = True
 
     def expect_static_graph(self) -> None:
         """As the argument, before the first backward."""
@@ -273,7 +281,7 @@ class Expectations:
         if self.predicts and not (self.counted or self.defers or self._static_graph):
             self._predicted = self._predict()
 
-    def touches(self, members: Sequence[int]) -> int:
+    def touches(self, members: Sequence[int], not_expected: frozenset[int]) -> int:
         """How many touches make a bucket of these parameters full; NEVER: do not launch before backward has ended."""
         if self._counts is not None:
             return sum(self._counts[index] for index in members)
@@ -281,7 +289,7 @@ class Expectations:
             return NEVER
         if self.predicts:
             return sum(map(self._predicted.__getitem__, members))
-        return len(members) - sum(map(self.skipped.__contains__, members)) if self.skipped else len(members)
+        return len(members) - sum(map(not_expected.__contains__, members)) if not_expected else len(members)
 
     def reached(self) -> list[bool] | None:
         """Which parameters the backward that has begun touches, where that is known before it ends."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -12,19 +11,6 @@ from torch.nn import Parameter
 
 from paceline.comm.pending import Pending
 from paceline.reductions import Reduction
-
-
-@dataclass(frozen=True)
-class Scales:
-    """What this rank's gradients are multiplied by before they are combined.
-
-    Attributes:
-        input: On their way into a dense bucket, as the reduction wants it.
-        mean: What bypasses the reduction: sparse and late gradients, which are always averaged.
-    """
-
-    input: float
-    mean: float
 
 
 class Bucket(Protocol):
@@ -37,7 +23,7 @@ class Bucket(Protocol):
         num_large: The first so many slots hold gradients that are worth a copy of their own.
         touched: Parameters as autograd finished them; the hooks hold this very list.
         expected: Touches that make it full; 1 while idle: the first touch wakes the reducer.
-        launched: Whether it has been collected in this backward.
+        is_collected: Whether the message of this backward has been made; whether it was launched the flight knows.
         left_out: No rank needs it in this backward, so that it is not collected. Until the next one is armed.
         ready_s: When it was full, or backward had ended; 0.0 before.
         not_finite: From `collect` on: NaN if gradients of this rank are not finite, as far as seen, else zero; or None.
@@ -49,7 +35,7 @@ class Bucket(Protocol):
     num_large: int
     touched: list[Tensor]
     expected: int
-    launched: bool
+    is_collected: bool
     left_out: bool
     ready_s: float
     not_finite: Tensor | None
@@ -66,6 +52,12 @@ class Bucket(Protocol):
 
     def arm(self, expected: int) -> None:
         """Start a backward that will touch it so often: nothing touched yet."""
+
+    def expect(self, touches: int) -> None:
+        """From now on so many touches make it full."""
+
+    def note_ready(self, ready_s: float) -> None:
+        """It is full, or backward has ended."""
 
     def leave_out(self) -> None:
         """No rank needs it in this backward: it will not be collected; whatever touches it is late."""
@@ -90,11 +82,12 @@ class Bucket(Protocol):
 
     # ---- reduction
 
-    def collect(self, scales: Scales, used_before: set[int], has_ended: bool) -> None:
+    def collect(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
         """Make the message: bring every gradient in, scaled, and take `.grad` away from every parameter.
 
         Args:
-            scales: Of this backward.
+            scale: Of gradients on their way into a dense bucket, as the reduction wants it.
+            mean_scale: Of what bypasses the reduction: sparse and late gradients, which are always averaged.
             used_before: Parameter indices that earlier, unsynchronized backwards of this step have touched.
             has_ended: Whether backward has: autograd writes no more.
         """

@@ -52,6 +52,11 @@ class BucketCuts:
         self.order = list(range(len(managed) - 1, -1, -1))
         self.has_followed = False
         self.may_change = True
+        self._batch_size = 0
+
+    def note_batch(self, size: int) -> None:
+        """This rank's batch has so many samples, to be compared with rank 0's; 0: not known, or they are weighed."""
+        self._batch_size = size
 
     def cut(self) -> list[Bucket]:
         """Return the buckets for the order and the caps of now. Local; old buckets are worthless afterwards."""
@@ -59,13 +64,13 @@ class BucketCuts:
         self._arrivals.listen_to(buckets)
         return buckets
 
-    def is_due(self, timings: StepTimings, batch_size: int) -> bool:
+    def is_due(self, timings: StepTimings) -> bool:
         """After a synchronized backward that ended well, while that `may_change`: whether buckets are to be cut anew.
 
         Contract:
             Collective and blocking after the first one, and as `CapSearch.after_step`; local otherwise.
         """
-        is_due = self._tries_others(timings) if self.has_followed else self._follow(batch_size)
+        is_due = self._tries_others(timings) if self.has_followed else self._follow()
         self.may_change = self.search is not None and self.search.best_mb is None
         return is_due
 
@@ -74,12 +79,13 @@ class BucketCuts:
         device = self._verdict.control.words.device
         caps = self.search.after_step(timings, device, self._group, self._peers)
         if caps is not None:
-            self._memory.caps = caps
+            self._memory.cap(caps)
         return caps is not None
 
-    def _follow(self, batch_size: int) -> bool:
+    def _follow(self) -> bool:
         """Take the order that rank 0 has observed; whether it is another one."""
         device = self._verdict.control.words.device
+        batch_size = self._batch_size
         order, first_size = self._arrivals.agree_on_order(
             self.order, batch_size, device, self._group, self._peers
         )

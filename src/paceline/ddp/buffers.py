@@ -11,7 +11,8 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn import Module
 
 from paceline.comm.collectives import launch_broadcast
 from paceline.comm.peers import Peers
+from paceline.ddp.membership import Membership
 
 BROADCAST_BYTES = 250 * 1024 * 1024
 
@@ -94,30 +96,22 @@ class Buffers:
     Args:
         module: Whose buffers; they are looked up anew each time, since modules may replace them.
         ignored: Names of buffers that stay each rank's own.
-        process_group: Over whom.
-        peers: For waiting.
+        membership: Over whom.
 
     Attributes:
         hook: Synchronizes them instead, if the user registered one.
-        are_in_line: Whether they were broadcast since the last synchronized backward (rule 2).
-        come_at_end: Whether the end of the next synchronized backward brings those of `source`.
-        source: The first rank with a micro-batch in the step under way; the same on all ranks.
     """
 
-    def __init__(self, module: Module, ignored: set[str], process_group: ProcessGroup, peers: Peers) -> None:
+    def __init__(self, module: Module, ignored: set[str], membership: Membership) -> None:
         self._homes = [(f"{name}." if name else "", child._buffers) for name, child in module.named_modules()]
         self._ignored = ignored
-        self._group = process_group
-        self._peers = peers
+        self._membership = membership
         self._under_way: Broadcast | None = None
         self.hook: BufferHook | None = None
-        self.are_in_line = self.come_at_end = False
-        self.source = 0
+        self._are_in_line = False  # they were broadcast since the last synchronized backward (rule 2)
+        self._come_at_end = False  # the end of the next synchronized backward brings those of `_source`
+        self._source = 0  # the first rank with a micro-batch in the step under way; the same on all ranks
         self._futures: list[torch.futures.Future[Any]] = []  # of the hook; awaited when backward ends
-
-    def move_to(self, process_group: ProcessGroup, peers: Peers) -> None:
-        """Use another process group from now on."""
-        self._group, self._peers = process_group, peers
 
     def named(self) -> dict[str, Tensor]:
         """The synchronized buffers, each once."""
@@ -132,28 +126,69 @@ class Buffers:
 
     def launch(self, source: int = 0) -> None:
         """Start sending rank `source`'s buffers. Collective; does not wait."""
-        if self._group.size() == 1:
-            return
-        self._under_way = Broadcast(self.named().values(), self._group, source)
+        if self._membership.size > 1:
+            self._under_way = Broadcast(self.named().values(), self._membership.process_group, source)
 
     def finish(self) -> None:
         """Wait for what `launch` started and take it over."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
-            under_way.finish(self._peers, "waiting for the buffers of one rank")
+            under_way.finish(self._membership.peers, "waiting for the buffers of one rank")
 
-    @property
-    def are_awaited(self) -> bool:
-        """Whether the end of a synchronized backward waits for them."""
-        return self.come_at_end or bool(self._futures)
+    # ---- the end of a backward
+
+    def note_backward(self) -> None:
+        """A synchronized backward has ended: before the next forward they are brought in line again. Local."""
+        self._are_in_line = False
+
+    def launch_at_end(self) -> None:
+        """All buckets have been launched: send the buffers behind them, if they come now. Collective; does not wait."""
+        if self._come_at_end:
+            self.launch(self._source)
 
     def end_step(self) -> None:
-        """A synchronized backward has ended: bring those of `source`, launched already or not. Collective; blocks."""
-        if self.come_at_end and self._under_way is None:
-            self.launch(self.source)
+        """All buckets have arrived: bring the buffers, launched already or not. Collective; blocks."""
+        if self._come_at_end and self._under_way is None:
+            self.launch(self._source)
         self.finish()
-        torch.futures.wait_all(self._futures)
-        self._futures = []
+        if self._futures:
+            torch.futures.wait_all(self._futures)
+            self._futures = []
+
+    def come_at_end(self, wanted: bool) -> None:
+        """Whether the end of the next synchronized backward brings them. Local; the same on every rank."""
+        self._come_at_end = wanted
+
+    def come_from(self, source: int) -> None:
+        """Whose they are then: the first rank's that has trained in this step. Local; the same on every rank."""
+        self._source = source
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """What ends within brings none: the backward of a forward that is still open will."""
+        come_at_end, self._come_at_end = self._come_at_end, False
+        yield
+        self._come_at_end = come_at_end
+
+    # ---- before a forward
+
+    def take_hook(self, hook: BufferHook) -> None:
+        """Let it synchronize them from now on. Local."""
+        self.hook = hook
+
+    def bring_in_line(self, source_of: Callable[[], int], again: bool) -> None:
+        """Take over a rank's buffers, unless all ranks have had the same since the last backward (rule 2).
+
+        Args:
+            source_of: Agrees on that rank; collective.
+            again: Also if they are in line.
+
+        Contract:
+            Collective; blocks.
+        """
+        if again or not self._are_in_line:
+            self.synchronize(source_of())
+            self._are_in_line = True
 
     def run_hook(self) -> None:
         """Let the user's hook synchronize the buffers; the end of backward waits for what it returns."""

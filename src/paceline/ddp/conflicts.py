@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -14,9 +14,6 @@ from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.layout import ManagedParameters
 from paceline.errors import ConfigurationError
 from paceline.reductions import Mean, NarrowMean, Reduction
-
-if TYPE_CHECKING:
-    from paceline.ddp.setting import Setting
 
 _MOST_NAMED = 3
 
@@ -123,18 +120,23 @@ def check_join(model: Any) -> None:
         )
 
 
-def check_comm_hook(setting: Setting, overlaps_forward: bool) -> None:
+def check_comm_hook(reduction: Reduction, searches_caps: bool, overlaps_forward: bool) -> None:
     """Refuse a communication hook beside what it would replace or disturb.
+
+    Args:
+        reduction: What combines the gradients so far.
+        searches_caps: Whether other bucket caps are tried.
+        overlaps_forward: Whether buckets are sent in pieces.
 
     Raises:
         RuntimeError: As torch for a second hook.
     """
-    if not isinstance(setting.reduction, Mean | NarrowMean):
+    if not isinstance(reduction, Mean | NarrowMean):
         raise RuntimeError(  # noqa: TRY004  torch's class
-            f"register_comm_hook: gradients are combined by reduction={setting.reduction!r}, which the hook would "
+            f"register_comm_hook: gradients are combined by reduction={reduction!r}, which the hook would "
             "replace. Leave out either."
         )
-    if setting.searches_caps:
+    if searches_caps:
         raise RuntimeError(
             'register_comm_hook and bucket_cap_mb="auto": a hook may keep something of each bucket. Give '
             "bucket_cap_mb a number."

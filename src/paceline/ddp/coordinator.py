@@ -1,12 +1,14 @@
 """What a wrapped module does around its steps: before a forward, in a window of micro-batches, beside joined ranks.
 
-The wrapper, its windows (`accumulation`) and the shadows of joined ranks (`joining`) meet here. The wrapper is held
-weakly: the parameters' hooks keep the reducer, and the reducer keeps this; if they kept the wrapper as well, wrapping
-a module again would find both.
+The wrapper, its windows (`accumulation`) and the shadows of joined ranks (`joining`) meet here: each backward's `Terms`
+are returned from here to the reducer. The wrapper is held weakly. The parameters' hooks keep the reducer, and the
+reducer keeps this: a strong reference would keep a dropped wrapper alive, and wrapping its module again would reduce
+twice.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,18 +20,20 @@ from torch.nn import Module, Parameter
 
 from paceline.comm.collectives import device_for_metadata
 from paceline.comm.gradient_group import group_for_pieces, on_one_host
-from paceline.comm.peers import Peers
 from paceline.ddp import conflicts, inputs_outputs
 from paceline.ddp.buffers import Broadcast, Buffers
+from paceline.ddp.flight import Flights, PlainFlights, Terms
 from paceline.ddp.forward_overlap import ForwardOverlap
-from paceline.ddp.joining import JoinState, NextStep, agree_on_source, notify
+from paceline.ddp.joining import Joining, NextStep, Shadow
 from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.membership import Membership
+from paceline.ddp.recovery import Recovery
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import Description, verify
 from paceline.ddp.setting import Setting
 from paceline.ddp.skipping import Skipping
-from paceline.ddp.weights import Weighing, WeightExchange
-from paceline.reductions import Reduction
+from paceline.ddp.weights import StepWeights, Weighing, WeightExchange
+from paceline.observe import StepTimings
 
 if TYPE_CHECKING:
     from paceline.ddp.accumulation import Window
@@ -49,12 +53,15 @@ class Wrapped(Protocol):
 
     _reducer_class: type[Reducer]
 
+    def _let_synchronize(self, wanted: bool) -> None:
+        """Set `require_backward_grad_sync`."""
+
     def _take_over_optimizers(self) -> Callable[[Parameter], None] | None:
         """Find optimizers that step within backward: what to call for a parameter whose gradient is reduced."""
 
 
 class StepCoordinator:
-    """The group, peers, device, buffers and reducer of one wrapped module, and where its steps are.
+    """The membership, buffers and reducer of one wrapped module, and where its steps are.
 
     Args:
         wrapped: The wrapper.
@@ -62,10 +69,10 @@ class StepCoordinator:
         name: Identifies the module in failure detection; the same on every rank.
 
     Attributes:
-        reduce_groups: The process groups that carry gradients.
+        membership: Who reduces together.
         window: Of micro-batches, while within one.
-        join: What is known of ranks without batches.
-        forward_overlap: What puts the end of steps off into the next forward, if anything does.
+        joining: What is known of ranks without batches.
+        forward_overlap: What defers the end of steps into the next forward, if anything does.
         skipping: What steps leave out, if they may.
     """
 
@@ -73,17 +80,14 @@ class StepCoordinator:
         self._wrapped = weakref.ref(wrapped)
         self._module, self._ignored = wrapped.module, setting.ignored
         self.setting = setting
-        self.process_group = setting.process_groups[0]
-        self.reduce_groups = setting.process_groups
-        self.device = setting.device
-        self.peers = Peers(self.process_group, name, in_slices=self.device.type == "cpu")
-        self.buffers = Buffers(self._module, self._ignored, self.process_group, self.peers)
+        self.membership = Membership(setting.process_groups, name, setting.device)
+        self.buffers = Buffers(self._module, self._ignored, self.membership)
         self.has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self._module.modules())
         self.window: Window[Any] | None = None
-        self.join = JoinState()
-        self._number = int(name.rpartition("/")[-1])  # among the modules over this group
+        self.joining = Joining(self.membership)
+        self.timings = StepTimings()
         self._frozen: list[Parameter] = []
-        self.weighing = Weighing(self)
+        self.weighing = Weighing(setting, self.membership, self.buffers, self.timings, self._fail)
         self.forward_overlap: ForwardOverlap | None = None
         skips = bool(setting.droppable) or setting.skips_unused
         self.skipping = Skipping(self._module, setting.droppable, setting.skips_unused) if skips else None
@@ -95,6 +99,16 @@ class StepCoordinator:
         wrapped = self._wrapped()
         assert wrapped is not None, "a step of a wrapper that is gone"
         return wrapped
+
+    @property
+    def managed(self) -> ManagedParameters:
+        """The parameters whose gradients are reduced now."""
+        return self.reducer.managed
+
+    @property
+    def recovery(self) -> Recovery:
+        """What gives up a step."""
+        return self.reducer.recovery
 
     # ---- the model, on all ranks
 
@@ -132,10 +146,17 @@ class StepCoordinator:
             *more,
         ]
         description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
-        words_on = device_for_metadata(self.process_group, self.device)
-        on_cpu, self._number = verify(
-            description, self.process_group, self.peers, words_on, self.device.type == "cpu", self._number
+        members = self.membership
+        words_on = device_for_metadata(members.process_group, members.device)
+        on_cpu, number = verify(
+            description,
+            members.process_group,
+            members.peers,
+            words_on,
+            members.device.type == "cpu",
+            members.number,
         )
+        members.take_number(number)
         return on_cpu
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
@@ -148,35 +169,42 @@ class StepCoordinator:
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], source: int, doing: str) -> None:
         """Give all ranks the tensors of rank `source`. Collective; blocks."""
-        if self.process_group.size() > 1:
-            Broadcast(tensors, self.process_group, source).finish(self.peers, doing)
+        members = self.membership
+        if members.size > 1:
+            Broadcast(tensors, members.process_group, source).finish(members.peers, doing)
 
     # ---- the reducer
 
-    def build_reducer(self, managed: ManagedParameters) -> None:
+    def build_reducer(self, managed: ManagedParameters, num_steps: int = 0) -> None:
         """Reduce the gradients of these parameters from now on. Local."""
-        wrapped, setting = self.wrapped, self.setting
-        setting.find_unused_parameters = wrapped.find_unused_parameters
-        setting.static_graph = wrapped.static_graph
+        wrapped, setting, members = self.wrapped, self.setting, self.membership
+        setting.expect(wrapped.find_unused_parameters, wrapped.static_graph)
+        flights: Flights = self.forward_overlap or self.skipping or PlainFlights()
         self.reducer = wrapped._reducer_class(
-            managed, setting, self.skipping, self.reduce_groups, self.peers, self.buffers
+            managed,
+            setting,
+            flights,
+            self._terms,
+            members.gradient_groups,
+            members.peers,
+            self.buffers,
+            members.number,
+            self.timings,
+            num_steps,
         )
-        self.reducer.synchronizes = self._synchronizes
-        self.reducer.verdict.control.module_number = self._number
-        self.reducer.forward_overlap = self.forward_overlap
         self._frozen = [p for p in setting.parameters if not p.requires_grad]
 
-    def overlap_forward(self, wanted: bool | str, managed: ManagedParameters) -> None:
+    def overlap_forward(self, wanted: bool | str) -> None:
         """Make what puts the end of steps off into the next forward, where that may pay. Collective if `wanted`."""
         is_forced = wanted in ("always", "debug")
-        if not wanted or self.process_group.size() == 1 or (on_one_host() and not is_forced):
+        members = self.membership
+        if not wanted or members.size == 1 or (on_one_host() and not is_forced):
             return
         self.forward_overlap = ForwardOverlap(
             self._module,
-            managed.parameters,
-            self.process_group,
-            group_for_pieces(self.process_group),
-            self.peers,
+            members.process_group,
+            group_for_pieces(members.process_group),
+            members.peers,
             is_forced,
             poisons=wanted == "debug",
         )
@@ -189,36 +217,21 @@ class StepCoordinator:
 
     def rebuild_reducer(self, managed: ManagedParameters) -> None:
         """Put another reducer in the place of the one that there is. Local."""
-        setting, timings, num_steps = self.setting, self.reducer.timings, self.reducer.num_steps
-        if self.forward_overlap is not None:
-            self.forward_overlap.follow(self._module, managed.parameters)
-        setting.reduction.prepare(managed.named(), self.process_group)
+        self.setting.reduction.prepare(managed.named(), self.membership.process_group)
         self.reducer.arrivals.stop()
-        self.build_reducer(managed)
-        self.reducer.timings, self.reducer.num_steps = timings, num_steps
+        self.build_reducer(managed, self.reducer.num_steps)
 
     def let_go(self) -> None:
         """The wrapper is gone: leave the parameters alone, and keep nothing of the module alive."""
-        self.reducer.arrivals.stop()
-        self.reducer.synchronizes = _always
+        self.reducer.let_go()
         if self.forward_overlap is not None:
             self.forward_overlap.let_go()
 
-    def reduce_by(self, reduction: Reduction) -> None:
-        """Combine gradients so from now on. Local; before the first backward."""
-        self.setting.reduction = self.reducer.reduction = reduction
-
     def move_to(self, process_group: ProcessGroup) -> None:
         """Reduce over another process group from now on. Local; every member must do so in the same step."""
-        self.process_group = process_group
-        self._number = 0  # a rank that joins now does not know it
-        self.setting.process_groups = self.reduce_groups = [process_group]
-        self.setting.choose_caps()  # the default depends on the number of ranks
-        self.peers = Peers(
-            process_group, f"group {process_group.group_name}", in_slices=self.device.type == "cpu"
-        )
-        self.buffers.move_to(process_group, self.peers)
-        self.rebuild_reducer(self.reducer.managed)
+        self.membership.move_to(process_group)
+        self.setting.move_to([process_group])
+        self.rebuild_reducer(self.managed)
 
     # ---- before a step
 
@@ -231,37 +244,19 @@ class StepCoordinator:
         self.reducer.prepare()
         self._follow_changes()
         self.reducer.open_forwards.begin(counts=self.wrapped.training)
+        is_weighed = self.weighing.is_on if self.window is None else self.window.has_weights
         if not self.reducer.cuts.has_followed:
-            is_weighed = self.weighing.is_on()
-            self.reducer.unweighed_size = 0 if is_weighed else inputs_outputs.batch_size(inputs, kwargs)
+            self.reducer.cuts.note_batch(0 if is_weighed else inputs_outputs.batch_size(inputs, kwargs))
         if self.window is not None:
             self.window.note_forward()
             return
-        will_synchronize = self.wrapped.require_backward_grad_sync
-        weighing = self.weighing
-        if weighing.is_on() and self.wrapped.training:
-            weighing.weigh_plain(inputs, kwargs)
-        with weighing.wait():
-            notify(self, NextStep(will_synchronize, opens_window=weighing.plain is not None))
-            self._synchronize_buffers(will_synchronize)
-
-    def open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
-        """What a window of micro-batches communicates before its first forward. Collective."""
-        self.reducer.prepare()
-        self._follow_changes()
+        will_synchronize = self.will_synchronize
+        if is_weighed and self.wrapped.training:
+            self.weighing.weigh_plain(inputs, kwargs, will_synchronize)
         with self.weighing.wait():
-            notify(self, NextStep(synchronizes=False, opens_window=True))
-            exchange = self.weighing.exchange(weight, num_micro_steps, begins_step=True)
-            self.buffers.are_in_line = False  # all ranks begin it together
-            self._synchronize_buffers(will_synchronize=True)
-        return exchange
-
-    def close_window(self) -> None:
-        """What follows is a step of its own again. Local."""
-        self.window = None
-        self.wrapped.require_backward_grad_sync = True
-        self.reducer.weight, self.reducer.share = 1.0, None
-        self.buffers.source = 0
+            opens_window = self.weighing.plain is not None
+            self.joining.notify(self.wrapped, NextStep(will_synchronize, opens_window))
+            self._synchronize_buffers(will_synchronize)
 
     def _follow_changes(self) -> None:
         """Take in what was done to the parameters since the last forward. Collective if some were unfrozen."""
@@ -270,23 +265,77 @@ class StepCoordinator:
             self.verify(managed)
             conflicts.check_linear(managed, self.setting.reduction)
             self.rebuild_reducer(managed)
-        self.reducer.on_reduced = self.wrapped._take_over_optimizers()
+        self.reducer.step_within_backward(self.wrapped._take_over_optimizers())
 
     def has_synchronized_buffers(self) -> bool:
         return self.wrapped.forward_sync_buffers and bool(self.buffers.named())
 
     def _synchronize_buffers(self, will_synchronize: bool) -> None:
         """Before the forwards of a step that will be synchronized: all ranks take rank 0's buffers. Collective."""
-        is_training, joins = self.wrapped.training, self.join.is_enabled(self.wrapped)
+        is_training, joins = self.wrapped.training, self.joining.is_enabled(self.wrapped)
         synchronizes = will_synchronize and is_training and self.has_synchronized_buffers()
         hook = self.buffers.hook
-        if synchronizes and hook is None and not (self.buffers.are_in_line and not joins):
-            self.buffers.synchronize(agree_on_source(self, is_candidate=True) if joins else 0)
-            self.buffers.are_in_line = True
+        if synchronizes and hook is None:
+            source_of = functools.partial(self.joining.agree_on_source, is_candidate=True) if joins else int
+            self.buffers.bring_in_line(source_of, again=joins)
         elif synchronizes and hook is not None and hook.runs_before_forward:
             self.buffers.run_hook()
         if is_training:  # an evaluation on one rank must not change what this rank's backward does
-            self.buffers.come_at_end = synchronizes and hook is None and not joins
+            self.buffers.come_at_end(synchronizes and hook is None and not joins)
+
+    # ---- windows of micro-batches
+
+    @property
+    def will_synchronize(self) -> bool:
+        """Whether the next backward does, outside of windows; not within `no_sync`."""
+        return (wrapped := self._wrapped()) is None or wrapped.require_backward_grad_sync
+
+    def let_synchronize(self, wanted: bool) -> None:
+        """Whether the next backward does. Local."""
+        self.wrapped._let_synchronize(wanted)
+
+    def open_window(self, weight: float, num_micro_steps: int) -> WeightExchange:
+        """What a window of micro-batches communicates before its first forward. Collective."""
+        self.reducer.prepare()
+        self._follow_changes()
+        with self.weighing.wait():
+            self.joining.notify(self.wrapped, NextStep(synchronizes=False, opens_window=True))
+            exchange = self.weighing.exchange(weight, num_micro_steps, begins_step=True)
+            self.buffers.note_backward()  # all ranks begin it together
+            self._synchronize_buffers(will_synchronize=True)
+        return exchange
+
+    def enter_window(self, window: Window[Any]) -> None:
+        """What follows belongs to this window. Local."""
+        self.window = window
+
+    def close_window(self) -> None:
+        """What follows is a step of its own again. Local."""
+        self.window = None
+        self.let_synchronize(True)
+        self.buffers.come_from(0)
+
+    def finish_weights(self, exchange: WeightExchange) -> StepWeights:
+        """Wait for what the ranks' micro-batches count; raises as `Weighing.finish`."""
+        return self.weighing.finish(exchange)
+
+    def window_terms(self, weights: StepWeights, weight: float, total: float) -> Terms:
+        """The backward that synchronizes begins: what it counts; arguments as of `Weighing.terms`. Local."""
+        return self.weighing.terms(weights, weight, total, self.joining.num_averaged)
+
+    def match_window(self, weights: StepWeights) -> None:
+        """Take part in the other ranks' last backward, contributing nothing; if nothing counts anywhere, there is none.
+
+        Contract:
+            Collective: matches the end of the other ranks' windows.
+        """
+        weights.raise_if_refused(self.membership.rank)
+        if weights.total > 0:
+            self._run_without_autograd(share=0.0)
+
+    def will_drop_gradient(self, parameter: Tensor) -> bool:
+        """Whether the parameter's gradient is under way, and is dropped when it arrives. Local; does not wait."""
+        return self.forward_overlap is not None and self.forward_overlap.will_drop_gradient(parameter)
 
     # ---- a step
 
@@ -297,29 +346,58 @@ class StepCoordinator:
         if hook is not None and not hook.runs_before_forward and self.has_synchronized_buffers():
             self.buffers.run_hook()
 
-    def _synchronizes(self) -> bool:
-        """Whether the backward that begins now does."""
-        return self._begins_plain_step() if self.window is None else self.window.note_backward()
+    def _fail(self, error: Exception) -> None:
+        self.recovery.fail(error)
 
-    def _begins_plain_step(self) -> bool:
-        return self._says_the_wrapper() and (self.weighing.plain is None or self.weighing.exchange_plain())
-
-    def _says_the_wrapper(self) -> bool:
-        return (wrapped := self._wrapped()) is None or wrapped.require_backward_grad_sync
+    def _terms(self) -> Terms:
+        """Whether the backward that begins now synchronizes, and what it counts."""
+        if self.window is not None:
+            return self.window.note_backward()
+        if not self.will_synchronize:
+            return Terms(synchronizes=False)
+        num_averaged = self.joining.num_averaged
+        if self.weighing.plain is not None:
+            return self.weighing.plain_terms(num_averaged)
+        return Terms(num_averaged=num_averaged)
 
     def synchronize_gradients(self) -> None:
         """Reduce what earlier backwards have left in `.grad`. Collective; blocks."""
         self.reducer.prepare()
-        come_at_end, self.buffers.come_at_end = self.buffers.come_at_end, False
-        self.reducer.run_without_autograd()
-        self.buffers.come_at_end = come_at_end  # with the backward of a forward that is still open
+        with self.buffers.staying():
+            self._run_without_autograd()
+
+    def _run_without_autograd(self, share: float | None = None) -> None:
+        self.reducer.run_without_autograd(Terms(share=share, num_averaged=self.joining.num_averaged))
+
+    # ---- ranks without batches
+
+    def shadow(self, joinable: Any, divides_by_all: bool) -> Shadow:
+        """What this rank does once it has no more batches. Local."""
+        self.joining.begin(divides_by_all)
+        return Shadow(joinable, self._match_step, self.take_final_model)
+
+    def _match_step(self) -> None:
+        """Match one forward and, if the others will synchronize, one backward, contributing zeros. Collective."""
+        others = self.joining.announce(is_active=False)
+        if not (others.synchronizes or others.opens_window):
+            return
+        is_window = others.opens_window and not others.synchronizes
+        exchange = self.weighing.exchange() if is_window else None  # before the first forward
+        if self.wrapped.training and self.has_synchronized_buffers():
+            self.buffers.synchronize(self.joining.agree_on_source(is_candidate=False))
+        self.reducer.prepare()
+        self.buffers.come_at_end(False)
+        self.recovery.drop_gradients()
+        if exchange is not None:
+            self.match_window(exchange.finish())
+        elif others.opens_window:
+            self.weighing.exchange().finish().raise_if_refused(self.membership.rank)  # as backward begins
+            self._run_without_autograd(share=0.0)
+        else:
+            self._run_without_autograd()
+        self.recovery.drop_gradients()
 
     def take_final_model(self, is_last_joiner: bool) -> None:
         """After `join`: all ranks take the model of a rank that trained to the end. Collective; blocks."""
-        self.join.authoritative_rank = agree_on_source(self, is_candidate=is_last_joiner)
-        self.reducer.num_averaged = None
-        self.broadcast_model(self.join.authoritative_rank, with_buffers=self.wrapped.forward_sync_buffers)
-
-
-def _always() -> bool:
-    return True
+        source = self.joining.end(is_last_joiner)
+        self.broadcast_model(source, with_buffers=self.wrapped.forward_sync_buffers)

@@ -28,7 +28,6 @@ from torch.nn import Parameter
 
 from paceline.comm.collectives import launch_sum
 from paceline.comm.pending import Chain, Done, Pending
-from paceline.ddp.bucket import Scales
 from paceline.ddp.non_finite import Sample, has_negative_zero
 from paceline.ddp.views import gradient_views, is_large
 from paceline.reductions import Message, Reduction
@@ -98,7 +97,7 @@ class DenseBucket:
         # State of one backward.
         self.touched: list[Tensor] = []
         self.expected = 1
-        self.launched = self.left_out = False
+        self.is_collected = self.left_out = False
         self.ready_s = 0.0
         self._is_whole = False  # known to have been touched once each, with a gradient
         self._seen: Tensor | None = None  # of each gradient an element, not scaled yet
@@ -121,12 +120,18 @@ class DenseBucket:
         """As `Bucket.arm`; autograd may add small gradients straight into the buffer."""
         self.touched.clear()
         self.expected = expected
-        self.launched = self.left_out = False
+        self.is_collected = self.left_out = False
         self.ready_s = 0.0
         self._is_whole, self._seen, self.not_finite = False, None, None
         self._entered.clear()
         self._untouched, self._kept, self._with_graph = [], {}, {}
         self._installed = self._install()
+
+    def expect(self, touches: int) -> None:
+        self.expected = touches
+
+    def note_ready(self, ready_s: float) -> None:
+        self.ready_s = ready_s
 
     def leave_out(self) -> None:
         self.left_out, self._num_touched_at_collect = True, 0
@@ -153,7 +158,7 @@ class DenseBucket:
     def disarm(self) -> None:
         self.expected = 1
         self.touched.clear()
-        self.launched = False
+        self.is_collected = False
 
     def touched_slots(self) -> list[int]:
         return [self._slots[id(parameter)] for parameter in self.touched]
@@ -206,7 +211,7 @@ class DenseBucket:
 
     def enter(self, slot: int, scale: float) -> None:
         """Move a large gradient that autograd has just finished into the buffer, scaled (rule 1)."""
-        if self.launched:
+        if self.is_collected:
             return
         parameter, view = self.parameters[slot], self.views[slot]
         gradient = parameter.grad
@@ -231,9 +236,8 @@ class DenseBucket:
         view.copy_(gradient)
         parameter.grad = view
 
-    def collect(self, scales: Scales, used_before: set[int], has_ended: bool) -> None:
+    def collect(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
         """As `Bucket.collect` (rule 2); once backward has ended, small parameters may keep their `.grad`."""
-        scale = scales.input
         self._num_touched_at_collect = len(self.touched)
         if not self._has_all_gradients():
             self._keep_untouched(used_before)
@@ -252,7 +256,7 @@ class DenseBucket:
             _multiply(self._small, scale)
         seen = self._seen if self._is_whole and scale != 0.0 else None
         self.not_finite = self._sample.times_zero(self._sample.take() if seen is None else seen)
-        self.launched, self.left_out = True, False
+        self.is_collected, self.left_out = True, False
 
     def _keep_untouched(self, used_before: set[int]) -> None:
         """Find the members that this rank's step has not used, and keep what they have as `.grad` (rule 4)."""
@@ -333,10 +337,10 @@ class DenseBucket:
         return [self.members[slot] for slot in self._untouched]
 
     def has_late_gradients(self) -> bool:
-        return (self.launched or self.left_out) and len(self.touched) > self._num_touched_at_collect
+        return (self.is_collected or self.left_out) and len(self.touched) > self._num_touched_at_collect
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Pending:
-        return Chain(self._reduce_late(self._take_late(scale), group))
+        return Chain(self._reduce_late(self._take_late(scale), group), num_stages=1)
 
     def _reduce_late(self, late: Tensor, group: ProcessGroup) -> Iterator[Pending]:
         yield launch_sum(late, group) if group.size() > 1 else Done()

@@ -92,16 +92,13 @@ class GradientMemory:
         caps: How large a bucket may become.
         control: The control words, which lie behind the last bucket's gradients.
         allocate: Makes a buffer; a process group may have memory from which it sends without a copy.
-
-    Attributes:
-        caps: Other ones count from the next cut on.
     """
 
     def __init__(
         self, managed: ManagedParameters, caps: BucketCaps, control: ControlWords, allocate: Allocate
     ) -> None:
         self._managed = managed
-        self.caps = caps
+        self._caps = caps
         self._control = control
         self._has_been_cut = False
         self._flat: dict[Key, Tensor] = {}
@@ -117,6 +114,10 @@ class GradientMemory:
                 elements[key] = elements.get(key, 0) + real_numel(parameter)
         return elements
 
+    def cap(self, caps: BucketCaps) -> None:
+        """How large a bucket may become, from the next cut on."""
+        self._caps = caps
+
     def cut(self, order: Sequence[int]) -> list[Bucket]:
         """Lay the gradients out for this ready order; the control words lie behind the last bucket where that is dense.
 
@@ -129,7 +130,7 @@ class GradientMemory:
         alive = self._take_alive()
         first = [index for index in order if index not in managed.delayed]
         last = [index for index in order if index in managed.delayed]
-        plan = assign_buckets(managed.specs(), first + last, self.caps)
+        plan = assign_buckets(managed.specs(), first + last, self._caps)
         used = dict.fromkeys(self._flat, 0)
         buckets: list[Bucket] = []
         for place, members in enumerate(plan):

@@ -87,12 +87,11 @@ class OpenForwards:
 
     Attributes:
         count: Forwards that should have a backward, and have had none.
-        backward_is_announced: A framework has said that the next backward belongs to the module.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.backward_is_announced = False
+        self._backward_is_announced = False
         self._epoch = 0
         self._forwards: deque[Forward] = deque(maxlen=_NUM_REMEMBERED)
 
@@ -100,7 +99,7 @@ class OpenForwards:
 
     def begin(self, counts: bool) -> None:
         """A forward begins."""
-        self.backward_is_announced = False
+        self._backward_is_announced = False
         forward = Forward(counts, self._epoch)
         if self._forwards:
             self._forwards[-1].end = min(self._forwards[-1].end, forward.begin)  # it has raised, if not ended
@@ -125,6 +124,10 @@ class OpenForwards:
         self.count -= forward.is_open(self._epoch)
         forward.is_passed = True
 
+    def announce_backward(self) -> None:
+        """A framework says that the next backward belongs to the module."""
+        self._backward_is_announced = True
+
     def note_backward(self) -> None:
         """A backward that belongs to a forward begins."""
         if self._forwards:
@@ -143,7 +146,7 @@ class OpenForwards:
         passed = self._passed_by(numbers) if numbers is not None else self._newest_open()
         for forward in passed:
             self.close(forward)
-        is_announced, self.backward_is_announced = self.backward_is_announced, False
+        is_announced, self._backward_is_announced = self._backward_is_announced, False
         if passed or is_announced or (self._forwards and not is_known):
             return Owner(is_recomputed=any(forward.is_recomputed for forward in passed))
         return None

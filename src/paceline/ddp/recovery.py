@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.backward import Backward
+from paceline.ddp.flight import Terms
 from paceline.ddp.open_forwards import OpenForwards
 from paceline.ddp.verdict import Status
 from paceline.errors import ProtocolError
@@ -30,28 +31,18 @@ class Interruptible(Protocol):
     open_forwards: OpenForwards
     process_groups: list[ProcessGroup]
 
-    def arm(self, backward: Backward) -> None:
+    def arm(self, backward: Backward, terms: Terms) -> None:
         """A backward begins."""
 
-    def complete_aborted(self, status: Status) -> None:
-        """Perform what is left of the collectives of the last backward, and tell the other ranks that it raised."""
+    def complete_aborted(self, status: Status) -> tuple[int, ...]:
+        """Perform what is left of the collectives of the last backward, and tell the other ranks that it raised.
+
+        Returns:
+            The ranks that ran out of memory, if nothing else went wrong on any rank.
+        """
 
     def rest(self) -> None:
         """No backward is under way any more."""
-
-
-class _FailingForGood:
-    """A context: an exception within means that communication has failed for good."""
-
-    def __init__(self, recovery: Recovery) -> None:
-        self._recovery = recovery
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception):
-            self._recovery.fail(error)
 
 
 class Recovery:
@@ -61,15 +52,11 @@ class Recovery:
         reducer: Whose backward.
         parameters: Whose gradients are dropped.
         used_before: Parameters used by unsynchronized backwards since the last synchronized one; emptied with them.
-
-    Attributes:
-        failing_for_good: A context: what raises within it is noted as by `fail`.
     """
 
     def __init__(
         self, reducer: Interruptible, parameters: Sequence[Parameter], used_before: set[int]
     ) -> None:
-        self.failing_for_good = _FailingForGood(self)
         self._reducer = reducer
         self._groups = reducer.process_groups
         self._parameters = parameters
@@ -156,40 +143,52 @@ class Recovery:
 
     # ---- giving up a step
 
-    def recover(self, status: Status = Status.ABORTED) -> None:
+    def recover(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
         """Complete the collectives of a backward that raised, tell the others, drop this rank's gradients.
 
         Args:
             status: What the others are told.
+
+        Returns:
+            The ranks that ran out of memory, if nothing else went wrong on any rank.
 
         Contract:
             Collective if that backward synchronizes: matches the other ranks' backward.  Blocks: yes.
         """
         raised = self._backward is not None and self._backward() is None
         self._backward = None
+        out_of_memory: tuple[int, ...] = ()
         if self._synchronizes:
             set_since = [parameter.grad if raised else None for parameter in self._parameters]
-            with self.failing_for_good:
-                self._reducer.complete_aborted(status)
+            try:
+                out_of_memory = self._reducer.complete_aborted(status)
+            except Exception as error:
+                self.fail(error)
+                raise
             self.drop_gradients()
             for parameter, gradient in zip(self._parameters, set_since, strict=True):
                 parameter.grad = gradient
         self._reducer.rest()
+        return out_of_memory
 
-    def abort(self, status: Status = Status.ABORTED) -> None:
+    def abort(self, status: Status = Status.ABORTED) -> tuple[int, ...]:
         """Give up this step: complete its collectives, tell the other ranks, drop this rank's gradients.
 
         Args:
             status: What the others are told.
+
+        Returns:
+            As `recover`.
 
         Contract:
             Collective: matches the other ranks' synchronized backward, whether this rank's has begun or not.
         """
         if not (self.is_interrupted and self._synchronizes):
             self._reducer.rest()
-            self._reducer.arm(Backward(True, _never_ended, by_autograd=False))
-        self.recover(status)
+            self._reducer.arm(Backward(True, _never_ended, by_autograd=False), Terms())
+        out_of_memory = self.recover(status)
         self._reducer.open_forwards.forget()
+        return out_of_memory
 
     def drop_gradients(self) -> None:
         """Forget all gradients of this rank."""

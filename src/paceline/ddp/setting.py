@@ -157,6 +157,24 @@ class Setting:
         default = BucketCaps.default(size_bytes, self.any_on_cpu, _is_on_one_host(), num_ranks)
         self.caps = self.given_caps or default
 
+    def learn_devices(self, any_on_cpu: bool) -> None:
+        """Whether any rank has its parameters on a CPU, as all have said. Local."""
+        self.any_on_cpu = any_on_cpu
+        self.choose_caps()
+
+    def move_to(self, process_groups: list[ProcessGroup]) -> None:
+        """Reduce over these from now on; default caps depend on the number of ranks. Local."""
+        self.process_groups = process_groups
+        self.choose_caps()
+
+    def reduce_by(self, reduction: Reduction) -> None:
+        """Combine gradients so from now on. Local; before the first backward."""
+        self.reduction = reduction
+
+    def expect(self, find_unused_parameters: bool, static_graph: bool) -> None:
+        """What the wrapper's attributes say now, which users may set. Local; between backwards."""
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+
     def described_caps(self) -> str:
         """What was asked for, equal on all ranks also where defaults depend on the rank."""
         how = "searched" if self.searches_caps else "default"

@@ -2,42 +2,44 @@
 
 Rules
 1. When a synchronized backward begins, every rank says which gradients it needs, in one small sum ahead of all buckets.
-   Backward hardly waits for it: the first full bucket does, 2 ms at most (what a sum takes if no rank is late; there
-   may be no later bucket to leave with). Then full buckets leave with the next one; the end of backward waits. So
-   clocks say when buckets leave. Over a group of the script's, over which its layers may communicate within backward,
-   that must not be: there the first full bucket waits as long as it takes.
-2. A rank needs no gradient of what it has declared to be skipped (`model.skip`), nor, if `looks`, of what the autograd
+   The first full bucket waits up to 2 ms for the agreement: what a sum takes if no rank is late, and there may be no
+   later bucket to leave with. If it is late, full buckets wait for the next bucket or for the end of backward.
+2. Launch order, relative to other collectives within backward, then depends on timing. If layers share the group, that
+   could deadlock. So over a group of the script's the first full bucket waits without limit (the one place where
+   autograd's thread may wait for the network, besides weights and the end of backward).
+3. A rank needs no gradient of what it has declared to be skipped (`model.skip`), nor, if `looks`, of what the autograd
    engine says this backward does not reach; but all that earlier backwards of the step have used. A bucket of which no
    rank needs anything is left out. Its gradients stay what they were, as those of parameters that no rank has used.
-3. Where ranks have declared different layers, all of them read so in the same sum: no rank launches anything, all
+4. Where ranks have declared different layers, all of them read so in the same sum: no rank launches anything, all
    raise, and say so if the ranks are not in the same step (they would draw alike, but for different steps). A rank
    that runs no backward of its own (joined, or giving up) has no say, and follows.
-4. A gradient of a declared parameter is an error. One that the engine has not foreseen (reentrant checkpointing) is
+5. A gradient of a declared parameter is an error. One that the engine has not foreseen (reentrant checkpointing) is
    late (rule 5 of `reducer`), and from then on this rank needs everything.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from paceline.comm.backward import Backward
 from paceline.comm.collectives import device_for_metadata, launch_sum
 from paceline.comm.gradient_group import is_beside
 from paceline.comm.peers import Peers
 from paceline.comm.pending import Done, Pending
-from paceline.ddp.arrivals import Expectations
-from paceline.ddp.bucket import Bucket, Scales
+from paceline.ddp.bucket import Bucket
 from paceline.ddp.droppable import Parts, Unit, flat
+from paceline.ddp.flight import Flight, PlainFlight, PlainFlights, Step
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.open_forwards import OpenForwards, out_of_step
 from paceline.errors import ConfigurationError, SkipError
+from paceline.observe import BucketTiming, StepTimings
 
 _BITS = 48  # of one word, which float64 sums exactly
 _UNITS = 5  # the units' bits begin here; before them: whether a rank has a say, and in four its open forwards
@@ -46,7 +48,7 @@ PATIENCE_S = 0.002
 
 
 class Skipping:
-    """What one module's steps skip, on one rank.
+    """What one module's steps skip, on one rank: makes flights that leave that out.
 
     Args:
         module: Whose.
@@ -55,25 +57,12 @@ class Skipping:
     """
 
     def __init__(self, module: Module, units: Sequence[Unit], looks: bool) -> None:
-        self.looks = looks
+        self._looks = looks
         self._parts, self._units = Parts(module), units
         self._owners = {id(p): number for number, unit in enumerate(units) for p in unit.parameters}
         self._contexts: list[frozenset[int]] = []  # numbers of units, of each `with` that is open
-        self._managed: ManagedParameters
-        self._members: list[frozenset[int]] = []  # parameter indices of each unit
-        self._group: ProcessGroup
-        self._peers: Peers
-        self._open_forwards: OpenForwards
-        # Of the synchronized backward under way.
-        self._declared: frozenset[int] = frozenset()  # numbers of units
-        self._skipped: frozenset[int] = frozenset()  # their parameters' indices
-        self._words = torch.zeros(0)
-        self._pending: Pending | None = None
-        self._has_arrived = threading.Event()
-        self._is_private = False
-        self._patience_s = PATIENCE_S
-        self._needed: list[bool] | None = None  # by any rank, once agreed on
-        self._disagreement = ""
+        self._plain = PlainFlights()
+        self._ranks: _Ranks
 
     def follow(
         self,
@@ -81,19 +70,27 @@ class Skipping:
         groups: Sequence[ProcessGroup],
         peers: Peers,
         open_forwards: OpenForwards,
+        timings: StepTimings,
     ) -> None:
-        """These parameters are reduced from now on, over these groups; the first agrees. Local."""
+        """As `Flights.follow`; the ranks agree over the first group."""
+        self._plain.follow(managed, groups, peers, open_forwards, timings)
         indices = {id(parameter): index for index, parameter in enumerate(managed.parameters)}
-        self._members = [
+        members = [
             frozenset(indices[id(p)] for p in unit.parameters if id(p) in indices) for unit in self._units
         ]
-        self._managed, self._group, self._peers, self._open_forwards = (
-            managed,
-            groups[0],
-            peers,
-            open_forwards,
-        )
-        self._is_private = all(map(is_beside, groups))
+        is_private = all(map(is_beside, groups))
+        self._ranks = _Ranks(managed, groups[0], peers, open_forwards, self._units, members, is_private)
+
+    def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
+        """As `Flights.begin`: take down what is declared, and ask the other ranks if this one may launch now."""
+        backward = step.backward
+        declared = frozenset[int]().union(*self._contexts) if backward.by_autograd else frozenset[int]()
+        flight = SkippingFlight(self._ranks, self._plain.begin(step, buckets), buckets, declared, self._looks)
+        if backward.synchronizes:
+            flight.propose(backward.by_autograd, step.reached() if self._looks else None, step.used_before)
+            if step.goes_first:
+                flight.ask()
+        return flight
 
     # ---- declared by the caller
 
@@ -121,101 +118,133 @@ class Skipping:
             )
         return numbers
 
-    # ---- a synchronized backward
 
-    def begin(self, backward: Backward, expected: Expectations, used_before: set[int], asks: bool) -> None:
-        """A backward begins: take down what is declared, and what this rank needs if it `synchronizes`.
+@dataclass(frozen=True)
+class _Ranks:
+    """Who agrees on what.
 
-        Args:
-            backward: This one.
-            expected: What it reaches; told of what it skips.
-            used_before: Indices of parameters that earlier, unsynchronized backwards of this step have touched.
-            asks: Whether to `ask` the others now. Local without it.
-        """
-        self._declared = frozenset().union(*self._contexts) if backward.by_autograd else frozenset()
-        self._skipped = frozenset().union(*(self._members[number] for number in self._declared))
-        self._pending, self._needed, self._disagreement = None, None, ""
-        expected.skipped = self._skipped
-        if backward.synchronizes:
-            self._propose(backward.by_autograd, expected.reached() if self.looks else None, used_before)
-            if asks:
-                self.ask()
+    Attributes:
+        managed: The parameters.
+        group: Over which the ranks agree.
+        peers: For waiting.
+        open_forwards: Say which rank is ahead.
+        units: What can be skipped.
+        members: Parameter indices of each unit.
+        is_private: Nobody else communicates over the groups (rule 2).
+    """
 
-    def _propose(self, by_autograd: bool, reached: list[bool] | None, used_before: set[int]) -> None:
-        rank, num_ranks = self._group.rank(), self._group.size()
-        needs = [
-            index in used_before
-            or (by_autograd and index not in self._skipped and (reached is None or reached[index]))
-            for index in range(len(self._managed))
-        ]
-        declared = sum(1 << _UNITS + number for number in self._declared)
-        mask = 1 | self._open_forwards.word(by_autograd) << 1 | declared if by_autograd else 0
-        said = [0] * (num_ranks * self._num_words)
-        for place in range(self._num_words):
-            said[rank * self._num_words + place] = mask >> (place * _BITS) & ((1 << _BITS) - 1)
-        where = device_for_metadata(self._group, self._managed.parameters[0].device)
-        self._words = torch.tensor([*needs, *said], dtype=torch.float64, device=where)
+    managed: ManagedParameters
+    group: ProcessGroup
+    peers: Peers
+    open_forwards: OpenForwards
+    units: Sequence[Unit]
+    members: Sequence[frozenset[int]]
+    is_private: bool
 
     @property
-    def _num_words(self) -> int:
+    def num_words(self) -> int:
         """That say what one rank has declared."""
-        return (_UNITS + len(self._units) - 1) // _BITS + 1
+        return (_UNITS + len(self.units) - 1) // _BITS + 1
 
-    def ask(self) -> None:
+
+class SkippingFlight:
+    """A plain flight without the buckets that no rank needs.
+
+    Args:
+        ranks: Who agrees.
+        plain: What sends the others.
+        buckets: Of the step.
+        declared: Numbers of the units that this rank has declared to be skipped.
+        looks: As of `Skipping`.
+
+    Attributes:
+        not_expected: Indices of their parameters.
+    """
+
+    def __init__(
+        self,
+        ranks: _Ranks,
+        plain: PlainFlight,
+        buckets: Sequence[Bucket],
+        declared: frozenset[int],
+        looks: bool,
+    ) -> None:
+        self._ranks, self._plain, self._buckets, self._looks = ranks, plain, buckets, looks
+        self._declared = declared
+        self.not_expected: frozenset[int] = frozenset().union(*(ranks.members[number] for number in declared))
+        self._words = torch.zeros(0)
+        self._pending: Pending | None = None
+        self._has_arrived = threading.Event()
+        self._patience_s = PATIENCE_S
+        self._is_agreed = False
+        self._last: Bucket | None = None  # of those that leave, once agreed on
+        self._disagreement = ""
+
+    @property
+    def num_launched(self) -> int:
+        return self._plain.num_launched
+
+    # ---- agreeing
+
+    def propose(self, by_autograd: bool, reached: list[bool] | None, used_before: set[int]) -> None:
+        """Take down what this rank needs. Local."""
+        group, managed, num_words = self._ranks.group, self._ranks.managed, self._ranks.num_words
+        needs = [
+            index in used_before
+            or (by_autograd and index not in self.not_expected and (reached is None or reached[index]))
+            for index in range(len(managed))
+        ]
+        declared = sum(1 << _UNITS + number for number in self._declared)
+        mask = 1 | self._ranks.open_forwards.word(by_autograd) << 1 | declared if by_autograd else 0
+        said = [0] * (group.size() * num_words)
+        for place in range(num_words):
+            said[group.rank() * num_words + place] = mask >> (place * _BITS) & ((1 << _BITS) - 1)
+        where = device_for_metadata(group, managed.parameters[0].device)
+        self._words = torch.tensor([*needs, *said], dtype=torch.float64, device=where)
+
+    def ask(self) -> Pending:
         """Launch the sum of what all ranks need.
 
         Contract:
             Collective: every rank, once a synchronized backward, before its buckets.  Blocks: no.
         """
-        self._has_arrived, self._patience_s = threading.Event(), PATIENCE_S
-        self._pending = Done() if self._group.size() == 1 else launch_sum(self._words, self._group)
+        group = self._ranks.group
+        self._pending = Done() if group.size() == 1 else launch_sum(self._words, group)
         self._pending.on_done(self._has_arrived.set)
+        return self._pending
 
-    def lets_launch(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether it is known which of these leave, and which are `left_out`. Local; waits once a backward (rule 1)."""
-        if self._needed is None and self._pending is not None:
+    def may_launch(self) -> bool:
+        """As `Flight.may_launch`; waits once a backward (rules 1 and 2)."""
+        if not self._is_agreed and self._pending is not None:
             patience_s, self._patience_s = self._patience_s, 0.0
-            if not self._is_private or self._has_arrived.wait(patience_s):
-                self._read(self._pending, buckets)
-        return self._needed is not None and not self._disagreement
+            if not self._ranks.is_private or self._has_arrived.wait(patience_s):
+                self._read(self._pending)
+        return self._is_agreed and not self._disagreement
 
-    def agree(self, buckets: Sequence[Bucket]) -> None:
-        """Know which of these buckets leave.
-
-        Contract:
-            Collective, if `ask` has not been called yet.  Blocks: yes.
-
-        Raises:
-            SkipError: The ranks have declared different layers; on every rank.
-        """
-        if self._pending is None:
-            self.ask()
-        if self._needed is None and self._pending is not None:
-            self._read(self._pending, buckets)
-        if self._disagreement:
-            raise SkipError(self._disagreement)
-
-    def _read(self, pending: Pending, buckets: Sequence[Bucket]) -> None:
-        self._peers.wait(pending, "agreeing on what this step skips")
-        num_parameters = len(self._managed)
+    def _read(self, pending: Pending) -> None:
+        ranks = self._ranks
+        ranks.peers.wait(pending, "agreeing on what this step skips")
+        num_parameters, width = len(ranks.managed), ranks.num_words
         counts = [round(word) for word in self._words.tolist()]
-        self._needed = [count > 0 for count in counts[:num_parameters]]
-        for bucket in buckets:
-            if not any(self._needed[index] for index in bucket.members):
+        for bucket in self._buckets:
+            if any(counts[index] for index in bucket.members):
+                self._last = bucket
+            else:
                 bucket.leave_out()
-        said, width = counts[num_parameters:], self._num_words
+        self._is_agreed = True
+        said = counts[num_parameters:]
         masks = {
             rank: sum(said[rank * width + place] << (place * _BITS) for place in range(width))
-            for rank in range(self._group.size())
+            for rank in range(ranks.group.size())
         }
         masks = {rank: mask for rank, mask in masks.items() if mask & 1}
         if len({mask >> _UNITS for mask in masks.values()}) > 1:
             self._disagreement = self._describe(masks)
-            self._open_forwards.forget()
+            ranks.open_forwards.forget()
 
     def _describe(self, masks: dict[int, int]) -> str:
         found = []
-        for number, unit in enumerate(self._units):
+        for number, unit in enumerate(self._ranks.units):
             skip = [rank for rank, mask in masks.items() if mask & (1 << _UNITS + number)]
             if 0 < len(skip) < len(masks):
                 do_not = [rank for rank in masks if rank not in skip]
@@ -227,33 +256,69 @@ class Skipping:
             advice = f"Perhaps because {cause}"
         layers = "; ".join(found[:_MOST_NAMED]) + more
         return (
-            f"rank {self._group.rank()}: the ranks skip different layers: {layers}. {advice} "
+            f"rank {self._ranks.group.rank()}: the ranks skip different layers: {layers}. {advice} "
             "Nothing was reduced; the gradients of this step were dropped on every rank, parameters are untouched."
         )
 
-    # ---- backward has ended
+    def close(self) -> Exception | None:
+        """As `Flight.close`: raises if ranks skip different layers, returns the error if this one uses one."""
+        if not self._is_agreed:
+            self._read(self._pending or self.ask())
+        if self._disagreement:
+            raise SkipError(self._disagreement)
+        return self._error_of_used()
 
-    def error_of_used(self, buckets: Sequence[Bucket]) -> SkipError | None:
-        """What to raise if this backward has made gradients of what was declared to be skipped."""
-        touched = {b.members[slot] for b in buckets for slot in b.touched_slots()} if self._skipped else set()
-        used = [self._units[n].name for n in sorted(self._declared) if self._members[n] & touched]
+    def _error_of_used(self) -> SkipError | None:
+        buckets, units, members = self._buckets, self._ranks.units, self._ranks.members
+        touched = (
+            {b.members[slot] for b in buckets for slot in b.touched_slots()} if self._declared else set()
+        )
+        used = [units[number].name for number in sorted(self._declared) if members[number] & touched]
         if not used:
             return None
-        names = [self._managed.names[index] for index in sorted(self._skipped & touched)][:_MOST_NAMED]
+        names = [self._ranks.managed.names[index] for index in sorted(self.not_expected & touched)]
         return SkipError(
-            f"rank {self._group.rank()}: {', '.join(used[:_MOST_NAMED])} was declared to be skipped, but this backward "
-            f"has made gradients of {', '.join(names)}. Let the forward leave out what `with model.skip(...)` names "
-            "(also where a parameter is shared with another layer). The gradients of this step were dropped on every "
-            "rank, parameters are untouched."
+            f"rank {self._ranks.group.rank()}: {', '.join(used[:_MOST_NAMED])} was declared to be skipped, but this "
+            f"backward has made gradients of {', '.join(names[:_MOST_NAMED])}. Let the forward leave out what "
+            "`with model.skip(...)` names (also where a parameter is shared with another layer). The gradients of this "
+            "step were dropped on every rank, parameters are untouched."
         )
 
-    def undeclared(self, unused: Sequence[int]) -> list[int]:
-        """Of these parameter indices those that were not declared to be skipped."""
-        return [index for index in unused if index not in self._skipped]
+    # ---- sending
+
+    def leaves(self, bucket: Bucket) -> bool:
+        return not bucket.left_out
+
+    def launch(self, bucket: Bucket) -> None:
+        if bucket.left_out:
+            self._plain.leave_out(bucket)
+        else:
+            self._plain.send(bucket, bucket is self._last)
+
+    def wait_for_words(self) -> bool:
+        have_come = self._plain.wait_for_words()
+        return have_come and self._last is self._buckets[-1]
+
+    def wait(self) -> None:
+        self._plain.wait()
+
+    def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
+        return False
+
+    def launch_late(self, bucket: Bucket, scale: float) -> Pending:
+        if bucket.left_out:
+            _collect_late(bucket)
+        return self._plain.launch_late(bucket, scale)
+
+    def unexplained(self, unused: list[int]) -> list[int]:
+        return [] if self._looks else [index for index in unused if index not in self.not_expected]
+
+    def timings(self) -> tuple[BucketTiming, ...]:
+        return self._plain.timings()
 
 
-def collect_late(bucket: Bucket) -> None:
-    """Make the message of a bucket that was left out, of zeros; what has come nevertheless counts as late (rule 4).
+def _collect_late(bucket: Bucket) -> None:
+    """Make the message of a bucket that was left out, of zeros; what has come nevertheless counts as late (rule 5).
 
     So does what was there before: autograd has added to it, here or on another rank.
     """
@@ -263,7 +328,7 @@ def collect_late(bucket: Bucket) -> None:
     for slot in bucket.slots_with_gradients():
         bucket.parameters[slot].grad = None
     bucket.touched.clear()
-    bucket.collect(Scales(0.0, 0.0), set(), has_ended=False)
+    bucket.collect(0.0, 0.0, set(), has_ended=False)
     bucket.touched.extend(touched or [parameter for parameter, _ in late])
     for parameter, gradient in late:
         parameter.grad = gradient

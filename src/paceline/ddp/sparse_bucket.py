@@ -10,7 +10,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.pending import Pending
-from paceline.ddp.bucket import Scales
 from paceline.reductions import Reduction
 from paceline.reductions.reduction import launch_sparse_sum
 
@@ -32,7 +31,7 @@ class SparseBucket:
         self.num_large = 0
         self.touched: list[Tensor] = []
         self.expected = 1
-        self.launched = self.left_out = False
+        self.is_collected = self.left_out = False
         self.ready_s = 0.0
         self._used = False
         self._kept: Tensor | None = None
@@ -41,8 +40,14 @@ class SparseBucket:
     def arm(self, expected: int) -> None:
         self.touched.clear()
         self.expected = expected
-        self.launched = self.left_out = False
+        self.is_collected = self.left_out = False
         self.ready_s = 0.0
+
+    def expect(self, touches: int) -> None:
+        self.expected = touches
+
+    def note_ready(self, ready_s: float) -> None:
+        self.ready_s = ready_s
 
     def leave_out(self) -> None:
         self.left_out, self._used, self._num_touched_at_collect = True, False, 0
@@ -65,15 +70,15 @@ class SparseBucket:
     def accumulate(self, slot: int) -> None:
         """There is no buffer to keep it in."""
 
-    def collect(self, scales: Scales, used_before: set[int], has_ended: bool) -> None:
+    def collect(self, scale: float, mean_scale: float, used_before: set[int], has_ended: bool) -> None:
         parameter = self.parameters[0]
         self._num_touched_at_collect = len(self.touched)
         self._used = bool(self.slots_with_gradients()) or self.members[0] in used_before
         self._kept = None if self._used else parameter.grad
-        self.message = _scaled(_as_sparse(parameter), scales.mean)
+        self.message = _scaled(_as_sparse(parameter), mean_scale)
         self.size_bytes = self.message._values().numel() * self.message._values().element_size()
         parameter.grad = None
-        self.launched, self.left_out = True, False
+        self.is_collected, self.left_out = True, False
 
     def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Pending:
         return reduction.launch_sparse(self.message, group, self._keep_reduced)
@@ -94,7 +99,7 @@ class SparseBucket:
         return [] if self._used else list(self.members)
 
     def has_late_gradients(self) -> bool:
-        return (self.launched or self.left_out) and len(self.touched) > self._num_touched_at_collect
+        return (self.is_collected or self.left_out) and len(self.touched) > self._num_touched_at_collect
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Pending:
         late = _scaled(_as_sparse(self.parameters[0]), scale)

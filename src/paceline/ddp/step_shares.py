@@ -75,8 +75,7 @@ class StepShares:
         self.sampler = sampler
         self.balance = balance
         if balance is not None:
-            balance.begin(sampler.batch)
-            balance.tells = rank == 0
+            balance.begin(sampler.batch, tells=rank == 0)
         self._rank = rank
         self._reported: StepCut | None = None  # the step that `_words` are of
         self._words = NO_REPORT

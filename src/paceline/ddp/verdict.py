@@ -50,11 +50,11 @@ def _num_remainders(dtype: torch.dtype) -> int:
 class ControlWords:
     """This rank's control words, and after the reduction their sum over all ranks."""
 
-    def __init__(self, num_parameters: int, num_ranks: int, rank: int) -> None:
+    def __init__(self, num_parameters: int, num_ranks: int, rank: int, module_number: int) -> None:
         self._num_parameters = num_parameters
         self._rank = rank
         self.num_words = num_parameters + num_ranks
-        self.module_number = 0
+        self._module_number = module_number
         self.words = torch.zeros(self.num_words)
         self._all_used = torch.cat([torch.ones(num_parameters), torch.zeros(num_ranks)])
         self._status_words: list[int] = []
@@ -115,7 +115,7 @@ class ControlWords:
 
     def _module_remainder(self) -> int:
         """The module's number, less 1, as far as there is room."""
-        return max(self.module_number - 1, 0) % _num_remainders(self.words.dtype)
+        return max(self._module_number - 1, 0) % _num_remainders(self.words.dtype)
 
     def modules(self) -> list[int]:
         """Which module each rank has synchronized; after `read`."""
@@ -139,10 +139,13 @@ class Verdict:
         rank: This rank.
         num_ranks: All of them.
         named: The parameters, by index, with their names.
+        module_number: Of the module, among those over the same group.
     """
 
-    def __init__(self, rank: int, num_ranks: int, named: Sequence[tuple[str, Tensor]]) -> None:
-        self.control = ControlWords(len(named), num_ranks, rank)
+    def __init__(
+        self, rank: int, num_ranks: int, named: Sequence[tuple[str, Tensor]], module_number: int
+    ) -> None:
+        self.control = ControlWords(len(named), num_ranks, rank, module_number)
         self.open_forwards = OpenForwards()
         self._rank = rank
         self._named = named

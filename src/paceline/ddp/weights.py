@@ -1,9 +1,11 @@
 """What every rank's micro-batches of one step count, summed over the ranks while the first forward runs.
 
 Rules
-1. One message a step, launched before its first forward and awaited when its last backward begins: the factor is known
-   before the first bucket leaves, so that a bucket is scaled once, on its way in, and half precision does not overflow
-   in the sum. It has 8 bytes, 8 a rank, and 56 a rank more if shares are reported (`step_shares.py`).
+1. One message a step. Backward waits for it as it begins: the factor has to be known before the first gradient enters
+   a bucket, so that gradients are scaled once, and half precision does not overflow in the sum. A window launches it
+   before its first forward. A plain step launches it only when its backward begins, because a forward may have no
+   backward: then autograd's thread waits for one small message. It has 8 bytes, 8 a rank, and 56 a rank more if shares
+   are reported (`step_shares.py`).
 2. In float64, whatever gradients are made of: counts of tokens are exact up to 2^53.
 3. A rank that cannot take part says so here, so that the others raise instead of waiting for its gradients.
 """
@@ -15,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -23,12 +25,14 @@ from torch.distributed import ProcessGroup
 from paceline.comm.collectives import device_for_metadata, launch_sum
 from paceline.comm.peers import Peers
 from paceline.comm.pending import Done, Pending
+from paceline.ddp.buffers import Buffers
+from paceline.ddp.flight import Terms
+from paceline.ddp.membership import Membership
+from paceline.ddp.setting import Setting
 from paceline.ddp.step_shares import NO_REPORT
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError
 from paceline.numbers_given import number
-
-if TYPE_CHECKING:
-    from paceline.ddp.coordinator import StepCoordinator
+from paceline.observe import StepTimings
 
 REFUSED = -1
 
@@ -55,6 +59,19 @@ class StepWeights:
     def first_rank(self) -> int:
         """The first that has a micro-batch; 0 if none has."""
         return next((rank for rank, count in enumerate(self.micro_steps) if count > 0), 0)
+
+    def raise_if_refused(self, rank: int) -> None:
+        """Raise if a rank could not begin its window: it will not reduce.
+
+        Raises:
+            PeerAbortedError: Naming the rank. `rank` is this one.
+        """
+        if self.refusing_ranks:
+            raise PeerAbortedError(
+                f"rank {rank}: rank {self.refusing_ranks[0]} could not begin its window of micro-batches. This step's "
+                "gradients were dropped on every rank; parameters are untouched. Look at that rank's output for the "
+                "cause."
+            )
 
     def factor(self, weight: float, divides_by_all: bool = True) -> float:
         """What a rank's gradients are multiplied by before the mean over ranks, if they are to count `weight`.
@@ -132,36 +149,50 @@ class WeightExchange:
 
 
 class Weighing:
-    """What the batches of one module count, on one rank: asks, tells the other ranks, and scales this rank's gradients.
+    """What the batches of one module count, on one rank: asks, tells the other ranks, and says it in a step's terms.
+
+    Args:
+        setting: Which says what counts.
+        membership: Over whom.
+        buffers: Told whose are to be taken at the end of a step.
+        timings: Of the last steps.
+        fail: Called with what has ended communication for good.
 
     Attributes:
         plain: What the batch of the last weighed forward outside of windows counts, until its backward begins.
     """
 
-    def __init__(self, steps: StepCoordinator) -> None:
-        self._steps = steps
+    def __init__(
+        self,
+        setting: Setting,
+        membership: Membership,
+        buffers: Buffers,
+        timings: StepTimings,
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._setting, self._membership = setting, membership
+        self._buffers, self._timings, self._fail = buffers, timings, fail
         self.plain: float | None = None
 
+    @property
     def is_on(self) -> bool:
-        """Whether the step under way counts its batches by weights."""
-        if self._steps.window is not None:
-            return self._steps.window.has_weights
-        return self._steps.setting.weight is not None or self._steps.setting.shares is not None
+        """Whether steps outside of windows count their batches by weights."""
+        return self._setting.weight is not None or self._setting.shares is not None
 
-    def weigh_plain(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def weigh_plain(self, inputs: Sequence[Any], kwargs: Mapping[str, Any], will_synchronize: bool) -> None:
         """Ask what the batch of a forward outside of windows counts.
 
         The ranks exchange it when backward begins, not here: some may have run a forward that no backward follows.
         """
-        setting = self._steps.setting
-        if not self._steps.wrapped.require_backward_grad_sync:
+        setting = self._setting
+        if not will_synchronize:
             raise ConfigurationError(
                 "no_sync() in a model that weighs its batches (weight=, batch_sampler=): several micro-batches of a "
                 "step are weighed by `with model.accumulate(batches) as micro_batches:`, which needs no no_sync()."
             )
         if setting.shares is not None:
             sizes = setting.shares.own_weights()
-            setting.shares.report(self._steps.reducer.timings.last)  # the step begins
+            setting.shares.report(self._timings.last)  # the step begins
         if setting.weight is None:
             if len(sizes) != 1:
                 raise ConfigurationError(
@@ -179,27 +210,26 @@ class Weighing:
             )
         self.plain = weight
 
-    def exchange_plain(self) -> bool:
-        """The backward of a weighed forward outside of windows begins: scale it by what its batch counts. True."""
+    def plain_terms(self, num_averaged: int | None) -> Terms:
+        """The backward of a weighed forward outside of windows begins: what it counts. Collective; blocks (rule 1)."""
         assert self.plain is not None, "not weighed"
         weight, self.plain = self.plain, None
         weights = self.finish(self.exchange(weight, 1, begins_step=True))
-        raise_if_refused(self._steps, weights)
-        self.apply(weights, weight, weight)
-        return True
+        weights.raise_if_refused(self._membership.rank)
+        return self.terms(weights, weight, weight, num_averaged)
 
     def exchange(
         self, weight: float = 0.0, num_micro_steps: int = 0, begins_step: bool = False
     ) -> WeightExchange:
         """Tell the other ranks what this rank's micro-batches of a step count; by default nothing. Collective."""
-        steps, shares = self._steps, self._steps.setting.shares
+        members, shares = self._membership, self._setting.shares
         report: Sequence[float] = ()
         if shares is not None:
-            report = shares.report(steps.reducer.timings.last) if begins_step else NO_REPORT
+            report = shares.report(self._timings.last) if begins_step else NO_REPORT
         take = None if shares is None else shares.take
         # Where gradients go a small message costs less, too; none of theirs is under way when a step begins.
-        group = steps.reduce_groups[0]
-        return WeightExchange(weight, num_micro_steps, group, steps.peers, steps.device, report, take)
+        group = members.gradient_groups[0]
+        return WeightExchange(weight, num_micro_steps, group, members.peers, members.device, report, take)
 
     def finish(self, exchange: WeightExchange) -> StepWeights:
         """Wait for what the ranks' micro-batches count.
@@ -212,24 +242,28 @@ class Weighing:
             with self.wait():
                 weights = exchange.finish()
         except PeerLostError as error:
-            self._steps.reducer.recovery.fail(error)
+            self._fail(error)
             raise
-        self._steps.buffers.source = weights.first_rank
+        self._buffers.come_from(weights.first_rank)
         return weights
 
-    def apply(self, weights: StepWeights, weight: float, total: float) -> None:
-        """The backward that synchronizes begins. Local.
+    def terms(self, weights: StepWeights, weight: float, total: float, num_averaged: int | None) -> Terms:
+        """The backward that synchronizes begins: what it counts. Local.
 
         Args:
             weights: Of the step.
             weight: What the micro-batch counts in whose units gradients are.
             total: What all of this rank's micro-batches count.
+            num_averaged: By how many ranks sums are divided; None: by all.
         """
-        reducer, shares = self._steps.reducer, self._steps.setting.shares
-        reducer.weight = weights.factor(weight, reducer.reduction.divides_by_all)
-        reducer.share = total / weights.total if weights.total > 0 else None
-        if shares is not None:
-            shares.backward_begins()
+        setting = self._setting
+        if setting.shares is not None:
+            setting.shares.backward_begins()
+        return Terms(
+            weight=weights.factor(weight, setting.reduction.divides_by_all),
+            share=total / weights.total if weights.total > 0 else None,
+            num_averaged=num_averaged,
+        )
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
@@ -238,19 +272,5 @@ class Weighing:
         try:
             yield
         finally:
-            if self._steps.setting.shares is not None:
-                self._steps.setting.shares.waited(time.perf_counter() - since_s)
-
-
-def raise_if_refused(steps: StepCoordinator, weights: StepWeights) -> None:
-    """Raise if a rank could not begin its window: it will not reduce.
-
-    Raises:
-        PeerAbortedError: Naming the rank.
-    """
-    if weights.refusing_ranks:
-        raise PeerAbortedError(
-            f"rank {steps.process_group.rank()}: rank {weights.refusing_ranks[0]} could not begin its window of "
-            "micro-batches. This step's gradients were dropped on every rank; parameters are untouched. Look at that "
-            "rank's output for the cause."
-        )
+            if self._setting.shares is not None:
+                self._setting.shares.waited(time.perf_counter() - since_s)

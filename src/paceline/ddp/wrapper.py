@@ -172,10 +172,10 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         more = (("broadcast_buffers", init_sync_buffers), ("overlap_forward", overlap_forward))
         on_cpu = steps.verify(managed, *more) if init_sync else []
         if on_cpu:
-            setting.any_on_cpu = any(on_cpu)
-            setting.choose_caps()
+            setting.learn_devices(any(on_cpu))
         # Where only some ranks have their gradients in host memory, none of them may open a group for those.
-        steps.reduce_groups = gradient_groups(setting.process_groups, bool(on_cpu) and all(on_cpu))
+        groups = gradient_groups(setting.process_groups, bool(on_cpu) and all(on_cpu))
+        steps.membership.carry_gradients_over(groups)
         if init_sync:
             steps.broadcast_model(source=0, with_buffers=init_sync_buffers)
             if steps.has_sync_batch_norm:
@@ -185,7 +185,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._low_precision: LowPrecision | None = None
         if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
             self._low_precision = LowPrecision(self.module, self.mixed_precision.param_dtype)
-        steps.overlap_forward(overlap_forward, managed)
+        steps.overlap_forward(overlap_forward)
         steps.build_reducer(managed)
         weakref.finalize(self, steps.let_go)
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
@@ -233,7 +233,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             output = self._post_forward(output)
             if self._steps.forward_overlap is not None:
                 self._steps.check_outputs(inputs_outputs.find_tensors(output))
-            self.reducer.forward_s = time.perf_counter() - began_s
+            self.reducer.note_forward(time.perf_counter() - began_s)
             return output
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -422,7 +422,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self.process_group = dist.distributed_c10d._get_default_group()
         Module.__setstate__(self, state)
         setting = self._setting
-        setting.process_groups = [self.process_group]
+        setting.move_to([self.process_group])
         setting.reduction.prepare(setting.managed(self.module).named(), self.process_group)
         self._set_up(init_sync=False, init_sync_buffers=False)
 

@@ -46,7 +46,8 @@ PER_PARAMETER = (
 class PutsOff(Protocol):
     """The forward overlap of a wrapped model, as this module uses it."""
 
-    has_optimizer: bool
+    def take_optimizer(self) -> None:
+        """An optimizer takes part from now on."""
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -156,7 +157,7 @@ def _adopt(optimizer: Optimizer, steps: PutsOff) -> None:
     optimizer.__dict__["_steps"] = steps
     if replaced is not None:
         optimizer.__dict__["step"] = _counted(optimizer)
-    steps.has_optimizer = True
+    steps.take_optimizer()
 
 
 def _stand_in_of(kind: type[Optimizer]) -> type[Optimizer]:

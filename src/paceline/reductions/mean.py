@@ -50,4 +50,4 @@ class NarrowMean(Reduction):
             yield pending
             message.body.copy_(narrow)
 
-        return Chain(stages())
+        return Chain(stages(), num_stages=1)

@@ -178,7 +178,7 @@ class GradientNoiseScale(Reduction):
             if message.is_last:
                 yield agreement or self._agree(message)
 
-        return Chain(stages())
+        return Chain(stages(), num_stages=2 if message.is_last else 1)
 
     def _agree(self, message: Message) -> Pending:
         self._is_agreed = True

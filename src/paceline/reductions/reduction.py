@@ -165,9 +165,9 @@ def launch_sparse_sum(gradient: Tensor, group: ProcessGroup, keep: Callable[[Ten
         On Gloo an all-gather of indices and values; elsewhere an all-reduce of the dense gradient.
     """
     if group.size() == 1:
-        return Chain(_kept(Done(), gradient, keep))
+        return Chain(_kept(Done(), gradient, keep), num_stages=1)
     total = gradient.clone() if _can_sum_sparse(group, gradient) else gradient.to_dense()
-    return Chain(_kept(launch_sum(total, group), total, keep))
+    return Chain(_kept(launch_sum(total, group), total, keep), num_stages=1)
 
 
 def _kept(pending: Pending, total: Tensor, keep: Callable[[Tensor], None]) -> Iterator[Pending]:

@@ -74,6 +74,10 @@ class Agreement:
         """Whether steps are never put off again."""
         return self.is_on is False
 
+    def stop(self) -> None:
+        """Put no step off any more."""
+        self.is_on = False
+
     def start_again(self) -> None:
         """Other parameters are reduced from now on, so their first step is to come."""
         self._first_step = self._on_since = self._compared_rate = None

@@ -59,6 +59,14 @@ class OpenStep:
                 with moment.again():
                     action(bucket.parameters)
 
+    def drop(self, ids: set[int]) -> None:
+        """Drop these parameters' gradients on arrival, after what was called before. Local."""
+        self.dropped |= ids
+
+    def note_wait(self, seconds: float) -> None:
+        """Somebody has waited so long for a bucket."""
+        self.waited_s += seconds
+
     def poison(self) -> None:
         """Debug: whoever reads a parameter past the hooks from now on reads NaN."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

@@ -13,15 +13,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import launch_sum
 from paceline.comm.peers import Peers
+from paceline.comm.pending import Pending
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
+from paceline.ddp.flight import describe_bucket
 from paceline.observe import BucketTiming
 from paceline.observe.stations import station
 from paceline.planning.forward_overlap import Piece
@@ -63,14 +65,24 @@ class _Progress:
         """Not known: nobody asks."""
 
 
+class TakeOver(Protocol):
+    """What completes a flight's buckets when they are needed."""
+
+    def __call__(
+        self, flight: PieceFlight, attach: Callable[[Bucket], None], conclude: Callable[[float], None]
+    ) -> bool:
+        """As `Flight.hand_over`."""
+
+
 class PieceFlight:
-    """Sends buckets in pieces. In place of `ddp.flight.Flight` where the forward overlaps.
+    """Sends buckets in pieces: a `Flight` whose end backward need not wait for; status words travel apart.
 
     Args:
         buckets: Dense, of the step; their bodies are summed.
         pieces: In the order in which they are sent, the same on every rank.
         process_group: For pieces alone, Gloo's.
         peers: For waiting.
+        take_over: Asked when every rank's backward has ended well.
 
     Attributes:
         progress: Of each bucket.
@@ -79,11 +91,17 @@ class PieceFlight:
         Collective: every rank launches every bucket, in any order.
     """
 
-    is_awaited_at_end = False
+    not_expected: frozenset[int] = frozenset()
 
     def __init__(
-        self, buckets: Sequence[Bucket], pieces: Sequence[Piece], process_group: ProcessGroup, peers: Peers
+        self,
+        buckets: Sequence[Bucket],
+        pieces: Sequence[Piece],
+        process_group: ProcessGroup,
+        peers: Peers,
+        take_over: TakeOver,
     ) -> None:
+        self._take_over = take_over
         self.buckets = list(buckets)
         self._bodies: list[Tensor | None] = [None] * len(self.buckets)
         self._pieces = pieces
@@ -103,7 +121,13 @@ class PieceFlight:
 
     # ---- sending
 
-    def launch(self, bucket: Bucket, is_last: bool) -> None:
+    def may_launch(self) -> bool:
+        return True
+
+    def leaves(self, bucket: Bucket) -> bool:
+        return True
+
+    def launch(self, bucket: Bucket) -> None:
         """Let a collected bucket's pieces go when it is their turn. Does not wait."""
         assert isinstance(bucket, DenseBucket), "sparse gradients are refused by the constructor"
         with self._lock:
@@ -163,7 +187,22 @@ class PieceFlight:
             if not progress.has_ended:
                 progress.end(self._error)
 
+    def launch_late(self, bucket: Bucket, scale: float) -> Pending:
+        return bucket.launch_late(scale, self._group)
+
     # ---- waiting
+
+    def close(self) -> Exception | None:
+        return None
+
+    def wait_for_words(self) -> bool:
+        return False
+
+    def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
+        return self._take_over(self, attach, conclude)
+
+    def unexplained(self, unused: list[int]) -> list[int]:
+        return unused
 
     def wait_for(self, bucket: Bucket, consequence: str | None = None) -> None:
         """Wait until a bucket has arrived.
@@ -176,11 +215,7 @@ class PieceFlight:
             return
         before_s = time.perf_counter()
         with station("waited"):
-            doing = (
-                f"waiting for bucket {bucket.index} ({len(bucket.members)} gradients, "
-                f"{bucket.size_bytes / 2**20:.1f} MiB)"
-            )
-            self._peers.wait(progress, doing, consequence)
+            self._peers.wait(progress, f"waiting for {describe_bucket(bucket)}", consequence)
         progress.waited_s += time.perf_counter() - before_s
 
     def wait(self) -> None:
@@ -196,9 +231,6 @@ class PieceFlight:
         with self._lock:
             self._fail(RuntimeError("this rank's program has ended"))
             self._landed.wait_for(lambda: self._num_under_way == 0, timeout_s)
-
-    def group_of(self, bucket: Bucket) -> ProcessGroup:
-        return self._group
 
     def timings(self) -> tuple[BucketTiming, ...]:
         return tuple(

@@ -30,9 +30,11 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
+from paceline.ddp.flight import Flight, PlainFlights, Step
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.ddp.forward_overlap.hooks import Needs, install
@@ -40,6 +42,8 @@ from paceline.ddp.forward_overlap.moment import Moment
 from paceline.ddp.forward_overlap.open_step import Action, OpenStep, zero_gradients
 from paceline.ddp.forward_overlap.outstanding import lock
 from paceline.ddp.forward_overlap.piece_flight import HALF_STEPPED, PieceFlight
+from paceline.ddp.layout import ManagedParameters
+from paceline.ddp.open_forwards import OpenForwards
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.observe import StepTimings
 from paceline.planning.forward_overlap import Gain
@@ -52,7 +56,6 @@ class ForwardOverlap:
 
     Args:
         module: Whose parts wait for their parameters.
-        parameters: Those whose gradients are reduced.
         process_group: That the script reduces over; the ranks agree over it.
         piece_group: For pieces alone.
         peers: For waiting.
@@ -60,7 +63,6 @@ class ForwardOverlap:
         poisons: Debug: fill parameters with NaN while their step is outstanding.
 
     Attributes:
-        has_optimizer: Whether an optimizer takes part; without one, backward waits as ever.
         is_idle: Nothing is outstanding, and nothing has to be measured.
         lock: Held while a step is put off, or a part of it completed.
     """
@@ -70,7 +72,6 @@ class ForwardOverlap:
     def __init__(
         self,
         module: Module,
-        parameters: Iterable[Parameter],
         process_group: ProcessGroup,
         piece_group: ProcessGroup,
         peers: Peers,
@@ -79,23 +80,17 @@ class ForwardOverlap:
     ) -> None:
         self._piece_group, self._peers, self._poisons = piece_group, peers, poisons
         self._agreement = Agreement(process_group, peers, is_forced)
-        self.has_optimizer = False
+        self._has_optimizer = False  # without one, backward waits as ever
         self.is_idle = False
-        self._flight: PieceFlight | None = None  # the last one
         self._step: OpenStep | None = None
         self._failure: BaseException | None = None
         self._needs = Needs()
         self._warned: set[str] = set()
-        self._hooks = install(module, self, parameters)
+        self._module = module
+        self._plain = PlainFlights()
+        self._timings = StepTimings()  # of the reducer that it follows
+        self._hooks: tuple[RemovableHandle, ...] = ()
         _alive.add(self)
-
-    def follow(self, module: Module, parameters: Iterable[Parameter]) -> None:
-        """Other parameters are reduced from now on. Local; settles."""
-        self.settle()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = install(module, self, parameters)
-        self._agreement.start_again()
 
     @property
     def is_on(self) -> bool | None:
@@ -112,67 +107,68 @@ class ForwardOverlap:
         """A step with and without it, as compared once it was on; None before, and with "always". Local."""
         return self._agreement.seen
 
-    # ---- for the reducer: a synchronized backward begins, and ends
+    # ---- for the reducer: the flights of its backwards
 
-    def new_flight(
+    def follow(
         self,
-        synchronizes: bool,
-        buckets: Sequence[Bucket],
-        num_steps: int,
+        managed: ManagedParameters,
+        groups: Sequence[ProcessGroup],
+        peers: Peers,
+        open_forwards: OpenForwards,
         timings: StepTimings,
-        forward_s: float,
-    ) -> PieceFlight | None:
-        """A backward begins, which needs the buffers: settle.
+    ) -> None:
+        """As `Flights.follow`. Local; settles."""
+        self.settle()
+        self._plain.follow(managed, groups, peers, open_forwards, timings)
+        self._timings = timings
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = install(self._module, self, managed.parameters)
+        self._agreement.start_again()
+
+    def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
+        """As `Flights.begin`. The backward needs the buffers: settle.
 
         Contract:
             Collective and blocking in the steps in which the ranks agree on an order or compare, local otherwise.
-
-        Returns:
-            What sends its buckets; None: as ever.
         """
         self.settle()
-        if not synchronizes:
-            return None
-        if not self._agreement.puts_off(buckets, num_steps, timings, forward_s, self._needs):
+        if not step.backward.synchronizes:
+            return self._plain.begin(step, buckets)
+        if not self._agreement.puts_off(buckets, step.num_steps, self._timings, step.forward_s, self._needs):
             if self._agreement.is_off:
                 self.stop()
             else:
                 self.is_idle = False  # hooks note what forward needs when
             self._needs.begin()
-            return None
+            return self._plain.begin(step, buckets)
         self.is_idle = True
-        self._flight = PieceFlight(buckets, self._agreement.pieces, self._piece_group, self._peers)
-        return self._flight
+        return PieceFlight(buckets, self._agreement.pieces, self._piece_group, self._peers, self._take_over)
 
-    def may_take_over(self, flight: object) -> bool:
-        """Whether the backward of this flight, which ends now, need not wait for its gradients. Local."""
-        if self._flight is None or flight is not self._flight:
-            return False
-        if not self.has_optimizer:
+    def _take_over(
+        self, flight: PieceFlight, attach: Callable[[Bucket], None], conclude: Callable[[float], None]
+    ) -> bool:
+        """As `Flight.hand_over`: complete each bucket of this flight when it is needed, if an optimizer takes part."""
+        if not self._has_optimizer:
             self._warn(
                 "optimizer",
                 "overlap_forward has no optimizer that it could put off, so backward waits for all gradients. Write "
                 "`optimizer = paceline.optim.overlap(optimizer, model)`.",
             )
-        return self.has_optimizer
-
-    def take_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> None:
-        """The last flight's backward has ended well everywhere: complete each bucket when it is needed. Local.
-
-        Args:
-            attach: Gives a bucket's parameters their gradients.
-            conclude: Called when the last bucket has arrived, with the seconds spent waiting for buckets.
-        """
-        assert self._flight is not None, "nothing to take over"
+            return False
         with lock:
-            buckets = self._flight.buckets
-            self._step = OpenStep(self._flight, attach, conclude, set(range(len(buckets))))
+            self._step = OpenStep(flight, attach, conclude, set(range(len(flight.buckets))))
             self._needs.begin()
-            for bucket in buckets:
+            for bucket in flight.buckets:
                 outstanding.mark(bucket.parameters, self._complete, bucket.index)
             self.is_idle = False
+        return True
 
     # ---- for optimizers and zero_grad (rule 3)
+
+    def take_optimizer(self) -> None:
+        """An optimizer takes part from now on. Local."""
+        self._has_optimizer = True
 
     def is_outstanding(self, parameter: Tensor) -> bool:
         """Whether the parameter's gradient is under way. Local; does not wait."""
@@ -197,7 +193,7 @@ class ForwardOverlap:
             if self._step is not None:
                 ids = set(map(id, parameters))
                 self.later(lambda arrived: zero_gradients([p for p in arrived if id(p) in ids], set_to_none))
-                self._step.dropped |= ids
+                self._step.drop(ids)
 
     def will_drop_gradient(self, parameter: Tensor) -> bool:
         """Whether the parameter's gradient is under way, and zero_grad has been called since. Local; does not wait."""
@@ -270,7 +266,7 @@ class ForwardOverlap:
         before_s = time.perf_counter()
         step.flight.wait_for(bucket, HALF_STEPPED if step.actions else None)
         after_s = time.perf_counter()
-        step.waited_s += after_s - before_s
+        step.note_wait(after_s - before_s)
         self._needs.note_wait(before_s, after_s)
 
     def _warn_of_reader(self) -> None:
@@ -312,7 +308,8 @@ class ForwardOverlap:
     def stop(self) -> None:
         """Settle, and wait for nothing from now on."""
         self.settle()
-        self._agreement.is_on, self.is_idle = False, True
+        self._agreement.stop()
+        self.is_idle = True
         for hook in self._hooks:
             hook.remove()
         self._hooks = ()

@@ -7,15 +7,13 @@ import time
 import weakref
 from statistics import mean
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from paceline.comm.collectives import backend_of
+from paceline.ddp.reducer import Reducer
 from paceline.observe import StepTiming
-
-if TYPE_CHECKING:
-    from paceline.ddp.wrapper import DistributedDataParallel
 
 NAMES_IN_CPP = {
     "float32": "float",
@@ -45,7 +43,31 @@ OF_NCCL = {
 }
 
 
-def logging_data(wrapped: DistributedDataParallel) -> dict[str, Any]:
+class Logged(Protocol):
+    """What is said of a wrapper: attributes of torch's class, and what is behind them."""
+
+    module: Any
+    process_group: Any
+    device_ids: Any
+    output_device: Any
+    forward_sync_buffers: bool
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    is_multi_device_module: bool
+    _comm_hook_name: str
+    _initial_bucket_sizes: list[int]
+    _logged_error: dict[str, Any]
+    _steps: Any
+
+    @property
+    def bucket_bytes_cap(self) -> int: ...
+
+    @property
+    def reducer(self) -> Reducer: ...
+
+
+def logging_data(wrapped: Logged) -> dict[str, Any]:
     """A flat dictionary of strings and integers; times in nanoseconds."""
     return (
         _construction(wrapped)
@@ -72,7 +94,7 @@ class Logger:
         )
 
 
-def _construction(wrapped: DistributedDataParallel) -> dict[str, Any]:
+def _construction(wrapped: Logged) -> dict[str, Any]:
     reducer = wrapped.reducer
     parameters = reducer.managed.parameters
     return {
@@ -97,11 +119,11 @@ def _construction(wrapped: DistributedDataParallel) -> dict[str, Any]:
     }
 
 
-def _used(wrapped: DistributedDataParallel) -> dict[str, Any]:
+def _used(wrapped: Logged) -> dict[str, Any]:
     """What is there only where it was asked for."""
     asked = {
         "comm_hook": wrapped._comm_hook_name,
-        "join_uneven_inputs": int(wrapped._steps.join.was_used),
+        "join_uneven_inputs": int(wrapped._steps.joining.was_used),
         "static_graph": int(wrapped.static_graph),
     }
     return {key: value for key, value in asked.items() if value}
@@ -112,12 +134,12 @@ def _name_in_cpp(dtype: torch.dtype) -> str:
     return NAMES_IN_CPP.get(plain, plain)
 
 
-def _environment(wrapped: DistributedDataParallel) -> dict[str, Any]:
+def _environment(wrapped: Logged) -> dict[str, Any]:
     of_backend = {"gloo": OF_GLOO, "nccl": OF_NCCL}.get(backend_of(wrapped.process_group), {})
     return {key: os.environ.get(variable, "N/A") for key, variable in (ENVIRONMENT | of_backend).items()}
 
 
-def _runtime(wrapped: DistributedDataParallel) -> dict[str, Any]:
+def _runtime(wrapped: Logged) -> dict[str, Any]:
     reducer = wrapped.reducer
     buckets, parameters = reducer.buckets, reducer.managed.parameters
     rebuilt = reducer.cuts.has_followed

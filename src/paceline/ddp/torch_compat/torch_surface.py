@@ -19,10 +19,10 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
 from paceline.comm.collectives import backend_of
-from paceline.ddp import joining
 from paceline.ddp.arguments import ONE_WRAPPER, choose_devices
 from paceline.ddp.buffers import BROADCAST_BYTES, BufferHook
 from paceline.ddp.conflicts import check_comm_hook, check_join
+from paceline.ddp.joining import Shadow
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.torch_compat.logging_data import Logger, logging_data
 from paceline.ddp.torch_compat.torchs_reducer import TorchsReducer, take_over_optimizers
@@ -109,6 +109,9 @@ class TorchSurface:
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
 
+    def _let_synchronize(self, wanted: bool) -> None:
+        self.require_backward_grad_sync = wanted
+
     def _take_over_optimizers(self) -> Callable[[Parameter], None] | None:
         return take_over_optimizers(self._setting.parameters)
 
@@ -170,13 +173,14 @@ class TorchSurface:
                 RuntimeError, "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
         try:
-            check_comm_hook(self._setting, overlaps_forward=self._steps.forward_overlap is not None)
+            overlaps_forward = self._steps.forward_overlap is not None
+            check_comm_hook(self._setting.reduction, self._setting.searches_caps, overlaps_forward)
         except RuntimeError as error:
             self._log_and_throw(RuntimeError, str(error))
         self._comm_hook = (hook, state)
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = name_of(hook)
-        self._steps.reduce_by(reduction)
+        self._setting.reduce_by(reduction)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from paceline.ddp.torch_compat.comm_hooks import builtin_hook  # noqa: PLC0415 (as above)
@@ -197,7 +201,7 @@ class TorchSurface:
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
         runs_before_forward = comm_hook_location == _BufferCommHookLocation.PRE_FORWARD
-        self._steps.buffers.hook = BufferHook(hook, state, runs_before_forward)
+        self._steps.buffers.take_hook(BufferHook(hook, state, runs_before_forward))
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
@@ -230,18 +234,18 @@ class TorchSurface:
 
     # ---- uneven inputs
 
-    def join_hook(self, **kwargs: Any) -> joining.Shadow:
+    def join_hook(self, **kwargs: Any) -> Shadow:
         """What `Join` runs on a rank that has no more batches, whether `join` made it or a script.
 
         Raises:
             ConfigurationError: An option of this module needs batches on every rank.
         """
         check_join(self)
-        return joining.Shadow(self, self._steps, kwargs.get("divide_by_initial_world_size", True))  # type: ignore[arg-type]
+        return self._steps.shadow(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
-        return self._steps.device
+        return self._steps.membership.device
 
     @property
     def join_process_group(self) -> Any:
@@ -249,11 +253,11 @@ class TorchSurface:
 
     @property
     def _divide_by_initial_world_size(self) -> bool:
-        return self._steps.join.divides_by_all
+        return self._steps.joining.divides_by_all
 
     @property
     def _authoritative_rank(self) -> int:
-        return self._steps.join.authoritative_rank
+        return self._steps.joining.authoritative_rank
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         self._steps.take_final_model(is_last_joiner)

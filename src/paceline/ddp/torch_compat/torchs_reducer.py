@@ -26,7 +26,7 @@ class TorchsReducer(Reducer):
                 f"_set_static_graph() was called after {self.num_steps} synchronized steps. The first backward is the "
                 "one that counts a static graph, so call it before, or pass static_graph=True to the constructor."
             )
-        self.setting.static_graph = True
+        self.setting.expect(self.setting.find_unused_parameters, static_graph=True)
         self.arrivals.expected.expect_static_graph()
 
     def _get_local_used_map(self) -> Tensor:
@@ -50,7 +50,7 @@ class TorchsReducer(Reducer):
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Watch these outputs of a forward that has not returned yet; without any, the first gradient tells."""
-        self.open_forwards.backward_is_announced = True
+        self.open_forwards.announce_backward()
         if outputs:
             self.watch([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
 

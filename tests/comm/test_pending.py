@@ -1,0 +1,74 @@
+"""Handles of collectives: a chain is done when its last stage is, and says so once, whoever asks when."""
+
+import pytest
+
+from paceline.comm.pending import Chain
+
+
+class Stage:
+    """A handle that a test completes."""
+
+    def __init__(self):
+        self.is_done, self.callbacks = False, []
+
+    def complete(self):
+        self.is_done = True
+        for callback in self.callbacks:
+            callback()
+
+    def wait(self, timeout_s=None):
+        return self.is_done
+
+    def on_done(self, callback):
+        if self.is_done:
+            callback()
+        else:
+            self.callbacks.append(callback)
+
+
+def chain_of(stages, num_stages):
+    return Chain(iter(stages), num_stages)
+
+
+def test_a_chain_of_one_stage_reports_it_before_anybody_waits():
+    """As any handle: the last gradient's arrival is noted by the thread that sees it."""
+    told, stage = [], Stage()
+    chain_of([stage], 1).on_done(lambda: told.append("done"))
+    assert not told
+    stage.complete()
+    assert told == ["done"]
+
+
+def test_a_chain_reports_its_last_stage_and_not_its_first():
+    told, first, last = [], Stage(), Stage()
+    chain = chain_of([first, last], 2)
+    chain.on_done(lambda: told.append("done"))
+    first.complete()
+    assert not chain.wait(0)  # the second one is under way
+    assert not told
+    last.complete()
+    assert told == ["done"]
+    assert chain.wait(0)
+    assert told == ["done"]
+
+
+def test_a_chain_of_unknown_length_reports_when_it_has_been_waited_for():
+    told, first, last = [], Stage(), Stage()
+    chain = chain_of([first, last], None)
+    chain.on_done(lambda: told.append("done"))
+    first.complete()
+    last.complete()
+    assert not told
+    assert chain.wait()
+    assert told == ["done"]
+
+
+@pytest.mark.parametrize("num_stages", [2, None])
+def test_who_asks_afterwards_is_told_at_once(num_stages):
+    told, stages = [], [Stage(), Stage()]
+    for stage in stages:
+        stage.complete()
+    chain = chain_of(stages, num_stages)
+    assert chain.wait()
+    chain.on_done(lambda: told.append("done"))
+    assert told == ["done"]
