@@ -26,7 +26,9 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
+from paceline import quantities
 from paceline.errors import ConfigurationError
+from paceline.quantities import show_rate, show_seconds
 from paceline.reductions.auto import Auto
 from paceline_lab.bench.layer_profile import default_profile
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, turns
@@ -36,8 +38,7 @@ from paceline_lab.bench.ranks import ClusterRanks, LoopbackRanks, gather
 from paceline_lab.bench.ranks import Ranks as Place
 from paceline_lab.bench.sides import StepTimes, Trainee
 from paceline_lab.bench.timed_model import TimedWorkload
-from paceline_lab.emulation import ClusterSpec, quantities
-from paceline_lab.emulation.quantities import show_rate, show_seconds
+from paceline_lab.emulation import ClusterSpec
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import look_of
 from paceline_lab.report.panels import Line, Lines

@@ -176,7 +176,7 @@ def _steps(link: LossyTransport, case: dict[str, Any]) -> Samples:
 def _wrapped(side: str, module: Any, scale: float) -> Any:
     """A model under data parallelism, with its wrapper's default buckets, scaled like its gradients."""
     from paceline import DistributedDataParallel
-    from paceline.ddp.plan import BucketCaps
+    from paceline.planning.bucket_assignment import BucketCaps
     from paceline.reductions import BoundedLoss, Mean
 
     mebibyte = 2**20

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
+from paceline.quantities import show_size
 from paceline_lab.bench.protocol import turns
 from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import LoopbackRanks, gather
-from paceline_lab.emulation.quantities import show_size
 from paceline_lab.report.publication import Report, publish
 from paceline_lab.report.summary import Summary, ratios, slowest_rank
 

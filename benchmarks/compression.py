@@ -19,11 +19,11 @@ from torch import Tensor
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rounds, run_cli
 from paceline.compression import BY_NAME, Layout, Seeds
+from paceline.quantities import show_size
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, turns
 from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import LoopbackRanks
-from paceline_lab.emulation.quantities import show_size
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import OURS, PAPER
 from paceline_lab.report.panels import Bar, Bars

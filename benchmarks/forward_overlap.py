@@ -46,12 +46,12 @@ from benchmarks.options import (
     run_cli,
 )
 from paceline.errors import ConfigurationError
-from paceline.planning.forward_overlap import least_step_s, step_without_s
 from paceline_lab.bench.layer_profile import default_profile
 from paceline_lab.bench.limit import ring_bytes_per_rank
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.bench.ranks import Ranks
+from paceline_lab.planner_checks.forward_overlap_floor import least_step_s, step_without_s
 from paceline_lab.report.figures import draw_figure, show_ratio
 from paceline_lab.report.look import look_of
 from paceline_lab.report.panels import Bars, bars_of

@@ -34,13 +34,13 @@ from benchmarks.options import RESULTS_FOLDER, AsJson, ComputeS, Hosts, Quick, R
 from benchmarks.time_to_loss_outcome import smoothed
 from benchmarks.unequal import _sleep
 from paceline.optim import overlap
-from paceline.planning.forward_overlap import Layer, least_step_s
 from paceline_lab.bench.limit import ring_bytes_per_rank
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator
 from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import Ranks, gather
 from paceline_lab.bench.sides import digest, wrap
+from paceline_lab.planner_checks.forward_overlap_floor import Layer, least_step_s
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import LIMIT, look_of
 from paceline_lab.report.panels import Line, Lines

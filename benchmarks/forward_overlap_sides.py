@@ -19,7 +19,6 @@ from torch import nn
 from benchmarks.in_turn import train_in_turn
 from paceline.errors import ConfigurationError
 from paceline.optim import overlap
-from paceline.planning.forward_overlap import Layer
 from paceline_lab.bench.layer_profile import Profile
 from paceline_lab.bench.other_libraries import Parallel
 from paceline_lab.bench.protocol import WrongAnswerError
@@ -27,6 +26,7 @@ from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import gather
 from paceline_lab.bench.sides import NUM_BATCHES, SEED, digest, parallelise, parse_sides, wrap
 from paceline_lab.bench.timed_model import Stopwatch, TimedModel, TimedWorkload, gradient_bytes
+from paceline_lab.planner_checks.forward_overlap_floor import Layer
 from paceline_lab.report.summary import slowest_rank
 from paceline_lab.workloads import Workload, make_workload
 

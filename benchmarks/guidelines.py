@@ -16,13 +16,18 @@ from typing import Any
 import torch
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
-from paceline.plan.convolution_times import ALGORITHMS, Convolution, run_layers, time_alternatives
-from paceline.planning import Cluster, HostLink, Plan
-from paceline.planning.lemmas import compare_efficiency, compare_servers
-from paceline.planning.minibatch import Alternative, Memory, choose_minibatch
+from paceline.plan import Cluster, HostLink, ReductionPlan
+from paceline.plan.lemmas import compare_efficiency, compare_servers
 from paceline_lab.bench.layer_profile import default_profile
 from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.bench.timed_model import planned
+from paceline_lab.planner_checks.convolution_times import (
+    ALGORITHMS,
+    Convolution,
+    run_layers,
+    time_alternatives,
+)
+from paceline_lab.planner_checks.minibatch import Alternative, Memory, choose_minibatch
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import CURVE_COLORS
 from paceline_lab.report.panels import Line, Lines, Panel
@@ -136,7 +141,7 @@ def _minibatches(
 
 
 def _lemmas() -> list[tuple[tuple[str, ...], dict[str, Any]]]:
-    workload, plan = planned(default_profile("resnet50")), Plan()
+    workload, plan = planned(default_profile("resnet50")), ReductionPlan()
 
     def grow(number: int) -> Cluster:
         return Cluster.of_equal_hosts(number, HostLink(25e9 / 8, 3e-5))

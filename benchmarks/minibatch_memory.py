@@ -16,9 +16,14 @@ from torch import nn
 
 from benchmarks.guidelines import LAYERS, WEIGHT_COPIES
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
-from paceline.plan.convolution_times import ALGORITHMS, Convolution, counted_workspace, peak_bytes
-from paceline.planning.minibatch import Memory
 from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.planner_checks.convolution_times import (
+    ALGORITHMS,
+    Convolution,
+    counted_workspace,
+    peak_bytes,
+)
+from paceline_lab.planner_checks.minibatch import Memory
 from paceline_lab.report.publication import Report, publish
 
 MINIBATCHES = (1, 4, 16, 64)

@@ -33,12 +33,12 @@ from torch import Tensor, nn
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Rounds, Sides, run_cli
 from paceline.errors import ConfigurationError
+from paceline.quantities import rate, show_rate
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, turns
 from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import choose_place, gather
 from paceline_lab.bench.sides import labels, parse_sides, wrap
-from paceline_lab.emulation.quantities import rate, show_rate
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import look_of
 from paceline_lab.report.panels import Line, Lines

@@ -206,7 +206,7 @@ def _profile(config: Config) -> tuple[Any, float]:
 
 def _caps(wrapper: str, num_ranks: int, profile: Any, scale: float) -> tuple[float, ...]:
     """Bytes that fill buckets: the wrapper's defaults for several hosts and the whole model, scaled like it."""
-    from paceline.ddp.plan import BucketCaps
+    from paceline.planning.bucket_assignment import BucketCaps
     from paceline_lab.bench.timed_model import gradient_bytes
 
     if wrapper == "torch":
@@ -317,8 +317,8 @@ def predict(config: Config, alone_s: float | None = None) -> tuple[dict[str, flo
         config: The case.
         alone_s: A step that reduces nothing, as measured; None: as it was meant to be.
     """
-    from paceline.planning import Cluster, HostLink, Plan, Servers, simulate
-    from paceline.planning.lemmas import compare_servers
+    from paceline.plan import Cluster, HostLink, ReductionPlan, Servers, simulate
+    from paceline.plan.lemmas import compare_servers
     from paceline_lab.bench.timed_model import planned
 
     profile, scale = _profile(config)
@@ -329,11 +329,11 @@ def predict(config: Config, alone_s: float | None = None) -> tuple[dict[str, flo
     worker_rate = config.worker_mbit * 125_000 * PAYLOAD_RATIO
     server_rate = config.server_mbit * 125_000 * PAYLOAD_RATIO
     cluster = Cluster.of_equal_hosts(config.num_workers, HostLink(worker_rate, 2e-4))
-    ours = Plan(_caps("ours", config.num_workers, profile, scale), "ring")
+    ours = ReductionPlan(_caps("ours", config.num_workers, profile, scale), "ring")
     steps_s = {
         ALONE: simulate(workload, Cluster.of_equal_hosts(1, HostLink(worker_rate)), ours).step_s,
         "torch": simulate(
-            workload, cluster, Plan(_caps("torch", config.num_workers, profile, scale), "ring")
+            workload, cluster, ReductionPlan(_caps("torch", config.num_workers, profile, scale), "ring")
         ).step_s,
         "ours": simulate(workload, cluster, ours).step_s,
     }

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from paceline.errors import ConfigurationError
-from paceline.planning import HostLink
+from paceline.plan import HostLink
 from paceline_lab.bench.layer_profile import Profile, default_profile
 from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.report.publication import Report, figure_path, publish

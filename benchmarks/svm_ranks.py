@@ -19,8 +19,8 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from benchmarks.svm_data import HELP, Split, load
+from paceline.quantities import show_rate
 from paceline_lab.bench.provenance import collect, load_average
-from paceline_lab.emulation.quantities import show_rate
 from paceline_lab.report.figures import draw_figure, show_time
 from paceline_lab.report.look import OURS
 from paceline_lab.report.panels import Line, Lines

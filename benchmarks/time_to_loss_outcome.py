@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.unequal import Case
-from paceline.planning import Speed, ideal_s
+from paceline.planning import Speed, lower_bound_s
 from paceline_lab.bench.provenance import collect
 from paceline_lab.bench.ranks import ClusterRanks
 from paceline_lab.report.figures import draw_figure
@@ -78,7 +78,7 @@ class Outcome:
         target = max(min(smoothed(run["loss"])[:last]) for run in runs.values())
         ends, now_s = [], 0.0
         for step in range(job.num_steps):
-            now_s += ideal_s(speeds_at(job, step, runs[TORCH]), job.case.size)
+            now_s += lower_bound_s(speeds_at(job, step, runs[TORCH]), job.case.size)
             ends.append(now_s)
         return cls(job, runs, target, ends)
 

@@ -30,7 +30,7 @@ from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run
 from benchmarks.parts import PartsFolder, measured
 from paceline import DistributedDataParallel
 from paceline.data import Balance, GlobalBatch, GlobalShuffle
-from paceline.planning import Speed, best_shares, finish_s, ideal_s
+from paceline.planning import Speed, best_shares, lower_bound_s, makespan_s
 from paceline_lab.bench.protocol import turns
 from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.bench.rank_program import TellProgress
@@ -236,9 +236,9 @@ def measure(work: tuple[Case, int], tell: TellProgress) -> Run:
                 rank, factor = case.throttled
                 speeds[rank] = speeds[rank].times(factor)
                 training.network.speed = speeds[dist.get_rank()]
-            ideal.append(ideal_s(speeds, case.size))
+            ideal.append(lower_bound_s(speeds, case.size))
             mine.append(training.step())
-            shares.append(finish_s(speeds, training.samples))
+            shares.append(makespan_s(speeds, training.samples))
             tell((len(step_s) + place / num_steps) / 3)
         step_s[side] = slowest_rank(gather(mine))
         report = training.model.balance_report()

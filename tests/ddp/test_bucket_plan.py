@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.gradient_group import on_one_host
-from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
+from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
 
 MEBIBYTE = 1024 * 1024
 FIRST_BUCKET_BYTES = MEBIBYTE

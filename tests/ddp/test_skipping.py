@@ -19,8 +19,8 @@ from harness.ranks import Ranks, pool
 from paceline import DistributedDataParallel
 from paceline.ddp.arrivals import completed
 from paceline.ddp.droppable import units_of
-from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError, SkipError
+from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
 from paceline.reductions import PowerSGD
 
 NUM_BLOCKS = 4

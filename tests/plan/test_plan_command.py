@@ -2,16 +2,15 @@
 
 import json
 import socket
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from harness.terminal import paceline
 from paceline.cli import main
-from paceline.plan import script_recording
-from paceline_lab.bench.layer_profile import default_profile
+from paceline.plan import RecordedWorkload, script_recording
 
 SCRIPT = """
 import sys
@@ -89,14 +88,29 @@ def test_scripts_that_cannot_be_recorded(tmp_path: Path) -> None:
         assert "Traceback" not in done.err
 
 
+def _profile(workload: RecordedWorkload) -> dict[str, Any]:
+    """What `paceline bench profile` writes."""
+    layers = [
+        {
+            "name": x.name,
+            "shapes": [[size // 4] for size in x.gradient_bytes],
+            "forward_s": x.forward_s,
+            "backward_s": x.backward_s,
+        }
+        for x in workload.layers
+    ]
+    source, optimizer_s = workload.source, workload.optimizer_s
+    return {"workload": workload.name, "source": source, "layers": layers, "optimizer_s": optimizer_s}
+
+
 def test_bad_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("torn.json").write_text('{"format": "paceline workload", "layers": [')
     Path("train.py").write_text("raise SystemExit('never run')")
-    profile = default_profile("tiny")
-    replace(profile, layers=profile.layers[1:]).save(Path("another.json"))
+    profile = _profile(RecordedWorkload.shipped("tiny"))
+    Path("another.json").write_text(json.dumps({**profile, "layers": profile["layers"][1:]}))
     cases = {
         "--to 0": ["tiny", "--to", "0"],
         "carries nothing": ["tiny", "--rate", "0Gbit"],
@@ -132,7 +146,7 @@ def test_bad_input(
         err = capsys.readouterr().err
         assert "Traceback" not in err
         assert words in err, (words, err)
-    profile.save(Path("profile.json"))
+    Path("profile.json").write_text(json.dumps(profile))
     told = []
     for source in ("tiny", "profile.json"):
         with pytest.raises(SystemExit) as ended:

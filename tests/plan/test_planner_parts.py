@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigurationError
-from paceline.planning import Cluster, HostLink, LayerTimes, Plan, Workload, simulate
-from paceline.planning.bucket_search import best_algorithm, best_caps, cap_grid
-from paceline.planning.collective_time import Servers
-from paceline.planning.lemmas import (
+from paceline.plan import (
+    Cluster,
+    HostLink,
+    LayerTimes,
+    RecordedWorkload,
+    ReductionPlan,
+    Servers,
+    Simulation,
+    scaling,
+    simulate,
+)
+from paceline.plan.lemmas import (
     compare_efficiency,
     compare_servers,
     efficiency,
@@ -21,15 +29,24 @@ from paceline.planning.lemmas import (
     largest_overhead,
     most_devices,
 )
-from paceline.planning.minibatch import Alternative, Memory, choose_algorithms, choose_minibatch
-from paceline.planning.scaling import Question, doubling_counts, predict_scaling, what_helps, what_limits
+from paceline.plan.scaling import (
+    Question,
+    Setup,
+    best_algorithm,
+    best_caps,
+    cap_grid,
+    doubling_counts,
+    predict_scaling,
+    what_helps,
+    what_limits,
+)
 
 MIB = 2**20
 
 
-def workload(**more: object) -> Workload:
+def workload(**more: object) -> RecordedWorkload:
     layers = tuple(LayerTimes(f"{i}", 0.005, 0.01, (MIB,)) for i in range(10))
-    return Workload("made up", "made up", layers, **more)  # type: ignore[arg-type]
+    return RecordedWorkload("made up", "made up", layers, **more)  # type: ignore[arg-type]
 
 
 def grow(rate: float = 1e9, latency_s: float = 1e-5):
@@ -53,9 +70,9 @@ def test_lemma_3_1_is_the_papers() -> None:
 def test_lemma_3_1_is_right_without_communication_and_promises_too_much_with_it() -> None:
     load = workload(optimizer_s=0.01, other_s=0.02)
     counts = (1, 2, 4, 8, 16)
-    free = compare_efficiency(load, grow(math.inf, 0.0), Plan(), counts)
+    free = compare_efficiency(load, grow(math.inf, 0.0), ReductionPlan(), counts)
     assert [x.simulated for x in free] == pytest.approx([x.lemma for x in free], rel=1e-9)
-    slow = compare_efficiency(load, grow(2e8), Plan(), counts)
+    slow = compare_efficiency(load, grow(2e8), ReductionPlan(), counts)
     assert all(x.simulated < x.lemma for x in slow[2:])
 
 
@@ -63,13 +80,13 @@ def test_lemma_3_2_is_the_papers_and_overlaps_with_too_much() -> None:
     assert fewest_servers(100e6, 8, 10e9 / 8, 0.5) == 3
     assert fewest_servers(100e6, 4, 10e9 / 8, 1.0) == 1
     load = workload()
-    found = compare_servers(load, grow(1e12, 0.0)(8), Plan((MIB,)), 1e9)
+    found = compare_servers(load, grow(1e12, 0.0)(8), ReductionPlan((MIB,)), 1e9)
     assert found.lemma == math.ceil(2 * 10 * MIB * 8 / (1e9 * load.compute_s))
     assert found.half_duplex is not None
     assert found.duplex is not None
     assert found.lemma <= found.half_duplex
     assert found.duplex <= found.half_duplex
-    narrow = compare_servers(load, grow(1e8, 0.0)(8), Plan((MIB,)), 1e9)
+    narrow = compare_servers(load, grow(1e8, 0.0)(8), ReductionPlan((MIB,)), 1e9)
     assert narrow.worker_limit_s > narrow.window_s  # the lemma does not ask; no number of servers helps
     assert narrow.lemma == found.lemma
     for bad in ((0.0, 2), (1.5, 2), (0.5, 0)):
@@ -79,69 +96,51 @@ def test_lemma_3_2_is_the_papers_and_overlaps_with_too_much() -> None:
         fewest_servers(1, 1, 0, 1)
 
 
-def test_the_integer_program_finds_what_trying_everything_finds() -> None:
-    chance = random.Random(0)
-    for _ in range(10):
-        layers = [
-            [
-                Alternative(f"{l}", chance.random(), chance.choice([0, 1, 5, 20]) * 1e6)
-                for l in range(chance.randint(1, 4))
-            ]
-            for _ in range(chance.randint(1, 6))
-        ]
-        before_s = math.inf
-        for bound in (0.0, 1e6, 1e7, 3e7, 2e8):
-            tried = [x for x in itertools.product(*layers) if sum(a.workspace_bytes for a in x) <= bound]
-            found = choose_algorithms(layers, bound)
-            if not tried:
-                assert found is None
-                continue
-            assert found is not None
-            assert found.time_s == pytest.approx(min(sum(a.time_s for a in x) for x in tried))
-            assert found.workspace_bytes <= bound + 1
-            assert found.time_s <= before_s + 1e-9  # more memory is never slower
-            before_s = found.time_s
-
-
-def test_the_best_minibatch_is_not_the_largest_that_fits() -> None:
-    measured = {
-        X: [[Alternative("small", 0.01 * X, 0), Alternative("fast", 0.006 * X, 40e6 * X / 8)]] * 3
-        for X in (1, 2, 4, 8, 16, 32)
-    }
-    memory = Memory(device_bytes=400e6, fixed_bytes=50e6, sample_bytes=10e6)
-    best, every = choose_minibatch(memory, measured)
-    fits = [x.X for x in every if x.choice is not None]
-    assert max(fits) > best.X
-    assert best.choice is not None
-    assert set(best.choice.names) == {"fast"}
-    with pytest.raises(ConfigurationError, match="no minibatch fits"):
-        choose_minibatch(Memory(40e6, 50e6, 1e6), measured)
-    with pytest.raises(ConfigurationError):
-        choose_minibatch(memory, {})
-
-
 def test_what_limits_is_what_was_made_to_limit() -> None:
     jitter = (0.9, 1.0, 1.0, 1.6)
     cases = {
-        "computing": (workload(), grow(1e10)(8), Plan()),
-        "the hosts' links": (workload(), grow(1e7)(8), Plan()),
-        "latency": (workload(), grow(1e12, 5e-3)(8), Plan(algorithm="ring")),
-        "stragglers": (workload(relative_steps=jitter), grow(1e10)(8), Plan()),
-        "the parameter servers' links": (workload(), grow(1e12)(8), Plan(servers=Servers(1, 1e8))),
-        "several links alike": (workload(), grow(1e8)(8), Plan(servers=Servers(8, 1e8))),
-        "computing (one rank)": (workload(), grow()(1), Plan()),
+        "computing": (workload(), grow(1e10)(8), ReductionPlan()),
+        "the hosts' links": (workload(), grow(1e7)(8), ReductionPlan()),
+        "latency": (workload(), grow(1e12, 5e-3)(8), ReductionPlan(algorithm="ring")),
+        "stragglers": (workload(relative_steps=jitter), grow(1e10)(8), ReductionPlan()),
+        "the parameter servers' links": (workload(), grow(1e12)(8), ReductionPlan(servers=Servers(1, 1e8))),
+        "several links alike": (workload(), grow(1e8)(8), ReductionPlan(servers=Servers(8, 1e8))),
+        "computing (one rank)": (workload(), grow()(1), ReductionPlan()),
     }
-    for limit, case in cases.items():
-        assert what_limits(*case).startswith(limit), (limit, what_limits(*case))
-    helps = what_helps(*cases["the hosts' links"])
+    setups = {limit: Setup(*case) for limit, case in cases.items()}
+    for limit, setup in setups.items():
+        found = what_limits(setup, setup.simulate())
+        assert found.startswith(limit), (limit, found)
+    slow = setups["the hosts' links"]
+    helps = what_helps(slow, slow.simulate())
     assert [x.ratio for x in helps] == sorted((x.ratio for x in helps), reverse=True)
     assert {"links twice as fast", "gradients in half the bytes"} <= {x.what for x in helps}
-    assert what_helps(*cases["computing (one rank)"]) == ()
+    alone = setups["computing (one rank)"]
+    assert what_helps(alone, alone.simulate()) == ()
+
+
+def test_every_point_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counted(load: RecordedWorkload, cluster: Cluster, plan: ReductionPlan, **how: int) -> Simulation:
+        asked.append((load, cluster, plan, tuple(how.items())))
+        return simulate(load, cluster, plan, **how)
+
+    monkeypatch.setattr(scaling, "simulate", counted)
+    load = workload(samples_per_step=32, relative_steps=(0.98, 1.0, 1.03))
+    question = Question(load, grow(2e8, 2e-3), ReductionPlan(algorithm="ring"), (1, 2, 8))
+    predict_scaling(question)
+    assert len(set(asked)) == len(asked)
+    for num_ranks in question.counts:
+        same = [x for x in asked if x[:3] == (load, question.grow(num_ranks), question.plan)]
+        assert len(same) == 1, num_ranks
 
 
 def test_scaling_has_a_knee_and_a_band() -> None:
     load = workload(samples_per_step=32, relative_steps=(0.98, 1.0, 1.03))
-    question = Question(load, grow(2e8, 2e-3), Plan(algorithm="ring"), doubling_counts(48), 1_000_000, 2.5)
+    question = Question(
+        load, grow(2e8, 2e-3), ReductionPlan(algorithm="ring"), doubling_counts(48), 1_000_000, 2.5
+    )
     answer = predict_scaling(question)
     assert [x.num_ranks for x in answer.points] == [1, 2, 4, 8, 16, 32, 48]
     assert answer.points[0].efficiency == pytest.approx(1, abs=0.05)
@@ -150,7 +149,7 @@ def test_scaling_has_a_knee_and_a_band() -> None:
         assert point.low_s < point.step_s < point.high_s
         assert point.epoch_s is not None
         assert point.epoch_cost == pytest.approx(point.epoch_s / 3600 * point.num_ranks * 2.5)
-    free = predict_scaling(Question(workload(), grow(math.inf, 0.0), Plan(), (1, 64)))
+    free = predict_scaling(Question(workload(), grow(math.inf, 0.0), ReductionPlan(), (1, 64)))
     assert free.knee == 64
     assert free.points[-1].efficiency == pytest.approx(1)
     assert free.points[-1].samples_per_s is None
@@ -160,16 +159,16 @@ def test_scaling_has_a_knee_and_a_band() -> None:
 
 def test_steps_of_several_micro_steps() -> None:
     load = workload(samples_per_step=64, num_micro_steps=4, optimizer_s=0.01, other_s=0.002)
-    question = Question(load, grow(math.inf, 0.0), Plan(sync_every=4), (1, 8), 6400)
+    question = Question(load, grow(math.inf, 0.0), ReductionPlan(sync_every=4), (1, 8), 6400)
     one, eight = predict_scaling(question).points
     assert one.step_s == pytest.approx(load.compute_s)
     assert load.compute_s == pytest.approx(4 * (0.05 + 0.1 + 0.002) + 0.01)
     assert one.epoch_s == pytest.approx(100 * one.step_s)
     assert (eight.efficiency, eight.speed_up) == pytest.approx((1, 8))  # nothing communicates
     assert eight.samples_per_s == pytest.approx(8 * 64 / one.step_s)
-    every = replace(question, plan=Plan(sync_every=1))  # as if each micro-step were a step
+    every = replace(question, plan=ReductionPlan(sync_every=1))  # as if each micro-step were a step
     assert predict_scaling(every).points[0].samples_per_s == pytest.approx(16 / (0.152 + 0.01))
-    slow = Question(load, grow(1e8), Plan(sync_every=4), (8,))
+    slow = Question(load, grow(1e8), ReductionPlan(sync_every=4), (8,))
     assert predict_scaling(slow).points[0].efficiency < 1
 
 
@@ -177,7 +176,7 @@ def test_a_step_lies_in_its_own_band() -> None:
     by_hand = (1.0, 1.1), (0.5, 2.0, 2.0)  # their median is not 1
     few = (1.1, 1.0, 1.0, 1.1, 2.0, 0.5, 1.0, 1.1, 1.0)  # of which most draws are slower
     for jitter in (*by_hand, few):
-        question = Question(workload(relative_steps=jitter), grow(3e9), Plan(), (2, 16))
+        question = Question(workload(relative_steps=jitter), grow(3e9), ReductionPlan(), (2, 16))
         for point in predict_scaling(question).points:
             assert point.low_s <= point.step_s <= point.high_s
             assert point.high_s < 1.5 * point.step_s
@@ -190,18 +189,19 @@ def test_a_search_is_never_worse_than_what_it_starts_from() -> None:
             LayerTimes(f"{i}", 0.001, chance.random() * 0.01, (chance.choice([4096, MIB, 8 * MIB]),))
             for i in range(30)
         )
-        load = Workload("made up", "made up", layers)
+        load = RecordedWorkload("made up", "made up", layers)
         cluster = grow(10 ** chance.uniform(7.5, 10), 10 ** chance.uniform(-5, -3))(chance.choice([2, 8, 32]))
-        found = best_caps(load, cluster, Plan(algorithm="ring"))
+        setup = Setup(load, cluster, ReductionPlan(algorithm="ring"))
+        found = best_caps(setup)
         assert found.step_s == pytest.approx(simulate(load, cluster, found.plan).step_s)
         for caps in cap_grid(load.gradient_bytes):
-            assert found.step_s <= simulate(load, cluster, Plan(caps, "ring")).step_s + 1e-12
-        by_name = best_algorithm(load, cluster, Plan(algorithm="ring"))
-        assert by_name.step_s <= simulate(load, cluster, Plan(algorithm="ring")).step_s + 1e-12
+            assert found.step_s <= simulate(load, cluster, ReductionPlan(caps, "ring")).step_s + 1e-12
+        by_name = best_algorithm(setup)
+        assert by_name.step_s <= simulate(load, cluster, ReductionPlan(algorithm="ring")).step_s + 1e-12
 
 
 def _trace(num_steps: int) -> list[str]:
-    header = {"format": "paceline trace", "version": 1, "name": "net", "device": "CPU", "samples_per_step": 8}
+    header = {"format": "paceline trace", "version": 1, "name": "net", "device": "CPU"}
     header["layers"] = [{"name": "a", "gradient_bytes": [400, 4]}, {"name": "b", "gradient_bytes": [80]}]
     step = {
         "warm_up": False, "forward_s": 0.3, "forward_ends_s": [0.1, 0.25], "backward_s": 0.6, "ready_s": [0.55, 0.2],
@@ -210,18 +210,24 @@ def _trace(num_steps: int) -> list[str]:
     return [json.dumps(header), json.dumps({**step, "warm_up": True}), *[json.dumps(step)] * num_steps]
 
 
+_ONE_LAYER = {
+    "layers": [{"name": "a", "forward_s": 1, "backward_s": 1, "shapes": [[2, 3]]}],
+    "optimizer_s": 0,
+}
+
+
 def test_traces_and_workloads(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(_trace(3)))
-    found = Workload.load(path)
+    found = RecordedWorkload.load(path)
     assert (found.forward_s, found.backward_s, found.optimizer_s) == pytest.approx((0.3, 0.6, 0.05))
     assert found.order == (1, 0)
     assert [size for _, size in found.ready_gradients()] == [80, 4, 400]
     assert [ready_s for ready_s, _ in found.ready_gradients()] == pytest.approx([0.2, 0.6, 0.6])
     found.save(tmp_path / "workload.json")
-    assert Workload.load(tmp_path / "workload.json") == found
+    assert RecordedWorkload.load(tmp_path / "workload.json") == found
     path.write_text("\n".join(_trace(3))[:-40])
-    cut_off = Workload.load(path)
+    cut_off = RecordedWorkload.load(path)
     assert "1 incomplete" in cut_off.source
     assert cut_off.backward_s == pytest.approx(0.6)
     record = json.loads((tmp_path / "workload.json").read_text())
@@ -232,7 +238,9 @@ def test_traces_and_workloads(tmp_path: Path) -> None:
         "empty": "",
         "cut off": json.dumps(record)[:-50],
         "neither": "[1, 2]",
-        "a profile": json.dumps({"workload": "resnet50", "layers": []}),
+        "damaged  ": json.dumps({"workload": "resnet50", "layers": []}),
+        "does not fit": json.dumps({"workload": "resnet50", "source": "", **_ONE_LAYER}),
+        "neither a file nor a shipped": json.dumps({"workload": "no such", "source": "", **_ONE_LAYER}),
         "damaged": json.dumps({**record, "layers": [{"name": "a"}]}),
         "below 0": json.dumps({**record, "optimizer_s": math.nan}),
         "no gradients": json.dumps({**record, "layers": [], "ready_order": []}),
@@ -250,10 +258,10 @@ def test_traces_and_workloads(tmp_path: Path) -> None:
     for words, text in bad.items():
         path.write_text(text)
         with pytest.raises(ConfigurationError, match=words.strip()):
-            Workload.load(path)
+            RecordedWorkload.load(path)
     for missing in (tmp_path / "not there", tmp_path):
         with pytest.raises(ConfigurationError, match="cannot be read"):
-            Workload.load(missing)
+            RecordedWorkload.load(missing)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigurationError, match="not text"):
-        Workload.load(path)
+        RecordedWorkload.load(path)

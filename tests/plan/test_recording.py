@@ -11,9 +11,8 @@ from torch import nn
 import paceline
 from paceline.errors import ConfigurationError
 from paceline.observe.device_clock import HostClock
-from paceline.observe.workload_recording import FORMAT, VERSION
-from paceline.planning import Workload, recorded_workload
-from paceline.planning.measured_steps import measured_steps
+from paceline.plan import RecordedWorkload
+from paceline.plan.scoring import measured_run
 
 
 class Slow(nn.Module):
@@ -40,19 +39,18 @@ def train(model: nn.Module, num_steps: int, micro_steps: int = 1) -> None:
 
 
 def test_a_recording_is_the_models(tmp_path: Path) -> None:
-    assert (recorded_workload.TRACE_FORMAT, recorded_workload.VERSION) == (FORMAT, VERSION)
     path, model = tmp_path / "trace.jsonl", Slow()
     with paceline.record_workload(path, name="slow"):
         with torch.no_grad():
             model(torch.ones(1, 4))  # evaluation is no step
         train(model, 5, micro_steps=2)
-    found = Workload.load(path)
+    found = RecordedWorkload.load(path)
     assert (found.name, found.samples_per_step, len(found.relative_steps)) == ("slow", 32, 6)
     assert [(x.name, x.gradient_bytes) for x in found.layers] == [("last", (64, 8)), ("first", (128, 32))]
     assert found.order == (0, 1)
     assert 0 < found.forward_s < 60
     assert 0 < found.backward_s < 60
-    assert measured_steps(path).num_ranks == 1
+    assert measured_run(path).num_ranks == 1
     before = path.read_text()
     train(model, 2)  # the hooks are gone
     assert path.read_text() == before
@@ -68,20 +66,20 @@ def test_every_micro_step_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         before = next(marks)
         train(model, 1, micro_steps=1)
         num_marks = next(marks) - before - 1
-    alone = Workload.load(path)
+    alone = RecordedWorkload.load(path)
     with paceline.record_workload(path):
         train(model, 6, micro_steps=4)
         train(model, 1, micro_steps=3)  # the end of an epoch
-    four = Workload.load(path)
+    four = RecordedWorkload.load(path)
     assert (alone.num_micro_steps, alone.samples_per_step, alone.compute_s) == (1, 16, num_marks)
     assert (four.num_micro_steps, four.samples_per_step) == (4, 64)
     assert len(four.relative_steps) == 4 * 4  # of the steps that are alike
     assert (four.forward_s, four.backward_s) == (alone.forward_s, alone.backward_s)
-    steps_s = measured_steps(path).steps_s
-    assert steps_s == (four.compute_s,) * 4  # every second of a step is somewhere
-    assert steps_s[0] == 4 * (num_marks - 2) + 2  # of which two are the optimizer's
+    step_s = measured_run(path).step_s
+    assert step_s == four.compute_s  # every second of a step is somewhere
+    assert step_s == 4 * (num_marks - 2) + 2  # of which two are the optimizer's
     four.save(path)
-    assert Workload.load(path) == four
+    assert RecordedWorkload.load(path) == four
 
 
 def test_a_forward_of_which_nothing_follows_is_no_micro_step(tmp_path: Path) -> None:
@@ -94,7 +92,7 @@ def test_a_forward_of_which_nothing_follows_is_no_micro_step(tmp_path: Path) -> 
             if step == 4:
                 model(torch.ones(2, 4))  # between backward and the optimizer: a step that cannot be told
             optimizer.step()
-    found = Workload.load(path)
+    found = RecordedWorkload.load(path)
     assert (found.num_micro_steps, found.samples_per_step, len(found.relative_steps)) == (1, 16, 3)
 
 
@@ -108,10 +106,10 @@ def test_enough_is_enough_and_too_little_is_said(tmp_path: Path) -> None:
     with paceline.record_workload(path):
         Slow()(torch.ones(2, 4))
     with pytest.raises(ConfigurationError, match="empty"):
-        Workload.load(path)
+        RecordedWorkload.load(path)
     with paceline.record_workload(path):
         train(Slow(), 2)
-    for read in (Workload.load, measured_steps):
+    for read in (RecordedWorkload.load, measured_run):
         with pytest.raises(ConfigurationError, match="no complete step"):
             read(path)
     with pytest.raises(ConfigurationError, match="cannot be written"):
@@ -126,10 +124,10 @@ def test_only_a_trace_scores_and_only_one_rank_predicts(tmp_path: Path) -> None:
     path.write_text(
         "\n".join([json.dumps({**json.loads(header), "num_ranks": 4, "ranks_of_host": [2, 2]}), *steps])
     )
-    assert measured_steps(path).num_ranks == 4
+    assert measured_run(path).num_ranks == 4
     with pytest.raises(ConfigurationError, match="recorded on 4 ranks"):
-        Workload.load(path)
+        RecordedWorkload.load(path)
     for text in ("", "{}", json.dumps({**json.loads(header), "version": 7}), header + '\n{"warm_up": false}'):
         path.write_text(text)
         with pytest.raises(ConfigurationError):
-            measured_steps(path)
+            measured_run(path)

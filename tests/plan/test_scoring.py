@@ -10,19 +10,19 @@ import pytest
 from paceline.cli import main
 from paceline.errors import ConfigurationError
 from paceline.observe import workload_recording
-from paceline.planning import Cluster, HostLink
-from paceline.planning.measured_steps import measured_steps
-from paceline.planning.predictions import KeptPrediction, Outcome, keep, kind_of, scores
+from paceline.plan import Cluster, HostLink
+from paceline.plan.predictions import KeptPrediction, MeasuredRun, keep, kind_of, scores
+from paceline.plan.scoring import measured_run
 
 
 def test_predictions_are_kept_and_scored(tmp_path: Path) -> None:
     path = tmp_path / "new" / "predictions.jsonl"
     with pytest.raises(ConfigurationError, match="no predictions"):
         scores(path)
-    keep(path, [KeptPrediction("a", n, "several hosts", 1.0, 0.9, 1.1, "") for n in (2, 4, 8)])
-    keep(path, [Outcome("a", 2, 1.05), Outcome("a", 4, 2.0), Outcome("b", 4, 1.0)])
+    keep(path, [KeptPrediction("a", n, "several hosts", 1.0, 0.9, 1.1, "", (1,) * n) for n in (2, 4, 8)])
+    keep(path, [MeasuredRun("x", "a", 2, 1.05), MeasuredRun("y", "a", 4, 2.0), MeasuredRun("z", "b", 4, 1.0)])
     with path.open("a") as file:
-        file.write('{"record": "Outcome", "worklo')  # cut off
+        file.write('{"record": "MeasuredRun", "worklo')  # cut off
     (score,) = scores(path)
     assert (score.kind, score.num, score.in_band) == ("several hosts", 2, 0.5)
     assert score.worst_error == pytest.approx(-0.5)
@@ -41,28 +41,30 @@ def predicted(step_s: float, ranks_of_host: tuple[int, ...], num_micro_steps: in
 def test_a_run_scores_what_was_predicted_for_its_hosts(tmp_path: Path) -> None:
     path = tmp_path / "predictions.jsonl"
     keep(path, [predicted(4.0, (1, 1, 1, 1)), predicted(2.0, (3, 1)), predicted(3.0, (2, 2), 8)])
-    keep(path, [Outcome("a", 4, 1.0, (4,), run="all on one")])
+    keep(path, [MeasuredRun("all on one", "a", 4, 1.0, (4,))])
     assert scores(path) == []
-    keep(path, [Outcome("a", 4, 1.0, (1, 3), run="as predicted, in another order")])
+    keep(path, [MeasuredRun("as predicted, in another order", "a", 4, 1.0, (1, 3))])
     (score,) = scores(path)
     assert (score.kind, score.worst_error) == ("several hosts", pytest.approx(1.0))
     keep(
-        path, [Outcome("a", 4, 1.0, None, run="of unknown hosts")]
+        path, [MeasuredRun("of unknown hosts", "a", 4, 1.0, None)]
     )  # the last prediction of as many micro-steps
     assert [(x.num, x.median_error) for x in scores(path)] == [(2, pytest.approx(1.0))]
-    keep(path, [predicted(1.5, (4,)), Outcome("a", 4, 1.0, (4,), run="all on one")])
+    keep(path, [predicted(1.5, (4,)), MeasuredRun("all on one", "a", 4, 1.0, (4,))])
     assert [(x.kind, x.num) for x in scores(path)] == [("one host", 1), ("several hosts", 2)]
-    old = KeptPrediction("b", 2, "several hosts", 1.0, 0.9, 1.1, "")  # of before hosts were kept
-    keep(path, [old, Outcome("b", 2, 1.0, (2,), run="one host"), Outcome("b", 2, 1.0, (1, 1), run="two")])
-    assert [(x.kind, x.num) for x in scores(path)] == [("one host", 1), ("several hosts", 3)]
 
 
 def test_a_run_counts_once_with_what_was_said_before_it(tmp_path: Path) -> None:
     path = tmp_path / "predictions.jsonl"
     keep(
-        path, [predicted(2.0, (2,)), Outcome("a", 2, 1.0, (2,), run="x"), Outcome("a", 2, 1.0, (2,), run="x")]
+        path,
+        [
+            predicted(2.0, (2,)),
+            MeasuredRun("x", "a", 2, 1.0, (2,)),
+            MeasuredRun("x", "a", 2, 1.0, (2,)),
+        ],
     )
-    keep(path, [predicted(1.0, (2,)), Outcome("a", 2, 1.25, (2,), run="x")])  # it ran on, and was read again
+    keep(path, [predicted(1.0, (2,)), MeasuredRun("x", "a", 2, 1.25, (2,))])  # it ran on, and was read again
     (score,) = scores(path)
     assert (score.num, score.worst_error) == (1, pytest.approx(2.0 / 1.25 - 1))
 
@@ -71,8 +73,8 @@ def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path: Path) -> None:
     path = tmp_path / "predictions.jsonl"
     keep(path, [predicted(2.0, (2,))])
     with path.open("a") as file:
-        file.write('{"record": "Outcome", "worklo')
-    keep(path, [Outcome("a", 2, 1.0, (2,), run="x"), Outcome("a", 2, math.nan, (2,), run="y")])
+        file.write('{"record": "MeasuredRun", "worklo')
+    keep(path, [MeasuredRun("x", "a", 2, 1.0, (2,)), MeasuredRun("y", "a", 2, math.nan, (2,))])
     assert [score.num for score in scores(path)] == [1]
 
 
@@ -85,13 +87,13 @@ def trace(path: Path, *steps: dict[str, object], **header: object) -> Path:
 
 def test_what_a_trace_says_of_its_run(tmp_path: Path) -> None:
     path = trace(tmp_path / "run.jsonl", {}, {"earlier_s": [0.3, 0.4]}, {"earlier_s": [0.3, 0.5]})
-    found = measured_steps(path)  # most steps had three micro-steps; the others are of another kind
+    found = measured_run(path)  # most steps had three micro-steps; the others are of another kind
     assert (found.num_micro_steps, found.ranks_of_host) == (3, None)
-    assert found.steps_s == pytest.approx((1.0, 1.1))
+    assert found.step_s == pytest.approx(1.05)
     longer = trace(tmp_path / "longer.jsonl", {}, {}, {}, {})
-    assert measured_steps(longer).run == found.run
-    assert measured_steps(trace(path, {"forward_s": 0.1001})).run != found.run
-    assert measured_steps(trace(path, {}, ranks_of_host=[1, 1])).ranks_of_host == (1, 1)
+    assert measured_run(longer).run == found.run
+    assert measured_run(trace(path, {"forward_s": 0.1001})).run != found.run
+    assert measured_run(trace(path, {}, ranks_of_host=[1, 1])).ranks_of_host == (1, 1)
     bad = (
         [{"forward_s": math.nan}],
         [{"forward_s": math.inf}],
@@ -100,10 +102,10 @@ def test_what_a_trace_says_of_its_run(tmp_path: Path) -> None:
     )
     for steps in bad:
         with pytest.raises(ConfigurationError, match="damaged"):
-            measured_steps(trace(path, *steps))
+            measured_run(trace(path, *steps))
     for hosts in ([3], [2, 0], 2, ["two"], []):
         with pytest.raises(ConfigurationError, match="damaged"):
-            measured_steps(trace(path, {}, ranks_of_host=hosts))
+            measured_run(trace(path, {}, ranks_of_host=hosts))
 
 
 def test_hosts_are_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The order of pieces: what is sent first, what it gains, and that the least time is one."""
+"""The order of pieces: what is sent first, and what it gains."""
 
 import itertools
 
@@ -10,15 +10,12 @@ from paceline.errors import ConfigurationError
 from paceline.planning.forward_overlap import (
     PIECE_BYTES,
     PIECE_LATENCY_S,
-    Layer,
     MeasuredStep,
     Piece,
     arrivals,
     cut,
-    least_step_s,
     plan,
     predict,
-    step_without_s,
 )
 
 NEVER = 1e9
@@ -89,25 +86,6 @@ def test_a_simulation_that_is_slower_than_what_was_measured_is_not_believed():
     for reduced_s, pays in ((5.0, True), (0.41, False)):
         step = MeasuredStep(**times, reduced_s=reduced_s, rate_bytes_per_s=1e7)
         assert predict(pieces, plan(pieces, step), step).pays is pays
-
-
-def test_the_least_time_by_hand():
-    """Two layers, 1 s of forward and 2 s of backward each."""
-    for below, above, least, without in (
-        (1, 1, 7.0, 7.0),  # nothing hides the front layer's, and backward the last layer's
-        (
-            0,
-            8,
-            11.0,
-            12.0,
-        ),  # the last layer's 8 s begin after 2 s of backward and end before its second of forward
-        (1, 8, 12.0, 13.0),
-        (8, 0, 14.0, 14.0),
-    ):
-        layers = [Layer(1.0, 2.0, below), Layer(1.0, 2.0, above)]
-        assert step_without_s(layers, 0.0, 1.0) == without
-        assert least_step_s(layers, 0.0, 1.0) == least
-    assert least_step_s([Layer(1.0, 2.0, 0)], 0.5, 1.0) == 3.5
 
 
 def test_measurements_that_cannot_be_are_refused():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from harness.ranks import seeded
 from paceline.data import Balance, GlobalBatch, StepCut, Work
 from paceline.errors import ConfigurationError
-from paceline.planning import Speed, SpeedEstimate, best_shares, finish_s, ideal_s
+from paceline.planning import Speed, SpeedEstimate, best_shares, lower_bound_s, makespan_s
 
 speeds = st.builds(Speed, st.sampled_from([0.0, 0.5, 3.0]), st.sampled_from([0.1, 0.7, 1.0, 4.0]))
 
@@ -35,8 +35,8 @@ def test_the_best_shares(ranks, total, least):
     found = best_shares(known, total, most, least)
     assert found in possible
     if least or not any(speed.fixed_s for speed in known):
-        assert finish_s(known, found) == pytest.approx(min(finish_s(known, each) for each in possible))
-    assert ideal_s(known, total) <= finish_s(known, found) + 1e-9
+        assert makespan_s(known, found) == pytest.approx(min(makespan_s(known, each) for each in possible))
+    assert lower_bound_s(known, total) <= makespan_s(known, found) + 1e-9
 
 
 def test_shares_in_units():
@@ -91,7 +91,7 @@ class Simulated:
             self.batch = self.balance.observe(self.batch, self.before) or self.batch
         pairs = list(zip(self.speeds, self.batch.samples, strict=True))
         self.before = [Work(n, s.step_s(n) * (1 + self.source.gauss(0, self.noise))) for s, n in pairs]
-        return finish_s(self.speeds, self.batch.samples) / ideal_s(self.speeds, self.batch.size)
+        return makespan_s(self.speeds, self.batch.samples) / lower_bound_s(self.speeds, self.batch.size)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from harness.figures import RESULTS
 from paceline.errors import ConfigurationError
 from paceline_lab.bench.layer_profile import LayerTime, Profile
 from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.planner_checks.forward_overlap_floor import Layer, least_step_s, step_without_s
 
 
 class Place(LoopbackRanks):
@@ -132,3 +133,22 @@ def test_refused():
     assert parse_names("torch, ours-forward") == ("torch", "ours-forward")
     with pytest.raises(ConfigurationError, match="no side called"):
         parse_names("torch,backward")
+
+
+def test_the_least_time_by_hand():
+    """Two layers, 1 s of forward and 2 s of backward each."""
+    for below, above, least, without in (
+        (1, 1, 7.0, 7.0),  # nothing hides the front layer's, and backward the last layer's
+        (
+            0,
+            8,
+            11.0,
+            12.0,
+        ),  # the last layer's 8 s begin after 2 s of backward and end before its second of forward
+        (1, 8, 12.0, 13.0),
+        (8, 0, 14.0, 14.0),
+    ):
+        layers = [Layer(1.0, 2.0, below), Layer(1.0, 2.0, above)]
+        assert step_without_s(layers, 0.0, 1.0) == without
+        assert least_step_s(layers, 0.0, 1.0) == least
+    assert least_step_s([Layer(1.0, 2.0, 0)], 0.5, 1.0) == 3.5

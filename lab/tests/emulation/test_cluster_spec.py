@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from paceline import quantities as q
 from paceline.errors import ConfigurationError
 from paceline_lab.emulation import ClusterSpec
-from paceline_lab.emulation import quantities as q
 
 
 @pytest.mark.parametrize(

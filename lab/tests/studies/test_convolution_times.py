@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.plan.convolution_times import (
+from paceline_lab.planner_checks.convolution_times import (
     ALGORITHMS,
     Convolution,
     counted_workspace,

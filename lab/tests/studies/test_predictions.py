@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.planning import EmulationCost, HostLink, LayerTimes, Plan, Workload
+from paceline.plan import EmulationCost, HostLink, LayerTimes, RecordedWorkload, ReductionPlan
 from paceline_lab.bench.layer_profile import default_profile
 from paceline_lab.bench.timed_model import gradient_bytes, planned
 from paceline_lab.studies.paper_cases import bucket_cases, mlstm_cases, skipping_cases, solve
@@ -17,12 +17,12 @@ TRUE = Fitted(0.95, 2e-4, EmulationCost(2, 5e-4, 5e-5, 0.0, 5e-5))
 
 def _runs(counts: tuple[int, ...]) -> list[Run]:
     layers = tuple(LayerTimes(str(i), 0.001, 0.002, (40_000,)) for i in range(20))
-    load = Workload("made up", "made up", layers)
+    load = RecordedWorkload("made up", "made up", layers)
     runs = []
     for num_ranks in counts:
         for cap in (1.0, 80_000.0, math.inf):
             links = (HostLink(12.5e6),) * num_ranks
-            run = Run(f"{num_ranks} hosts", "torch", load, links, Plan((cap,), "ring"), (1.0,))
+            run = Run(f"{num_ranks} hosts", "torch", load, links, ReductionPlan((cap,), "ring"), (1.0,))
             runs.append(replace(run, steps_s=(TRUE.step_s(run),)))
     return runs
 

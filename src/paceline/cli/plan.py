@@ -33,6 +33,7 @@ ScriptArguments = Annotated[list[str] | None, typer.Argument(help="The script's 
 
 @plan.command()
 def predict(
+    context: typer.Context,
     source: Annotated[
         str | None,
         typer.Argument(help="A training script, a recorded workload, or a shipped one such as resnet50."),
@@ -89,34 +90,14 @@ def predict(
 
         show_scores(report, [], as_json=as_json)
         return
-    from paceline.plan.asked import Asked
-    from paceline.plan.forecast import forecast
-
     if source is None:
         raise ConfigurationError(
             "nothing to plan for. Pass a training script, a recorded workload, or a shipped one such as resnet50."
         )
-    asked = Asked(
-        source,
-        tuple(arguments or ()),
-        to,
-        steps,
-        ranks_per_host,
-        rate,
-        latency,
-        within,
-        loss,
-        bucket_cap_mb,
-        algorithm,
-        half,
-        sync_every,
-        servers,
-        server_rate,
-        batch,
-        epoch_samples,
-        price,
-    )
-    forecast(asked, report, as_json=as_json)
+    from paceline.plan.forecast import forecast
+    from paceline.plan.request import PlanRequest
+
+    forecast(PlanRequest.from_options(context.params), report, as_json=as_json)
 
 
 @plan.command()
@@ -124,7 +105,7 @@ def record(
     script: Annotated[Path, typer.Argument(help="A training script.")],
     arguments: ScriptArguments = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("workload.json"),
-    steps: Steps = None,
+    steps: Annotated[int, typer.Option(help="Steps to record, after two of warm-up.")] = 20,
 ) -> None:
     """Record how long each layer of a script computes, and which gradients it has; for `plan predict`."""
     from paceline.plan.script_recording import record_into

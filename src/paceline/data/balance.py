@@ -20,7 +20,7 @@ from typing import Any
 from paceline.data.epoch_plan import StepCut
 from paceline.data.global_batch import GlobalBatch
 from paceline.errors import ConfigurationError
-from paceline.planning import Proposal, Speed, SpeedEstimate, best_shares, finish_s, propose
+from paceline.planning import Proposal, Speed, SpeedEstimate, best_shares, makespan_s, propose
 
 MOVES = ("samples", "micro-steps")
 _LEAST_MEASURED = 3  # steps with the present shares
@@ -278,12 +278,12 @@ class Balance:
                 "what": "moved",
                 "samples": list(proposal.samples),
                 "predicted_s": [proposal.now_s, proposal.then_s],
-                "ideal_s": proposal.ideal_s,
+                "lower_bound_s": proposal.lower_bound_s,
             }
         )
         self._tell(
             f"{who}shares {shares}; step "
-            f"{proposal.now_s * 1e3:,.4g} → {proposal.then_s * 1e3:,.4g} ms, ideal {proposal.ideal_s * 1e3:,.4g}"
+            f"{proposal.now_s * 1e3:,.4g} → {proposal.then_s * 1e3:,.4g} ms, ideal {proposal.lower_bound_s * 1e3:,.4g}"
         )
 
     @staticmethod
@@ -315,7 +315,7 @@ class Balance:
             "samples": list(batch.samples),
             "fixed_s": [speed.fixed_s for speed in speeds],
             "sample_s": [speed.sample_s for speed in speeds],
-            "predicted_s": finish_s(speeds, batch.samples) if known else None,
+            "predicted_s": makespan_s(speeds, batch.samples) if known else None,
             "limits": list(self._limits),
             "history": list(self._history),
         }

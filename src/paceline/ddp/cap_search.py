@@ -27,8 +27,13 @@ from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import launch_gather
 from paceline.comm.peers import Peers
-from paceline.ddp.plan import DEFAULT_FIRST_BUCKET_BYTES, LAST_BUCKET_BYTES, MEBIBYTE, BucketCaps
 from paceline.observe import StepTimings
+from paceline.planning.bucket_assignment import (
+    DEFAULT_FIRST_BUCKET_BYTES,
+    LAST_BUCKET_BYTES,
+    MEBIBYTE,
+    BucketCaps,
+)
 
 STEPS_EACH = 7  # the last six times from one backward's begin to the next are compared
 WARM_UP_STEPS = 5  # that nothing is decided by

@@ -12,10 +12,10 @@ from torch.nn import Module, Parameter
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
 from paceline.ddp.droppable import Unit
-from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
 from paceline.ddp.sparse_bucket import SparseBucket
 from paceline.ddp.verdict import ControlWords
 from paceline.ddp.views import is_large, real_dtype
+from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
 from paceline.reductions.reduction import real_numel
 
 Key = tuple[torch.dtype, torch.device]

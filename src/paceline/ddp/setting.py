@@ -15,9 +15,9 @@ from paceline.comm.gradient_group import on_one_host
 from paceline.ddp import arguments, conflicts, mixed_precision
 from paceline.ddp.droppable import Unit, units_of
 from paceline.ddp.layout import ManagedParameters
-from paceline.ddp.plan import BucketCaps
 from paceline.ddp.replicas import tell_of_refusal
 from paceline.ddp.step_shares import StepShares
+from paceline.planning.bucket_assignment import BucketCaps
 from paceline.reductions import Mean, Reduction
 
 

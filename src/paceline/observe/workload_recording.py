@@ -5,7 +5,7 @@ parameter's gradient arrive, and the optimizer step. A step's line is written wh
 script that dies leaves what it had done. A forward after gradients that no optimizer has taken is a step's next
 micro-step; the layers' times are the last one's.
 
-The file's first line is a header with the layers, every other one a step: see `planning.recorded_workload`.
+The file's first line is a header with the layers, every other one a step: see `plan.workload`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import ConfigurationError
 from paceline.observe.device_clock import CudaClock, HostClock
+from paceline.observe.trace_format import TRACE_FORMAT, TRACE_VERSION
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 NUM_WARM_UP = 2
-FORMAT, VERSION = "paceline trace", 1  # as planning.recorded_workload reads it
 RANKS_OF_HOST = "PACELINE_RANKS_OF_HOST"
 """Environment variable: the ranks of each host of the job, `4,2`, in any order. `paceline run --nnodes` sets it."""
 
@@ -138,7 +138,7 @@ class WorkloadRecording:
             return
         end = model.clock.mark()
         if self.num_steps == 0:
-            self._write({"format": FORMAT, "version": VERSION, **model.header(self._name)})
+            self._write({"format": TRACE_FORMAT, "version": TRACE_VERSION, **model.header(self._name)})
         self._write({"warm_up": self.num_steps < NUM_WARM_UP, **model.line(self._idle_since, end)})
         self._idle_since = end
         model.earlier.clear()

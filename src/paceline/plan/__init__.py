@@ -1,8 +1,20 @@
-"""`paceline plan`: records a script, asks the simulator how it would scale, and shows the answer."""
+"""`paceline plan`: records a script, asks a simulator how it would scale, and shows the answer; without torch."""
 
-from paceline.plan.asked import Asked
-from paceline.plan.forecast import forecast
-from paceline.plan.scoring import show_scores
-from paceline.plan.script_recording import record_script
+from paceline.plan.collective_time import CollectiveCost, collective_cost
+from paceline.plan.deployment import Cluster, EmulationCost, HostLink, ReductionPlan, Servers
+from paceline.plan.simulator import Simulation, simulate
+from paceline.plan.workload import LayerTimes, RecordedWorkload
 
-__all__ = ["Asked", "forecast", "record_script", "show_scores"]
+__all__ = [
+    "Cluster",
+    "CollectiveCost",
+    "EmulationCost",
+    "HostLink",
+    "LayerTimes",
+    "RecordedWorkload",
+    "ReductionPlan",
+    "Servers",
+    "Simulation",
+    "collective_cost",
+    "simulate",
+]

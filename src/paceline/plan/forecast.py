@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+import os
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from paceline.plan.asked import Asked
-from paceline.plan.forecast_report import (
-    notes,
-    panels,
-    predicted_table,
-    sentence,
-    title,
-    what_would_help,
-)
-from paceline.plan.links_here import is_one_of_several, measure_link
-from paceline.plan.scoring import PREDICTIONS
-from paceline.planning.decision import ms
-from paceline.planning.lemmas import ServerAnswers, compare_efficiency, compare_servers
-from paceline.planning.predictions import KeptPrediction, keep, kind_of
-from paceline.planning.scaling import Answer, Question, doubling_counts, predict_scaling
-from paceline_lab.report.figures import draw_figure
-from paceline_lab.report.publication import ReportFolder
-from paceline_lab.report.terminal import progress_bar
+from paceline.errors import ConfigurationError
+from paceline.plan.lemmas import LemmasBeside
+from paceline.plan.links_here import measure_link
+from paceline.plan.predictions import FILE, KeptPrediction, keep, kind_of
+from paceline.plan.report import draw_figure, notes, predicted_table, progress_bar, sentence, what_would_help
+from paceline.plan.request import PlanRequest
+from paceline.plan.scaling import Answer, Question, doubling_counts, predict_scaling
 
 _NAME = "plan"
 
 
-def forecast(asked: Asked, folder: Path, *, as_json: bool) -> None:
+def forecast(request: PlanRequest, folder: Path, *, as_json: bool) -> None:
     """Predict, show, draw, and keep.
 
     Contract:
@@ -42,39 +31,52 @@ def forecast(asked: Asked, folder: Path, *, as_json: bool) -> None:
     Raises:
         ConfigurationError: Something asked for is not possible.
     """
-    report = ReportFolder.prepare(folder)
-    if is_one_of_several():
+    _prepare(folder)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         rank, link_here = measure_link()
         if rank:
             return  # it was needed for that alone
-        asked = dataclasses.replace(asked, link_here=link_here)
-    workload = asked.workload()
-    plan = asked.plan(workload.num_micro_steps)
-    question = Question(
-        workload, asked.cluster, plan, doubling_counts(asked.to), asked.epoch_samples, asked.price
-    )
-    with progress_bar(f"simulating {workload.name} on up to {asked.to} devices") as tell:
+        request = dataclasses.replace(request, link_here=link_here)
+    workload = request.workload()
+    plan = request.plan(workload.num_micro_steps)
+    counts = doubling_counts(request.to)
+    question = Question(workload, request.cluster, plan, counts, request.epoch_samples, request.price)
+    with progress_bar(f"simulating {workload.name} on up to {request.to} devices") as tell:
         answer = predict_scaling(question, tell)
-    lemmas = _Lemmas.beside(question, asked)
-    _keep(report.path, question, answer)
-    drawn = asked.to > 1 and draw_figure(report.path / f"{_NAME}.png", title(workload), panels(answer))
-    record = _record(asked, question, answer, lemmas)
-    (report.path / f"{_NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
+    lemmas = LemmasBeside.of(question)
+    _keep(folder, question, answer)
+    path = folder / _NAME
+    is_drawn = request.to > 1 and draw_figure(path.with_suffix(".png"), workload, answer)
+    record = json.dumps(_record(request, question, answer, lemmas), indent=1)
+    path.with_suffix(".json").write_text(record + "\n")
     if as_json:
-        print(json.dumps(record, indent=1))
+        print(record)
         return
     console = Console(width=max(Console().width, 130))
     console.print(sentence(question, answer), highlight=False, soft_wrap=True)
     console.print(predicted_table(question, answer))
     for note in (
         *what_would_help(answer),
-        asked.link_words(),
-        *notes(question, asked.assumptions(workload.num_micro_steps)),
+        request.link_words(),
+        *notes(question, request.assumptions(workload.num_micro_steps)),
         *(lemmas.words() if lemmas else []),
+        f"numbers: {path}.json" + (f", figure {path}.png" if is_drawn else ""),
     ):
         console.print(note, highlight=False, soft_wrap=True)
-    figure = f", figure {report.path / _NAME}.png" if drawn else ""
-    console.print(f"numbers: {report.path / _NAME}.json{figure}", highlight=False, soft_wrap=True)
+
+
+def _prepare(folder: Path) -> None:
+    """Make the report's folder, before the work whose result it is to hold."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the report folder {folder} cannot be made ({error.strerror}). Pass another one with --report."
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"the report folder {folder} is not writable. Pass another one with --report."
+        )
 
 
 def _keep(folder: Path, question: Question, answer: Answer) -> None:
@@ -95,16 +97,18 @@ def _keep(folder: Path, question: Question, answer: Answer) -> None:
                 question.plan.sync_every,
             )
         )
-    keep(folder / PREDICTIONS, records)
+    keep(folder / FILE, records)
 
 
-def _record(asked: Asked, question: Question, answer: Answer, lemmas: _Lemmas | None) -> dict[str, Any]:
+def _record(
+    request: PlanRequest, question: Question, answer: Answer, lemmas: LemmasBeside | None
+) -> dict[str, Any]:
     return {
         "name": question.workload.name,
         "sentence": sentence(question, answer),
-        "asked": dataclasses.asdict(asked),
-        "assumed": asked.assumptions(question.workload.num_micro_steps),
-        "links": asked.links(),
+        "request": dataclasses.asdict(request),
+        "assumed": request.assumptions(question.workload.num_micro_steps),
+        "links": request.links(),
         "workload": question.workload.source,
         "gradient_bytes": question.workload.gradient_bytes,
         "plan": question.plan.describe(),
@@ -112,50 +116,3 @@ def _record(asked: Asked, question: Question, answer: Answer, lemmas: _Lemmas | 
         "points": [dataclasses.asdict(point) for point in answer.points],
         "lemmas": None if lemmas is None else dataclasses.asdict(lemmas),
     }
-
-
-@dataclass(frozen=True)
-class _Lemmas:
-    """Zou's lemmas beside the simulator."""
-
-    num_ranks: int
-    efficiency: float
-    simulated: float
-    servers: ServerAnswers
-
-    @classmethod
-    def beside(cls, question: Question, asked: Asked) -> _Lemmas | None:
-        last = question.counts[-1]
-        plan = dataclasses.replace(question.plan, servers=None)
-        workload = dataclasses.replace(question.workload, relative_steps=())
-        if last == 1 or workload.forward_s + workload.backward_s <= 0:
-            return None
-        one = compare_efficiency(workload, question.grow, plan, (last,))[0]
-        server_rate = (
-            question.plan.servers.bytes_per_s
-            if question.plan.servers
-            else asked.cluster(1).links[0].bytes_per_s
-        )
-        servers = compare_servers(workload, question.grow(last), plan, server_rate)
-        return cls(last, one.lemma, one.simulated, servers)
-
-    def words(self) -> list[str]:
-        found = self.servers
-        simulated = [
-            "no number hides it" if number is None else f"{number}"
-            for number in (found.half_duplex, found.duplex)
-        ]
-        first = (
-            f"lemma 3.1 (one batch shared by {self.num_ranks} devices, overhead that does not grow): efficiency "
-            f"{self.efficiency:.1%}; simulated, with communication: {self.simulated:.1%}"
-        )
-        second = (
-            f"lemma 3.2 (half-duplex servers, traffic behind all of forward and backward): {found.lemma} parameter "
-            f"servers; simulated: {simulated[0]} (half-duplex), {simulated[1]} (both directions at once)"
-        )
-        if 2 * found.worker_limit_s > found.window_s:
-            second += (
-                f" are as good as any number, but hide nothing: the workers' own links take "
-                f"{ms(found.worker_limit_s)} each way, and backward leaves {ms(found.window_s)}"
-            )
-        return [first, second]

@@ -10,9 +10,7 @@ from typing import Any
 from paceline.host.processes import whereabouts
 
 _TIMEOUT_S = 60.0
-_LONG_ENOUGH_S = (
-    0.1  # of the message by which the rate is measured: TCP takes its time to fill a link with latency
-)
+_LONG_ENOUGH_S = 0.1  # of the message that measures the rate: TCP fills a link with latency slowly
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,6 @@ class LinkHere:
     latency_s: float
     message_s: float
     on_one_machine: bool = False
-
-
-def is_one_of_several() -> bool:
-    """Whether a launcher has started this process as one of several ranks."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def measure_link() -> tuple[int, LinkHere | None]:

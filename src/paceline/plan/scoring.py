@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, mode
+from typing import Any
 
 from rich.console import Console
 
-from paceline.planning import Cluster, HostLink
-from paceline.planning.measured_steps import MeasuredSteps, measured_steps
-from paceline.planning.predictions import Outcome, keep, scored_pairs, scores
-from paceline_lab.report.terminal import table
+from paceline.errors import ConfigurationError
+from paceline.observe.trace_format import TRACE_FORMAT, TRACE_VERSION
+from paceline.plan.deployment import Cluster, HostLink
+from paceline.plan.predictions import FILE, MeasuredRun, keep, scored_pairs, scores
+from paceline.plan.report import table
+from paceline.plan.workload import RECORD_AGAIN, check_version, parsed
 
-PREDICTIONS = "predictions.jsonl"
+_PARTS = ("forward_s", "backward_s", "optimizer_s", "other_s")
 
 
 def show_scores(folder: Path, traces: Sequence[Path], *, as_json: bool) -> None:
-    """Add the outcomes of `traces` to the predictions kept in `folder`, and print the score of every kind.
+    """Add the runs of `traces` to the predictions kept in `folder`, and print the score of every kind.
 
     Raises:
         ConfigurationError: A trace cannot be read, or nothing was ever predicted.
     """
-    kept = folder / PREDICTIONS
+    kept = folder / FILE
     scores(kept)  # refuses before anything is written
-    runs = [measured_steps(trace) for trace in traces]
-    keep(kept, map(_outcome, runs))
+    runs = [measured_run(trace) for trace in traces]
+    keep(kept, runs)
     found = scores(kept)
-    scored = {outcome.run for _, outcome in scored_pairs(kept)}
+    scored = {run.run for _, run in scored_pairs(kept)}
     for trace, run in zip(traces, runs, strict=True):
         if run.run not in scored:
             print(f"{trace} scores nothing: {_unscored(run)}", file=sys.stderr)
@@ -60,15 +65,9 @@ def show_scores(folder: Path, traces: Sequence[Path], *, as_json: bool) -> None:
     Console().print(table("Predicted against measured steps", columns, rows))
 
 
-def _outcome(run: MeasuredSteps) -> Outcome:
-    return Outcome(
-        run.name, run.num_ranks, median(run.steps_s), run.ranks_of_host, run.num_micro_steps, run.run
-    )
-
-
-def _unscored(run: MeasuredSteps) -> str:
+def _unscored(run: MeasuredRun) -> str:
     """What was not predicted, and how it would be, for the next run."""
-    words = f"{run.name} on {run.num_ranks} rank{'s' * (run.num_ranks != 1)}"
+    words = f"{run.workload} on {run.num_ranks} rank{'s' * (run.num_ranks != 1)}"
     option = ""
     if run.ranks_of_host is not None and run.num_ranks > 1:
         words += f", {', '.join(map(str, run.ranks_of_host))} a host,"
@@ -83,3 +82,54 @@ def _unscored(run: MeasuredSteps) -> str:
         words += f" in steps of {run.num_micro_steps} micro-steps"
         option += f" --sync-every {run.num_micro_steps}"
     return f"{words} was not predicted before. Predict the next one: paceline plan ... --to {run.num_ranks}{option}"
+
+
+def measured_run(path: Path) -> MeasuredRun:
+    """Read how long the whole steps of a trace were, on however many ranks.
+
+    Raises:
+        ConfigurationError: It is no trace of this version, is damaged, or holds no complete step.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the trace {path} cannot be read. {RECORD_AGAIN}") from error
+    header = parsed(lines[0]) if lines else None
+    if not isinstance(header, dict) or header.get("format") != TRACE_FORMAT:
+        raise ConfigurationError(f"{path} is not a trace: only a trace of a real run scores. {RECORD_AGAIN}")
+    check_version(header, TRACE_VERSION, path)
+    every = [step for step in map(parsed, lines[1:]) if isinstance(step, dict)]
+    steps = [step for step in every if not step.get("warm_up", True)]
+    if not steps:
+        raise ConfigurationError(f"the trace {path} holds no complete step after the warm-up. {RECORD_AGAIN}")
+    try:
+        num_micro_steps = mode(_num_micro_steps(step) for step in steps)
+        num_ranks = int(header.get("num_ranks", 1))
+        hosts = header.get("ranks_of_host", [1] if num_ranks == 1 else None)
+        ranks_of_host = None if hosts is None else tuple(map(int, hosts))
+        steps_s = [_length_s(step) for step in steps if _num_micro_steps(step) == num_micro_steps]
+        _refuse_what_cannot_be(num_ranks, ranks_of_host, steps_s)
+        run = hashlib.sha256("\n".join(lines[:2]).encode()).hexdigest()[:16]  # the first step's nanoseconds
+        name = str(header["name"])
+        return MeasuredRun(run, name, num_ranks, median(steps_s), ranks_of_host, num_micro_steps)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigurationError(
+            f"the trace {path} is damaged ({type(error).__name__}: {error}). {RECORD_AGAIN}"
+        ) from error
+
+
+def _refuse_what_cannot_be(
+    num_ranks: int, ranks_of_host: Sequence[int] | None, steps_s: Sequence[float]
+) -> None:
+    if ranks_of_host is not None and (sum(ranks_of_host) != num_ranks or min(ranks_of_host) < 1):
+        raise ValueError(f"{num_ranks} ranks, on hosts with {ranks_of_host}")
+    if num_ranks < 1 or not all(0 < seconds < math.inf for seconds in steps_s):
+        raise ValueError(f"{num_ranks} ranks, steps of {min(steps_s)} to {max(steps_s)} s")
+
+
+def _num_micro_steps(step: Mapping[str, Any]) -> int:
+    return 1 + len(step.get("earlier_s", ()))
+
+
+def _length_s(step: Mapping[str, Any]) -> float:
+    return sum(float(step[part]) for part in _PARTS) + sum(map(float, step.get("earlier_s", ())))

@@ -1,10 +1,14 @@
-"""Runs a training script for some steps in a process of its own, and returns the workload that it is."""
+"""Runs a training script for some steps in a process of its own, and returns the workload that it is.
+
+That process runs this module, too: `python -m paceline.plan.script_recording TRACE NUM_STEPS SCRIPT ARGUMENTS...`
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -13,11 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.errors import ConfigurationError, PacelineError
-from paceline.launch import Keeper
-from paceline.launch.keeper import MARK
-from paceline.planning import Workload
+from paceline.launch.keeper import MARK, Keeper
+from paceline.plan.workload import RecordedWorkload
 
-DEFAULT_STEPS = 20
 _OF_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
@@ -25,7 +27,7 @@ class RecordingError(PacelineError, RuntimeError):
     """A script could not be recorded; nothing of it runs any more."""
 
 
-def record_script(script: Path, arguments: Sequence[str], num_steps: int = DEFAULT_STEPS) -> Workload:
+def record_script(script: Path, arguments: Sequence[str], num_steps: int) -> RecordedWorkload:
     """Run a script as one rank until it has trained enough steps.
 
     Its output goes to stderr. It is stopped as if it had called `sys.exit()` within `optimizer.step()`.
@@ -48,7 +50,7 @@ def record_script(script: Path, arguments: Sequence[str], num_steps: int = DEFAU
     launch_id = uuid.uuid4().hex
     with Keeper(launch_id) as keeper:
         trace = keeper.folder / "trace.jsonl"
-        words = [sys.executable, "-m", "paceline.plan.recorded_program"]
+        words = [sys.executable, "-m", "paceline.plan.script_recording"]
         words += [str(trace), str(num_steps), str(script), *arguments]
         with _one_rank() as environment:
             code = subprocess.run(
@@ -65,10 +67,10 @@ def record_script(script: Path, arguments: Sequence[str], num_steps: int = DEFAU
                 f"{script} ended without a training step: {seen.get('num_forwards', 0)} forward passes of a module "
                 "with trainable parameters, no backward with an optimizer's step after it. There is nothing to plan."
             )
-        return Workload.load(trace)
+        return RecordedWorkload.load(trace)
 
 
-def record_into(out: Path, script: Path, arguments: Sequence[str], num_steps: int | None = None) -> Workload:
+def record_into(out: Path, script: Path, arguments: Sequence[str], num_steps: int) -> RecordedWorkload:
     """Record a script and save its workload, which is returned; as `record_script`.
 
     Raises:
@@ -82,7 +84,7 @@ def record_into(out: Path, script: Path, arguments: Sequence[str], num_steps: in
     for reason, holds in reasons.items():
         if holds:
             raise ConfigurationError(f"--out {out} cannot be written: {reason}. Pass another file.")
-    found = record_script(script, arguments, DEFAULT_STEPS if num_steps is None else num_steps)
+    found = record_script(script, arguments, num_steps)
     found.save(out)
     return found
 
@@ -101,10 +103,34 @@ def _one_rank() -> Iterator[dict[str, str]]:
     # A launcher's, if this runs as a rank: with torchrun's the script would look for the agent's store.
     outside = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    with (
-        socket.socket() as holder
-    ):  # bound, so that nobody else is given the port; with the option a store may listen
+    with socket.socket() as holder:
+        # Bound, so that nobody else is given the port. With the option a store may listen there.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         port = str(holder.getsockname()[1])
         yield {**outside, **rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def main(words: Sequence[str]) -> None:
+    """In the process of its own: run the script, and end it once enough steps are recorded."""
+    from paceline.observe.workload_recording import record_workload  # noqa: PLC0415  imports torch
+
+    trace, num_steps, script, *arguments = words
+    recording = record_workload(trace, int(num_steps), Path(script).stem)
+
+    def end() -> None:
+        raise SystemExit(0)  # so that the script's own clean-up runs
+
+    recording.when_done(end)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)  # as if python had been given the script
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        seen = {"num_forwards": recording.num_forwards, "num_steps": recording.num_steps}
+        Path(f"{trace}.seen").write_text(json.dumps(seen))
+        recording.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -15,8 +15,7 @@ from paceline.planning.step_time import (
     crossover_slowdown,
     predict,
 )
-
-_MEGABIT = 125_000  # bytes
+from paceline.quantities import ms, show_rate
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Decision:
         """The decision as a sentence, and another on the link."""
         exposed = (
             f"{ms(self.plain_exposed_s)} of it exposed communication, over a link of "
-            f"{_rate_words(self.link_bytes_per_s)} and {ms(self.latency_s)}"
+            f"{_link_words(self.link_bytes_per_s)} and {ms(self.latency_s)}"
         )
         if not self.options:
             return f"no codec to choose from. A step takes {ms(self.plain_s)}, {exposed}."
@@ -175,12 +174,8 @@ def _choose(options: Sequence[Option], rules: Rules, in_use: str | None) -> str 
     return best.name if best.saved_ratio > rules.on_ratio else None
 
 
-def _rate_words(bytes_per_s: float) -> str:
-    """A link's rate with its unit."""
-    if bytes_per_s == math.inf:
-        return "no measurable limit"
-    megabits = bytes_per_s / _MEGABIT
-    return f"{megabits / 1000:.3g} Gbit/s" if megabits >= 1000 else f"{megabits:.3g} Mbit/s"
+def _link_words(bytes_per_s: float) -> str:
+    return "no measurable limit" if bytes_per_s == math.inf else show_rate(8 * bytes_per_s, digits=3)
 
 
 def _crossover_words(option: Option) -> str:
@@ -190,9 +185,4 @@ def _crossover_words(option: Option) -> str:
         return f"{option.name} pays here at any rate"
     if option.crossover_bytes_per_s == 0:
         return f"{option.name} pays here at no rate"
-    return f"below {_rate_words(option.crossover_bytes_per_s)} {option.name} pays here"
-
-
-def ms(seconds: float) -> str:
-    """Three digits of a time, in milliseconds below a second: `12.3 ms`, `1.23 s`."""
-    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"
+    return f"below {show_rate(8 * option.crossover_bytes_per_s, digits=3)} {option.name} pays here"

@@ -66,6 +66,7 @@ class MeasuredStep:
         forward_s: Of the whole forward.
         reduced_s: From the beginning of backward until all gradients were there, as it was measured without overlap.
         rate_bytes_per_s: Bytes of gradients that are reduced in a second while the link is busy.
+        piece_latency_s: What each piece takes besides.
     """
 
     ready_s: tuple[float, ...]
@@ -74,6 +75,7 @@ class MeasuredStep:
     forward_s: float
     reduced_s: float
     rate_bytes_per_s: float
+    piece_latency_s: float = PIECE_LATENCY_S
 
     def __post_init__(self) -> None:
         times = [*self.ready_s, *self.needed_s, self.backward_s, self.forward_s, self.reduced_s]
@@ -114,7 +116,7 @@ def _sent(
             ready, key=lambda place: (step.needed_s[pieces[place].bucket], -pieces[place].bucket, place)
         )
         left.remove(first)
-        now_s += pieces[first].num_bytes / rate_bytes_per_s + PIECE_LATENCY_S
+        now_s += pieces[first].num_bytes / rate_bytes_per_s + step.piece_latency_s
         yield first, now_s
 
 
@@ -126,7 +128,9 @@ def arrivals(
     now_s = 0.0
     for place in order:
         piece = pieces[place]
-        now_s = max(now_s, step.ready_s[piece.bucket]) + piece.num_bytes / rate_bytes_per_s + PIECE_LATENCY_S
+        now_s = (
+            max(now_s, step.ready_s[piece.bucket]) + piece.num_bytes / rate_bytes_per_s + step.piece_latency_s
+        )
         arrived_s[piece.bucket] = max(arrived_s[piece.bucket], now_s)
     return arrived_s
 
@@ -159,44 +163,3 @@ def predict(pieces: Sequence[Piece], order: Sequence[int], step: MeasuredStep) -
         without_s=min(max(step.backward_s, *in_turn), step.reduced_s) + step.forward_s,
         with_s=max(now_s + step.forward_s - ran_s, *arrived_s),
     )
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Seconds of one layer's forward and backward, and the bytes of its gradients."""
-
-    forward_s: float
-    backward_s: float
-    num_bytes: int
-
-
-def least_step_s(layers: Sequence[Layer], optimizer_s: float, rate_bytes_per_s: float) -> float:
-    """Return what no order of sending can go below, in the steady state.
-
-    The gradients of layers 0 to j are there when backward has come down to layer j. All of them have to be sent after
-    that, and before forward goes on with layer j, whatever the order. So for every j a step takes at least
-    (backward of the layers from the last to j) + (sending layers 0 to j) + (forward of the layers from j to the last);
-    and it takes its computation.
-
-    Args:
-        layers: In the order of forward.
-        optimizer_s: Of the optimizer's step, which is computation.
-        rate_bytes_per_s: Bytes of gradients that the link can reduce in a second.
-    """
-    least_s = sum(layer.forward_s + layer.backward_s for layer in layers) + optimizer_s
-    above_s = sum(layer.forward_s + layer.backward_s for layer in layers)  # of the layers from j to the last
-    below_bytes = 0
-    for layer in layers:
-        below_bytes += layer.num_bytes
-        least_s = max(least_s, above_s + below_bytes / rate_bytes_per_s)
-        above_s -= layer.forward_s + layer.backward_s
-    return least_s
-
-
-def step_without_s(layers: Sequence[Layer], optimizer_s: float, rate_bytes_per_s: float) -> float:
-    """Return the least step whose gradients backward alone hides: each layer is sent as soon as it is there."""
-    now_s = free_s = 0.0
-    for layer in reversed(layers):
-        now_s += layer.backward_s
-        free_s = max(free_s, now_s) + layer.num_bytes / rate_bytes_per_s
-    return max(now_s, free_s) + sum(layer.forward_s for layer in layers) + optimizer_s

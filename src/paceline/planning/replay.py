@@ -10,7 +10,6 @@ Rules
    number of lanes.
 3. A collective first waits (latencies), then flows. Those that flow at the same time share the link equally, unless a
    connection's own limit gives them less.
-4. With priorities there are no lanes: what is nearest to the front of the model flows, and waits for nobody.
 
 Everything that predicts a step's time calls this: the simulator, the choice of compression, and the benchmarks' limits.
 """
@@ -21,7 +20,53 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.errors import ConfigurationError
+
 _EPSILON = 1e-12
+
+
+@dataclass(frozen=True)
+class BucketLoad:
+    """One bucket of a step: when it would be ready if launching took no time, and its size."""
+
+    ready_s: float
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class AlphaBetaCost:
+    """Seconds for a number of bytes (alpha-beta model): a fixed time, and a time for each byte; neither is negative."""
+
+    fixed_s: float
+    s_per_byte: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.fixed_s < math.inf and 0 <= self.s_per_byte < math.inf):
+            raise ConfigurationError(f"{self}: both times are finite and at least 0")
+
+    def of(self, size_bytes: float) -> float:
+        return self.fixed_s + self.s_per_byte * size_bytes
+
+    def at_least(self, other: AlphaBetaCost) -> AlphaBetaCost:
+        """The larger of both, for each of the two times."""
+        return AlphaBetaCost(max(self.fixed_s, other.fixed_s), max(self.s_per_byte, other.s_per_byte))
+
+    @classmethod
+    def through(cls, small: tuple[float, float], large: tuple[float, float]) -> AlphaBetaCost:
+        """The line through two measurements (bytes, seconds), with neither time negative.
+
+        Args:
+            small: Of few bytes.
+            large: Of more; if of no more, the time is taken as proportional to the bytes.
+        """
+        (few, few_s), (many, many_s) = small, large
+        slope = (many_s - few_s) / (many - few) if many > few else math.inf
+        fixed_s = few_s - slope * few
+        if many <= few or fixed_s < 0:  # proportional
+            return cls(0.0, max(many_s, 0.0) / many)
+        if slope < 0:  # noise: all of it fixed
+            return cls(max((few_s + many_s) / 2, 0.0), 0.0)
+        return cls(fixed_s, slope)
 
 
 @dataclass(frozen=True)
@@ -156,25 +201,3 @@ def shared_rates(limits: Sequence[float]) -> list[float]:
         rates[index] = min(limits[index], left / (len(order) - place))
         left -= rates[index]
     return rates
-
-
-def by_priority(starts_s: Sequence[float], durations_s: Sequence[float]) -> list[float]:
-    """When each transfer ends if the last of the list always goes first, interrupting others at once (rule 4)."""
-    left_s = list(durations_s)
-    ends_s = [0.0] * len(left_s)
-    waiting = set(range(len(left_s)))
-    now_s = 0.0
-    while waiting:
-        ready = [i for i in waiting if starts_s[i] <= now_s + _EPSILON]
-        coming_s = min((starts_s[i] for i in waiting if i not in ready), default=math.inf)
-        if not ready:
-            now_s = coming_s
-            continue
-        chosen = max(ready)
-        spent_s = min(left_s[chosen], coming_s - now_s)
-        now_s += spent_s
-        left_s[chosen] -= spent_s
-        if left_s[chosen] <= _EPSILON:
-            ends_s[chosen] = now_s
-            waiting.remove(chosen)
-    return ends_s

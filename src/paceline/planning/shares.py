@@ -2,14 +2,16 @@
 
 A step ends when its last rank has its gradients. Rank r takes T_r(n) = f_r + a_r n seconds for n > 0 samples of a step,
 and nothing for 0. The shares with the smallest max T_r(n_r), for a given sum of n_r, are those at which no rank could
-give one sample to another without ending later: all finish together, up to a sample. Their bound is the ideal, which
-fractions of samples would reach: the T at which sum (T - f_r) / a_r is the whole batch.
+give one sample to another without ending later: all finish together, up to a sample. The makespan is the time until
+the last rank is done. Its lower bound is what fractions of samples would reach: the T at which sum (T - f_r) / a_r is
+the whole batch.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import operator
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -136,12 +138,12 @@ class SpeedEstimate:
         )
 
 
-def finish_s(speeds: Sequence[Speed], samples: Sequence[int]) -> float:
+def makespan_s(speeds: Sequence[Speed], samples: Sequence[int]) -> float:
     """Seconds until the last rank has its gradients."""
     return max(speed.step_s(n) for speed, n in zip(speeds, samples, strict=True))
 
 
-def ideal_s(speeds: Sequence[Speed], total: int) -> float:
+def lower_bound_s(speeds: Sequence[Speed], total: int) -> float:
     """Seconds that `total` samples would take if samples could be divided: what no shares can beat.
 
     A rank whose fixed time alone is longer is left out.
@@ -186,24 +188,32 @@ def best_shares(
     units = total // unit
     floors = [math.ceil(least / unit)] * len(speeds)
     limits = [units] * len(speeds) if most is None else [min(limit // unit, units) for limit in most]
-    if sum(limits) < units or sum(floors) > units or any(map(_exceeds, floors, limits)):
+    if sum(limits) < units or sum(floors) > units or any(map(operator.gt, floors, limits)):
         raise ConfigurationError(
             f"{total} samples cannot be divided among ranks that hold {list(limits)} at most and {least} at least"
             + (f", in units of {unit}" if unit > 1 else "")
             + ". Make the global batch smaller, or the limits wider."
         )
+    given = _all_but_a_few(speeds, units, floors, limits, unit)
+    _give_the_rest(speeds, given, units, limits, unit)
+    return tuple(n * unit for n in given)
+
+
+def _all_but_a_few(
+    speeds: Sequence[Speed], units: int, floors: Sequence[int], limits: Sequence[int], unit: int
+) -> list[int]:
+    """Units that each rank finishes within a time, found by bisection so that at most one a rank is left over."""
 
     def within(time_s: float) -> list[int]:
-        """What each rank finishes within `time_s`."""
         return [
             max(low, min(high, math.floor((time_s - speed.fixed_s) / (speed.sample_s * unit))))
             for speed, low, high in zip(speeds, floors, limits, strict=True)
         ]
 
-    early_s, late_s = 0.0, max(speed.step_s(total) for speed in speeds)
+    early_s, late_s = 0.0, max(speed.step_s(units * unit) for speed in speeds)
     given = within(early_s)
     for _ in range(60):
-        if units - sum(given) <= len(speeds):  # the rest one by one
+        if units - sum(given) <= len(speeds):
             break
         middle_s = (early_s + late_s) / 2
         earlier = within(middle_s)
@@ -211,7 +221,13 @@ def best_shares(
             early_s, given = middle_s, earlier
         else:
             late_s = middle_s
-    # Who would finish first with one more; of equals the lower rank.
+    return given
+
+
+def _give_the_rest(
+    speeds: Sequence[Speed], given: list[int], units: int, limits: Sequence[int], unit: int
+) -> None:
+    """Add what is left to `given`, each unit to the rank that would finish first with it; of equals the lower one."""
     waiting = [
         (speed.step_s((n + 1) * unit), rank)
         for rank, (speed, n, limit) in enumerate(zip(speeds, given, limits, strict=True))
@@ -223,11 +239,6 @@ def best_shares(
         given[rank] += 1
         if given[rank] < limits[rank]:
             heapq.heappush(waiting, (speeds[rank].step_s((given[rank] + 1) * unit), rank))
-    return tuple(n * unit for n in given)
-
-
-def _exceeds(floor: int, limit: int) -> bool:
-    return floor > limit
 
 
 @dataclass(frozen=True)
@@ -238,7 +249,7 @@ class Proposal:
         samples: Of each rank in a step.
         now_s: Predicted seconds until the last rank has its gradients, with the present shares.
         then_s: The same with these.
-        ideal_s: The same if samples could be divided.
+        lower_bound_s: The same if samples could be divided.
         error_ratio: How far `now_s`, the time of the last rank, may be wrong; not less than for a typical rank, as the
             last one may be last by error.
     """
@@ -246,7 +257,7 @@ class Proposal:
     samples: tuple[int, ...]
     now_s: float
     then_s: float
-    ideal_s: float
+    lower_bound_s: float
     error_ratio: float
 
     def pays(self, gain_ratio: float) -> bool:
@@ -262,7 +273,7 @@ def propose(
     unit: int = 1,
     gain_ratio: float = 0.0,
 ) -> Proposal:
-    """The best shares by what is known of each rank; the present ones where not even the ideal would pay.
+    """The best shares by what is known of each rank; the present ones where not even the lower bound would pay.
 
     Args:
         estimates: Of each rank.
@@ -273,8 +284,8 @@ def propose(
         gain_ratio: The fraction of a step that other shares have to save.
     """
     speeds = [estimate.speed for estimate in estimates]
-    now_s = finish_s(speeds, samples)
-    best_s = ideal_s(speeds, sum(samples))
+    now_s = makespan_s(speeds, samples)
+    best_s = lower_bound_s(speeds, sum(samples))
     last = max(range(len(speeds)), key=lambda rank: speeds[rank].step_s(samples[rank]))
     present = Proposal(tuple(samples), now_s, now_s, best_s, estimates[last].error_ratio)
     if not replace(present, then_s=best_s).pays(gain_ratio):
@@ -282,4 +293,4 @@ def propose(
     shares = best_shares(speeds, sum(samples), most, least, unit)
     typical = math.sqrt(statistics.fmean(estimate.error_ratio**2 for estimate in estimates))
     error_ratio = max(present.error_ratio, typical)
-    return replace(present, samples=shares, then_s=finish_s(speeds, shares), error_ratio=error_ratio)
+    return replace(present, samples=shares, then_s=makespan_s(speeds, shares), error_ratio=error_ratio)

@@ -18,20 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigurationError
-from paceline.planning.replay import Wire, replay
+from paceline.planning.replay import AlphaBetaCost, BucketLoad, Wire, replay
 
 _EXTREME = 2.0**20  # the most by which a link is assumed faster or slower
 _HALVINGS = 60
 _CALIBRATION = 4.0  # the most by which a step's duration corrects the measured rate of a link
 _AGREEMENT = 0.1  # difference of a predicted and a measured step that needs no correction
-
-
-@dataclass(frozen=True)
-class BucketLoad:
-    """One bucket of a step: when it would be ready if launching took no time, and its size."""
-
-    ready_s: float
-    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -54,42 +46,6 @@ class StepProfile:
 
 
 @dataclass(frozen=True)
-class Line:
-    """Seconds for a number of bytes (alpha-beta model): a fixed time, and a time for each byte; neither is negative."""
-
-    fixed_s: float
-    s_per_byte: float
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.fixed_s < math.inf and 0 <= self.s_per_byte < math.inf):
-            raise ConfigurationError(f"{self}: both times are finite and at least 0")
-
-    def of(self, size_bytes: float) -> float:
-        return self.fixed_s + self.s_per_byte * size_bytes
-
-    def at_least(self, other: Line) -> Line:
-        """The larger of both, for each of the two times."""
-        return Line(max(self.fixed_s, other.fixed_s), max(self.s_per_byte, other.s_per_byte))
-
-    @classmethod
-    def through(cls, small: tuple[float, float], large: tuple[float, float]) -> Line:
-        """The line through two measurements (bytes, seconds), with neither time negative.
-
-        Args:
-            small: Of few bytes.
-            large: Of more; if of no more, the time is taken as proportional to the bytes.
-        """
-        (few, few_s), (many, many_s) = small, large
-        slope = (many_s - few_s) / (many - few) if many > few else math.inf
-        fixed_s = few_s - slope * few
-        if many <= few or fixed_s < 0:  # proportional
-            return cls(0.0, max(many_s, 0.0) / many)
-        if slope < 0:  # noise: all of it fixed
-            return cls(max((few_s + many_s) / 2, 0.0), 0.0)
-        return cls(fixed_s, slope)
-
-
-@dataclass(frozen=True)
 class ReductionCost:
     """The times of one bucket's reduction, by its size in bytes of gradients.
 
@@ -104,10 +60,10 @@ class ReductionCost:
     """
 
     name: str
-    launch: Line
-    wire: Line
-    finish: Line
-    cpu: Line
+    launch: AlphaBetaCost
+    wire: AlphaBetaCost
+    finish: AlphaBetaCost
+    cpu: AlphaBetaCost
     link_s_per_byte: float
     closing_s: float = 0.0
 
@@ -120,7 +76,7 @@ class ReductionCost:
         cls,
         name: str,
         plain: ReductionCost,
-        measured: Sequence[Line],
+        measured: Sequence[AlphaBetaCost],
         payload_ratio: float,
         busy_ratio: float,
     ) -> ReductionCost:
@@ -137,18 +93,18 @@ class ReductionCost:
         """
         launch, wire, finish, cpu = measured
         extra, launch = cpu.at_least(plain.cpu), launch.at_least(plain.launch)
-        delayed = Line(
+        delayed = AlphaBetaCost(
             launch.fixed_s + busy_ratio * (extra.fixed_s - plain.cpu.fixed_s),
             launch.s_per_byte + busy_ratio * (extra.s_per_byte - plain.cpu.s_per_byte),
         )
-        wire = Line(max(wire.fixed_s, plain.wire.fixed_s), wire.s_per_byte)
+        wire = AlphaBetaCost(max(wire.fixed_s, plain.wire.fixed_s), wire.s_per_byte)
         link_s_per_byte = min(payload_ratio * plain.link_s_per_byte, wire.s_per_byte)
         return cls(name, delayed, wire, finish.at_least(plain.finish), cpu, link_s_per_byte)
 
     def on_link(self, slowdown: float) -> ReductionCost:
         """The cost on a link whose rate is divided by `slowdown`."""
         link_s = self.link_s_per_byte
-        wire = Line(self.wire.fixed_s, self.wire.s_per_byte - link_s + link_s * slowdown)
+        wire = AlphaBetaCost(self.wire.fixed_s, self.wire.s_per_byte - link_s + link_s * slowdown)
         return replace(self, wire=wire, link_s_per_byte=link_s * slowdown)
 
 

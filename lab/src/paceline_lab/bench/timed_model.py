@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ConfigurationError
-from paceline.planning import LayerTimes
-from paceline.planning import Workload as RecordedWorkload
+from paceline.plan import LayerTimes, RecordedWorkload
 from paceline_lab.bench.layer_profile import Profile, Shape
 from paceline_lab.workloads.workload import Workload
 

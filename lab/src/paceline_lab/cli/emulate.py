@@ -97,8 +97,9 @@ def emulate(
     """Run a script on several emulated hosts of this machine, over links of a given rate, loss and delay."""
     from rich.console import Console
 
+    from paceline import quantities
     from paceline.errors import ConfigurationError
-    from paceline_lab.emulation import ClusterSpec, EmulatedCluster, Scenario, owned_resources, quantities
+    from paceline_lab.emulation import ClusterSpec, EmulatedCluster, Scenario, owned_resources
     from paceline_lab.emulation.cluster import print_line
     from paceline_lab.emulation.cluster_job import check_script
     from paceline_lab.report import table
@@ -190,7 +191,7 @@ def _check(cluster: EmulatedCluster, console: Console, *, as_json: bool) -> int:
 
 def _traffic(outcome: Outcome) -> Table:
     """What became of each host, and what its links carried."""
-    from paceline_lab.emulation.quantities import show_size
+    from paceline.quantities import show_size
     from paceline_lab.report import table
 
     columns = ["host", "exit code", "sent", "received", "packets lost", "queue drops", "TCP retransmits"]

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from paceline_lab.emulation import quantities as q
+from paceline import quantities as q
 from paceline_lab.emulation.cluster import EmulatedCluster
 from paceline_lab.emulation.cluster_spec import ETHERNET_HEADER, ClusterSpec
 from paceline_lab.emulation.link_meter import PAYLOAD_BYTES

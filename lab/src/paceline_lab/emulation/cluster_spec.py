@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline import quantities as q
 from paceline.errors import ConfigurationError
-from paceline_lab.emulation import quantities as q
 
 MAX_HOSTS = 200
 MAX_LINKS = 8

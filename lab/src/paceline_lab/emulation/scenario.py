@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline import quantities as q
 from paceline.errors import ConfigurationError, PacelineError
-from paceline_lab.emulation import quantities as q
 from paceline_lab.emulation.cluster_spec import ClusterSpec
 
 if TYPE_CHECKING:

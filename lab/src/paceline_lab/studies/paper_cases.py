@@ -16,8 +16,9 @@ from functools import cache
 from statistics import median
 
 from paceline.errors import ConfigurationError
-from paceline.planning import Cluster, HostLink, Line, Plan, Workload, simulate
-from paceline.planning.training_plan import MEBIBYTE
+from paceline.plan import Cluster, HostLink, RecordedWorkload, ReductionPlan, simulate
+from paceline.planning import AlphaBetaCost
+from paceline.planning.bucket_assignment import MEBIBYTE
 from paceline.schedules.topology import Link
 from paceline_lab.bench.layer_profile import default_profile
 from paceline_lab.bench.timed_model import planned
@@ -117,14 +118,14 @@ def solve(case: PaperCase) -> CaseOutcome:
     return CaseOutcome(case, numbers, tuple(case.predict(numbers, x) for x, _ in case.points))
 
 
-def _model(name: str, compute_s: float) -> Workload:
+def _model(name: str, compute_s: float) -> RecordedWorkload:
     """A shipped workload whose whole step on one device takes `compute_s`."""
     found = _shipped(name)
     return found.taking(compute_s / found.compute_s)
 
 
 @cache
-def _shipped(name: str) -> Workload:
+def _shipped(name: str) -> RecordedWorkload:
     return planned(default_profile(name))
 
 
@@ -145,7 +146,7 @@ def bucket_cases() -> list[PaperCase]:
         def predict(numbers: Numbers, cap: float, model: str = model, gpus: int = gpus) -> float:
             workload = _model(model, numbers["compute s"])
             cluster = _gpus(gpus, numbers["rate B/s"], collective_s=numbers["collective s"])
-            return simulate(workload, cluster, Plan((cap * MEBIBYTE,), "ring")).step_s
+            return simulate(workload, cluster, ReductionPlan((cap * MEBIBYTE,), "ring")).step_s
 
         start = {"compute s": 0.8 * min(seconds), "rate B/s": 1e9, "collective s": 4e-4}
         remark = ""
@@ -171,8 +172,8 @@ def scaling_cases() -> list[PaperCase]:
         def predict(numbers: Numbers, gpus: float, model: str = model, alone_s: float = seconds[0]) -> float:
             workload = _model(model, alone_s)
             cluster = _gpus(gpus, numbers["rate B/s"], numbers["round s"], numbers["within B/s"])
-            copies = Line(0.0, numbers["copies s"] / workload.gradient_bytes)
-            return simulate(workload, cluster, Plan((25 * MEBIBYTE,), "ring", launch=copies)).step_s
+            copies = AlphaBetaCost(0.0, numbers["copies s"] / workload.gradient_bytes)
+            return simulate(workload, cluster, ReductionPlan((25 * MEBIBYTE,), "ring", launch=copies)).step_s
 
         start = {"rate B/s": 2e9, "round s": 2e-5, "within B/s": 2e10, "copies s": 0.02}
         points = tuple(zip(map(float, SCALING_GPUS), seconds, strict=True))
@@ -201,7 +202,7 @@ def skipping_cases() -> list[PaperCase]:
     for backend, seconds in SKIPPED_SECONDS.items():
 
         def predict(numbers: Numbers, every: float) -> float:
-            plan = Plan((25 * MEBIBYTE,), "ring", sync_every=int(every))
+            plan = ReductionPlan((25 * MEBIBYTE,), "ring", sync_every=int(every))
             cluster = _gpus(256, numbers["rate B/s"], 2e-5)
             return simulate(_model("resnet50", SKIPPED_ALONE_S), cluster, plan).micro_step_s
 
@@ -228,7 +229,7 @@ def group_cases() -> list[PaperCase]:
             cluster = _gpus(16, rate)
             if "connection B/s" in numbers:
                 cluster = replace(cluster, flow_bytes_per_s=min(numbers["connection B/s"], rate))
-            plan = Plan((25 * MEBIBYTE,), "ring", num_groups=int(groups))
+            plan = ReductionPlan((25 * MEBIBYTE,), "ring", num_groups=int(groups))
             return simulate(_model(model, alone_s), cluster, plan).step_s
 
         start = {"rate B/s": 2e9} | ({"connection B/s": 1e9} if gains else {})
@@ -255,7 +256,7 @@ def goyal_cases() -> list[PaperCase]:
         steps = tuple(1 + spread * x for x in _SPREAD) if spread else ()
         workload = replace(_model("resnet50", GOYAL_STEP_S), relative_steps=steps)
         cluster = _gpus(gpus, 50e9 / 8, 3e-5, 1e11)
-        plan = Plan(algorithm="hierarchical_halving_doubling")
+        plan = ReductionPlan(algorithm="hierarchical_halving_doubling")
         return simulate(workload, cluster, plan, num_steps=20 if spread else 1).step_s
 
     common = ("Goyal 5.5", "GPUs", "s a step", GOYAL_POINTS)
@@ -283,7 +284,7 @@ def mlstm_cases() -> list[PaperCase]:
         def predict(numbers: Numbers, gpus: float, size: str = size) -> float:
             workload = _model(f"mlstm-{size}", _MLSTM_STEP_S[size])
             cluster = _gpus(gpus, numbers["rate B/s"], collective_s=numbers["fixed s"])
-            plan = Plan((math.inf,), "ring", payload_ratio=0.5, overlap=False)
+            plan = ReductionPlan((math.inf,), "ring", payload_ratio=0.5, overlap=False)
             return gpus * _MLSTM_STEP_S[size] / simulate(workload, cluster, plan).step_s
 
         points = tuple(

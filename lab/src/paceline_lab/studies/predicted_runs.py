@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any
 
 from paceline.errors import ConfigurationError
-from paceline.planning import Cluster, EmulationCost, HostLink, Plan, Workload, simulate
-from paceline.planning.training_plan import MEBIBYTE
+from paceline.plan import Cluster, EmulationCost, HostLink, RecordedWorkload, ReductionPlan, simulate
+from paceline.planning.bucket_assignment import MEBIBYTE
 from paceline_lab.bench.layer_profile import Profile
 from paceline_lab.bench.timed_model import gradient_bytes, planned
 from paceline_lab.studies.variants import Variant, bucket_caps_mb
@@ -48,9 +48,9 @@ class Run:
 
     label: str
     name: str
-    workload: Workload
+    workload: RecordedWorkload
     links: tuple[HostLink, ...]
-    plan: Plan
+    plan: ReductionPlan
     steps_s: tuple[float, ...]
     flow_bytes_per_s: float = math.inf
     speeds: tuple[float, ...] = ()
@@ -125,7 +125,7 @@ def run_of(
         caps: tuple[float, ...] = (math.inf,)
     else:
         caps = tuple(cap * MEBIBYTE / scale for cap in bucket_caps_mb(variant, gradient_bytes(profile)))
-    plan = Plan(
+    plan = ReductionPlan(
         caps,
         "ring",
         payload_ratio=0.5 if variant.half else 1.0,

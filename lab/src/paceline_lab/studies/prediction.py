@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from paceline.planning import HostLink
+from paceline.plan import HostLink
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import CURVE_COLORS, PAPER
 from paceline_lab.report.panels import Line, Lines

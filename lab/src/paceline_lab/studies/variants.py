@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.ddp import DistributedDataParallel as OurDDP
-from paceline.ddp.plan import MEBIBYTE, BucketCaps
+from paceline.planning.bucket_assignment import MEBIBYTE, BucketCaps
 from paceline.process_group.round_robin import RoundRobin
 from paceline_lab.bench.layer_profile import Profile
 from paceline_lab.bench.timed_model import SleepingOptimizer, TimedModel, gradient_bytes

@@ -143,7 +143,7 @@ class TorchSurface:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        return max(self._setting.caps.caps_bytes)
+        return int(max(self._setting.caps.caps_bytes))
 
     # ---- communication hooks
 

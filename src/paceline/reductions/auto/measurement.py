@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.comm.pending import Pending
 from paceline.comm.traffic import Traffic
 from paceline.observe import StepTiming
-from paceline.planning import BucketLoad, Line, ReductionCost, StepProfile
+from paceline.planning import AlphaBetaCost, BucketLoad, ReductionCost, StepProfile
 from paceline.reductions.lossy import Lossy
 from paceline.reductions.reduction import Message, Reduction, real_numel
 
@@ -287,10 +287,13 @@ class Probe:
             codecs.append(replace(cost, closing_s=0.0 if carries_words else plain.wire.fixed_s))
         return plain, codecs
 
-    def _lines(self, numbers: Sequence[float]) -> tuple[Line, Line, Line, Line]:
+    def _lines(
+        self, numbers: Sequence[float]
+    ) -> tuple[AlphaBetaCost, AlphaBetaCost, AlphaBetaCost, AlphaBetaCost]:
         large, small = (message.flat.numel() * message.flat.element_size() for message in self._messages)
         launch, wire, finish, cpu = (
-            Line.through((small, numbers[_NUM_LINES + i]), (large, numbers[i])) for i in range(_NUM_LINES)
+            AlphaBetaCost.through((small, numbers[_NUM_LINES + i]), (large, numbers[i]))
+            for i in range(_NUM_LINES)
         )
         return launch, wire, finish, cpu
 

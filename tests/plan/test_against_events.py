@@ -9,8 +9,16 @@ import random
 
 import pytest
 
-from paceline.planning import Cluster, HostLink, LayerTimes, Plan, Workload, collective_cost, simulate
-from paceline.planning.round_patterns import candidates, patterns
+from paceline.plan import (
+    Cluster,
+    HostLink,
+    LayerTimes,
+    RecordedWorkload,
+    ReductionPlan,
+    collective_cost,
+    simulate,
+)
+from paceline.plan.round_patterns import candidates, patterns
 
 Clocks = list[float]
 
@@ -83,7 +91,7 @@ def test_steps_of_unequal_ranks() -> None:
     """Whole steps: ranks that compute at different speeds, buckets that follow each other."""
     chance = random.Random(2)
     layers = tuple(LayerTimes(str(i), 0.001, 0.004, (2**20,)) for i in range(12))
-    load, plan = Workload("made up", "made up", layers), Plan((2**21,), "ring")
+    load, plan = RecordedWorkload("made up", "made up", layers), ReductionPlan((2**21,), "ring")
     for num_ranks in (2, 5, 8):
         for rate in (1e9, 2e8, 5e7):
             speeds = tuple(0.5 + chance.random() for _ in range(num_ranks))

@@ -8,6 +8,10 @@ Rules
    collectives, and 4,096 of them cost little more than 4.
 3. All ranks begin a step together: the one before ended for all of them together.
 4. A stall by loss belongs to a collective; how many there are is drawn (Poisson) for each one.
+5. Pushes to parameter servers stream one behind another, as buckets are ready; pulls as well, each as soon as the last
+   rank has pushed it.
+6. A link that several connections share does not carry both directions at their full rates at once: each gets a part of
+   it. Acknowledgements wait behind data of the other direction, and a piece waits for its slowest connection.
 
 What a prediction contains is the cluster's business: with `EmulationCost` it predicts an emulated run, without it the
 network alone.
@@ -15,23 +19,27 @@ network alone.
 
 from __future__ import annotations
 
+import itertools
+import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
-from paceline.planning.collective_time import CollectiveCost, Servers, costs_of
-from paceline.planning.hardware import Cluster
-from paceline.planning.recorded_workload import Workload
-from paceline.planning.replay import Replay, Wire, by_priority, replay
-from paceline.planning.server_traffic import Load, pulled
-from paceline.planning.step_time import BucketLoad
-from paceline.planning.training_plan import Plan, cut_buckets
+from paceline.plan.collective_time import CollectiveCost, costs_of
+from paceline.plan.deployment import Cluster, ReductionPlan, Servers
+from paceline.plan.workload import RecordedWorkload
+from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
+from paceline.planning.forward_overlap import MeasuredStep, cut, predict
+from paceline.planning.forward_overlap import plan as order_of_pieces
+from paceline.planning.replay import BucketLoad, Replay, Wire, replay
 
-_SETTLING = 4  # steps until one that overlaps with the next forward repeats itself
+_EPSILON = 1e-12
 Tell = Callable[[float], None]
 
 
@@ -68,9 +76,9 @@ class Simulation:
 
 
 def simulate(
-    workload: Workload,
+    workload: RecordedWorkload,
     cluster: Cluster,
-    plan: Plan | None = None,
+    plan: ReductionPlan | None = None,
     *,
     num_steps: int = 1,
     seed: int = 0,
@@ -89,11 +97,11 @@ def simulate(
     Raises:
         ConfigurationError: The plan does not fit the cluster.
     """
-    return _Simulator(workload, cluster, plan or Plan(), seed).run(num_steps, tell)
+    return _Simulator(workload, cluster, plan or ReductionPlan(), seed).run(num_steps, tell)
 
 
 class _Simulator:
-    def __init__(self, workload: Workload, cluster: Cluster, plan: Plan, seed: int) -> None:
+    def __init__(self, workload: RecordedWorkload, cluster: Cluster, plan: ReductionPlan, seed: int) -> None:
         self.workload, self.cluster, self.plan = workload, cluster, plan
         self.random = np.random.default_rng(seed)
         self.size = cluster.num_ranks
@@ -106,7 +114,12 @@ class _Simulator:
         gradients = [(ready_s * stretch, size) for ready_s, size in workload.ready_gradients()]
         if not plan.overlap:
             gradients = [(self.backward_s, size) for _, size in gradients]
-        self.buckets = cut_buckets(gradients, plan.caps_bytes) if self.size > 1 else []
+        sizes = tuple(size for _, size in gradients) if self.size > 1 else ()
+        self.places = _cut_into_buckets(sizes, plan.caps_bytes)
+        self.buckets = [
+            BucketLoad(gradients[places[-1]][0], sum(sizes[place] for place in places))
+            for places in self.places
+        ]
         self.costs = self._costs()
 
     def _slowness(self) -> NDArray[np.float64]:
@@ -198,7 +211,7 @@ class _Simulator:
     def _streamed(self, servers: Servers, ready_s: Sequence[float], wires: Sequence[Wire]) -> list[float]:
         """When each bucket is pulled."""
         loads = [
-            Load(ready, wire.alone_s / 2, servers.num_pieces(bucket.size_bytes * self.plan.payload_ratio))
+            _Load(ready, wire.alone_s / 2, servers.num_pieces(bucket.size_bytes * self.plan.payload_ratio))
             for ready, bucket, wire in zip(ready_s, self.buckets, wires, strict=True)
         ]
         latency_s = max((wire.fixed_s / 2 for wire in wires), default=0.0)
@@ -226,36 +239,111 @@ class _Simulator:
         return Wire(2 * latency_s, 2 * each_s, 2 * each_s)
 
     def _overlapping_next_forward(self, slowness: float, wires: Sequence[Wire]) -> tuple[float, float]:
-        """A step and its computing when every layer's forward waits for its own bucket only (priorities)."""
-        layers, caps = self.workload.layers, self.plan.caps_bytes
-        bucket_of = _buckets_of_layers(self.workload, caps)
-        durations_s = [wire.total_s for wire in wires]
-        optimizer_s = self.workload.optimizer_s / len(layers)
-        arrivals_s, starts_at_s = [0.0] * len(wires), 0.0
-        step_s = 0.0
-        for _ in range(_SETTLING):
-            now_s = starts_at_s
-            for index, layer in enumerate(layers):
-                needed = bucket_of[index]
-                now_s = max(now_s, arrivals_s[needed] if needed is not None else 0.0)
-                now_s += slowness * layer.forward_s + optimizer_s
-            begun_s = now_s
-            ready_s = [begun_s + slowness * bucket.ready_s for bucket in self.buckets]
-            arrivals_s = by_priority(ready_s, durations_s)
-            end_s = begun_s + slowness * self.backward_s + self.workload.other_s
-            step_s, starts_at_s = end_s - starts_at_s, end_s
-        compute_s = slowness * (self.workload.forward_s + self.backward_s)
-        return step_s, compute_s + self.workload.optimizer_s + self.workload.other_s
+        """A step and its computing when the next forward hides pieces of buckets, too (priorities)."""
+        sizes = [bucket.size_bytes for bucket in self.buckets]
+        flowing_s = sum(wire.alone_s for wire in wires)
+        measured = MeasuredStep(
+            tuple(slowness * bucket.ready_s for bucket in self.buckets),
+            tuple(slowness * needed_s for needed_s in self._needed_s()),
+            slowness * self.backward_s,
+            slowness * self.forward_s,
+            math.inf,
+            sum(sizes) / flowing_s if flowing_s else sys.float_info.max,
+            max(wire.fixed_s for wire in wires),
+        )
+        pieces = cut(sizes, [1] * len(sizes))
+        step_s = predict(pieces, order_of_pieces(pieces, measured, rate_ratio=1.0), measured).with_s
+        other_s = self.workload.optimizer_s + self.workload.other_s
+        return step_s + other_s, slowness * (self.forward_s + self.backward_s) + other_s
+
+    def _needed_s(self) -> list[float]:
+        """Of each bucket: seconds of forward before the first layer with a gradient in it."""
+        layers = self.workload.layers
+        begins_s = list(itertools.accumulate((layer.forward_s for layer in layers), initial=0.0))
+        layer_of = [index for index in self.workload.order for _ in layers[index].gradient_bytes]
+        return [min(begins_s[layer_of[place]] for place in places) for places in self.places]
 
 
-def _buckets_of_layers(workload: Workload, caps_bytes: Sequence[float]) -> list[int | None]:
-    """The last bucket that holds a gradient of each layer; None for layers without any."""
-    found: list[int | None] = [None] * len(workload.layers)
-    bucket = size_bytes = 0
-    for index in workload.order:
-        for gradient_bytes in reversed(workload.layers[index].gradient_bytes):
-            found[index] = bucket
-            size_bytes += gradient_bytes
-            if size_bytes >= caps_bytes[min(bucket, len(caps_bytes) - 1)]:
-                bucket, size_bytes = bucket + 1, 0
-    return found
+@lru_cache(maxsize=256)
+def _cut_into_buckets(
+    sizes_bytes: tuple[int, ...], caps_bytes: tuple[float, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Which gradients share a bucket: their places in the order in which they are ready."""
+    specs = [GradientSpec(size, key=None) for size in sizes_bytes]
+    return tuple(map(tuple, assign_buckets(specs, range(len(specs)), BucketCaps(caps_bytes))))
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A bucket, or a piece of one, as the fullest link sees it.
+
+    Attributes:
+        ready_s: When it may be pushed.
+        way_s: How long it fills the link, in each direction.
+        num_pieces: That are pulled one by one.
+    """
+
+    ready_s: float
+    way_s: float
+    num_pieces: int = 1
+
+
+def pulled(loads: Sequence[_Load], latency_s: float, two_way_ratio: float = 1.0) -> list[float]:
+    """When each bucket has been pulled by all ranks.
+
+    Args:
+        loads: In the order in which they are pushed.
+        latency_s: Of each way.
+        two_way_ratio: Of the link's rate, in each direction, while both are in use.
+    """
+    pieces = [
+        _Load(load.ready_s, load.way_s / load.num_pieces) for load in loads for _ in range(load.num_pieces)
+    ]
+    pushes = _Stream([piece.ready_s for piece in pieces], pieces)
+    pulls = _Stream([math.inf] * len(pieces), pieces)
+    now_s = 0.0
+    while pulls.index < len(pieces):
+        both = pushes.flows(now_s) and pulls.flows(now_s)
+        rate = two_way_ratio if both else 1.0
+        next_s = min(pushes.next_s(now_s, rate), pulls.next_s(now_s, rate))
+        if (pushed := pushes.advance(now_s, next_s, rate)) is not None:
+            pulls.starts_s[pushed] = next_s + latency_s
+        pulls.advance(now_s, next_s, rate)
+        now_s = next_s
+    ends_s, last = [], -1
+    for load in loads:
+        last += load.num_pieces
+        ends_s.append(pulls.ends_s[last] + latency_s)
+    return ends_s
+
+
+class _Stream:
+    """Pieces that flow one behind another in one direction."""
+
+    def __init__(self, starts_s: list[float], pieces: Sequence[_Load]) -> None:
+        self.starts_s = starts_s
+        self.ends_s: list[float] = []
+        self.index = 0
+        self._pieces = pieces
+        self._left_s = pieces[0].way_s if pieces else 0.0
+
+    def flows(self, now_s: float) -> bool:
+        return self.index < len(self._pieces) and self.starts_s[self.index] <= now_s + _EPSILON
+
+    def next_s(self, now_s: float, rate: float) -> float:
+        """When something changes here."""
+        if self.index == len(self._pieces):
+            return math.inf
+        return now_s + self._left_s / rate if self.flows(now_s) else self.starts_s[self.index]
+
+    def advance(self, now_s: float, until_s: float, rate: float) -> int | None:
+        """Let it flow; the piece that is through then, if one is."""
+        if not self.flows(now_s):
+            return None
+        self._left_s -= (until_s - now_s) * rate
+        if self._left_s > _EPSILON:
+            return None
+        done, self.index = self.index, self.index + 1
+        self.ends_s.append(until_s)
+        self._left_s = self._pieces[self.index].way_s if self.index < len(self._pieces) else 0.0
+        return done

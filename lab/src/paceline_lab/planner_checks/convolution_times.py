@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.planning.minibatch import Alternative
+from paceline_lab.planner_checks.minibatch import Alternative
 
 _FLOAT, _COMPLEX = 4, 8  # bytes
 _TOLERANCE = 1e-3  # of the largest output, or gradient

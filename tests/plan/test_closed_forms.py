@@ -1,37 +1,38 @@
 """Where the answer is known, the simulator gives it: alpha-beta formulas, ideal overlap, the schedules' prices."""
 
 import math
-import random
 import time
 
 import pytest
 
-from paceline.ddp.plan import BucketCaps, GradientSpec, assign_buckets
 from paceline.errors import ConfigurationError
-from paceline.planning import (
+from paceline.plan import (
     Cluster,
     EmulationCost,
     HostLink,
     LayerTimes,
-    Line,
-    Plan,
+    RecordedWorkload,
+    ReductionPlan,
     Servers,
-    Workload,
     collective_cost,
     simulate,
 )
-from paceline.planning.replay import Wire, by_priority, replay, shared_rates
-from paceline.planning.round_patterns import ALL_REDUCES, candidates, is_possible, patterns
-from paceline.planning.training_plan import cut_buckets
+from paceline.plan.round_patterns import ALL_REDUCES, candidates, is_possible, patterns
+from paceline.plan.simulator import _Simulator
+from paceline.planning import AlphaBetaCost
+from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
+from paceline.planning.replay import Wire, replay, shared_rates
 from paceline.schedules import SCHEDULES, Link, Links, Topology, price
 
 MIB = 2**20
 LATENCY, RATE = 1e-4, 1e8
 
 
-def workload(num_layers: int = 10, backward_s: float = 0.01, size: int = MIB, **more: object) -> Workload:
+def workload(
+    num_layers: int = 10, backward_s: float = 0.01, size: int = MIB, **more: object
+) -> RecordedWorkload:
     layers = tuple(LayerTimes(f"{i}", backward_s / 2, backward_s, (size,)) for i in range(num_layers))
-    return Workload("made up", "made up", layers, **more)  # type: ignore[arg-type]
+    return RecordedWorkload("made up", "made up", layers, **more)  # type: ignore[arg-type]
 
 
 def flat(num_ranks: int, **more: object) -> Cluster:
@@ -105,38 +106,41 @@ def test_overlap_is_ideal_where_it_can_be() -> None:
         cluster = Cluster((1,) * 4, links)
         load = workload()
         each_s = 1.5 * MIB / rate
-        found = simulate(load, cluster, Plan(caps_bytes=(MIB,)))
+        found = simulate(load, cluster, ReductionPlan(caps_bytes=(MIB,)))
         if each_s <= 0.01:
             wanted = load.compute_s + each_s
         else:
             wanted = load.forward_s + 0.01 + 10 * each_s
         assert found.step_s == pytest.approx(wanted, rel=1e-12)
-        after = simulate(load, cluster, Plan(caps_bytes=(math.inf,)))
+        after = simulate(load, cluster, ReductionPlan(caps_bytes=(math.inf,)))
         assert after.step_s == pytest.approx(load.compute_s + 10 * each_s, rel=1e-12)
-        assert simulate(load, cluster, Plan((MIB,), overlap=False)).step_s == pytest.approx(after.step_s)
+        assert simulate(load, cluster, ReductionPlan((MIB,), overlap=False)).step_s == pytest.approx(
+            after.step_s
+        )
 
 
 def test_skipping_synchronization_saves_what_is_exposed() -> None:
     load, cluster = workload(optimizer_s=0.003, other_s=0.002), flat(4)
     every = simulate(load, cluster)
     for n in (2, 4, 8):
-        found = simulate(load, cluster, Plan(sync_every=n))
+        found = simulate(load, cluster, ReductionPlan(sync_every=n))
         wanted = load.compute_s - load.optimizer_s + (every.exposed_s + load.optimizer_s) / n
         assert found.micro_step_s == pytest.approx(wanted, rel=1e-12)
 
 
 def test_groups_help_only_where_a_connection_cannot_fill_the_link() -> None:
-    load, plan = workload(backward_s=1e-5), Plan(caps_bytes=(MIB,), algorithm="ring")
+    load, plan = workload(backward_s=1e-5), ReductionPlan(caps_bytes=(MIB,), algorithm="ring")
     free, capped = flat(4), flat(4, flow_bytes_per_s=RATE / 3)
     no_latency = [
         Cluster((1,) * 4, (HostLink(RATE),) * 4, flow_bytes_per_s=c.flow_bytes_per_s) for c in (free, capped)
     ]
     steps = [
-        [simulate(load, c, Plan((MIB,), "ring", num_groups=n)).wire_s for n in (1, 3)] for c in no_latency
+        [simulate(load, c, ReductionPlan((MIB,), "ring", num_groups=n)).wire_s for n in (1, 3)]
+        for c in no_latency
     ]
     assert steps[0][0] == steps[0][1]
     times = [
-        [simulate(load, c, Plan((MIB,), "ring", num_groups=n)).exposed_s for n in (1, 3, 5)]
+        [simulate(load, c, ReductionPlan((MIB,), "ring", num_groups=n)).exposed_s for n in (1, 3, 5)]
         for c in no_latency
     ]
     assert times[0][1] == pytest.approx(times[0][0], rel=1e-3)
@@ -163,7 +167,7 @@ def test_unequal_links_speeds_and_shares() -> None:
     fast = (HostLink(math.inf),) * 2
     slow_rank = Cluster((1, 1), fast, speeds=(1.0, 0.5))
     assert simulate(load, slow_rank).step_s == pytest.approx(2 * load.compute_s)
-    shared = simulate(load, slow_rank, Plan(shares=(2 / 3, 1 / 3)))
+    shared = simulate(load, slow_rank, ReductionPlan(shares=(2 / 3, 1 / 3)))
     assert shared.step_s == pytest.approx(load.compute_s * 4 / 3)
 
 
@@ -171,37 +175,39 @@ def test_parameter_servers_hide_from_the_lemmas_number_on() -> None:
     """Half-duplex servers, as the lemma has them: the wire's time is 2 S N / (n B)."""
     load, workers = workload(backward_s=0.05), Cluster((1,) * 8, (HostLink(math.inf),) * 8)
     for number in (1, 2, 4):
-        plan = Plan((MIB,), servers=Servers(number, 1e9, duplex=False))
+        plan = ReductionPlan((MIB,), servers=Servers(number, 1e9, duplex=False))
         assert simulate(load, workers, plan).wire_s == pytest.approx(2 * 10 * MIB * 8 / (number * 1e9))
-        duplex = simulate(load, workers, Plan((MIB,), servers=Servers(number, 1e9)))
+        duplex = simulate(load, workers, ReductionPlan((MIB,), servers=Servers(number, 1e9)))
         assert duplex.step_s <= simulate(load, workers, plan).step_s * (1 + 1e-9)
 
 
 def test_pulls_stream_a_piece_behind_pushes() -> None:
     """A bucket of 4 MiB from 2 ranks, over a server's link of 2 MiB a second: 4 s each way, not one after the other."""
-    load = Workload("one", "made up", (LayerTimes("a", 0.0, 0.0, (4 * MIB,)),))
+    load = RecordedWorkload("one", "made up", (LayerTimes("a", 0.0, 0.0, (4 * MIB,)),))
     workers = Cluster((1, 1), (HostLink(math.inf, 0.25),) * 2)
 
     def step_s(number: int, piece_mib: float) -> float:
         servers = Servers(number, 2 * MIB, piece_bytes=piece_mib * MIB, two_way_ratio=1.0)
-        return simulate(load, workers, Plan((MIB,), servers=servers)).step_s
+        return simulate(load, workers, ReductionPlan((MIB,), servers=servers)).step_s
 
     assert step_s(1, 1) == pytest.approx(0.25 + 1 + 4 + 0.25)
     assert step_s(1, 4) == pytest.approx(0.25 + 4 + 4 + 0.25)
     assert step_s(2, 1) == pytest.approx(0.25 + 1 + 2 + 0.25)  # both get their first MiB in the first second
-    two = Workload("two", "made up", (load.layers[0], load.layers[0]))
+    two = RecordedWorkload("two", "made up", (load.layers[0], load.layers[0]))
     streams = Servers(1, 2 * MIB, two_way_ratio=1.0)
-    assert simulate(two, workers, Plan((MIB,), servers=streams)).step_s == pytest.approx(0.25 + 1 + 8 + 0.25)
+    assert simulate(two, workers, ReductionPlan((MIB,), servers=streams)).step_s == pytest.approx(
+        0.25 + 1 + 8 + 0.25
+    )
 
 
 def test_both_directions_of_a_shared_link_are_slower() -> None:
     """Two pieces of 1 s at half the rate while both ways are in use: 1 s of pushing, 2 s of both, 1 s of pulling."""
-    load = Workload("one", "made up", (LayerTimes("a", 0.0, 0.0, (2 * MIB,)),))
+    load = RecordedWorkload("one", "made up", (LayerTimes("a", 0.0, 0.0, (2 * MIB,)),))
 
     def step_s(worker_mib: float, server_mib: float, number: int = 1) -> float:
         workers = Cluster((1, 1), (HostLink(worker_mib * MIB),) * 2)
         servers = Servers(number, server_mib * MIB, piece_bytes=MIB / number, two_way_ratio=0.5)
-        return simulate(load, workers, Plan((MIB,), servers=servers)).step_s
+        return simulate(load, workers, ReductionPlan((MIB,), servers=servers)).step_s
 
     assert step_s(math.inf, 2) == pytest.approx(4)  # two workers' connections at the server's link
     assert step_s(1, math.inf) == pytest.approx(3)  # a single one at each worker's
@@ -224,8 +230,8 @@ def test_loss_stalls_more_the_more_messages_there_are() -> None:
     lossy = [Cluster.of_equal_hosts(n, HostLink(RATE, LATENCY, 0.001)) for n in (2, 16)]
     dry = [Cluster.of_equal_hosts(n, HostLink(RATE, LATENCY)) for n in (2, 16)]
     stalls = [
-        sum(simulate(load, a, Plan(algorithm="ring"), num_steps=100).steps_s) / 100
-        - simulate(load, b, Plan(algorithm="ring")).step_s
+        sum(simulate(load, a, ReductionPlan(algorithm="ring"), num_steps=100).steps_s) / 100
+        - simulate(load, b, ReductionPlan(algorithm="ring")).step_s
         for a, b in zip(lossy, dry, strict=True)
     ]
     assert 0 < stalls[0] < stalls[1]
@@ -242,13 +248,13 @@ def test_what_emulation_costs_is_apart() -> None:
 
 
 def test_priorities_serve_the_front_first() -> None:
-    assert by_priority([0.0, 1.0], [3.0, 1.0]) == [4.0, 2.0]
-    assert by_priority([5.0, 0.0], [1.0, 1.0]) == [6.0, 1.0]
     load, cluster = workload(size=8 * MIB), flat(4)
-    plans = [Plan((MIB,), priority=first) for first in (False, True)]
+    plans = [ReductionPlan((MIB,), priority=first) for first in (False, True)]
     plain, first = (simulate(load, cluster, plan).step_s for plan in plans)
     wire_s = simulate(load, cluster, plans[0]).wire_s
     assert wire_s * (1 - 1e-9) <= first < plain  # the next forward hides some of it, the wire is the limit
+    fast = Cluster((1, 1), (HostLink(math.inf),) * 2)
+    assert simulate(load, fast, plans[1]).step_s == pytest.approx(load.compute_s)
 
 
 def test_links_are_shared_fairly() -> None:
@@ -258,21 +264,22 @@ def test_links_are_shared_fairly() -> None:
     assert done.arrivals_s == pytest.approx((1.5, 2.0))
 
 
-def test_buckets_are_cut_as_ddp_cuts_them() -> None:
-    chance = random.Random(0)
-    for _ in range(50):
-        sizes = [chance.choice([4, 4096, MIB, 5 * MIB]) for _ in range(chance.randint(1, 60))]
-        caps = tuple(chance.choice([0, MIB, 3 * MIB, 25 * MIB]) for _ in range(chance.randint(1, 3)))
-        specs = [GradientSpec(size, "float32") for size in sizes]
-        wanted = assign_buckets(specs, range(len(sizes)), BucketCaps(caps))
-        found = cut_buckets([(float(i), size) for i, size in enumerate(sizes)], caps)
-        assert [b.size_bytes for b in found] == [sum(sizes[i] for i in bucket) for bucket in wanted]
-        assert [b.ready_s for b in found] == [bucket[-1] for bucket in wanted]
+def test_a_bucket_is_ready_with_its_last_gradient() -> None:
+    sizes, caps = (4, MIB, 4, 5 * MIB, 4096), (MIB, 3 * MIB)
+    layers = tuple(LayerTimes(str(i), 0.0, 1.0, (size,)) for i, size in enumerate(reversed(sizes)))
+    found = _Simulator(RecordedWorkload("x", "y", layers), flat(2), ReductionPlan(caps), seed=0)
+    specs = [GradientSpec(size, "float32") for size in sizes]
+    wanted = assign_buckets(specs, range(len(sizes)), BucketCaps(caps))
+    assert [list(places) for places in found.places] == wanted == [[0, 1], [2, 3], [4]]
+    assert [bucket.size_bytes for bucket in found.buckets] == [MIB + 4, 5 * MIB + 4, 4096]
+    assert [bucket.ready_s for bucket in found.buckets] == [2.0, 4.0, 5.0]
 
 
 def test_launching_and_finishing_take_their_time() -> None:
     load, fast = workload(), Cluster((1, 1), (HostLink(math.inf),) * 2)
-    found = simulate(load, fast, Plan((MIB,), launch=Line(1e-3, 0.0), finish=Line(2e-3, 0.0)))
+    found = simulate(
+        load, fast, ReductionPlan((MIB,), launch=AlphaBetaCost(1e-3, 0.0), finish=AlphaBetaCost(2e-3, 0.0))
+    )
     assert found.step_s == pytest.approx(load.compute_s + 10 * 3e-3)
 
 
@@ -293,17 +300,17 @@ def test_what_cannot_be_is_refused() -> None:
         lambda: flat(2, speeds=(1.0, 0.0)),
         lambda: flat(2, speeds=(1.0,)),
         lambda: flat(2, racks=3),
-        lambda: Plan(caps_bytes=()),
-        lambda: Plan(payload_ratio=0),
-        lambda: Plan(shares=(0.5, 0.6)),
-        lambda: Plan(sync_every=0),
-        lambda: Plan(priority=True, num_groups=2),
+        lambda: ReductionPlan(caps_bytes=()),
+        lambda: ReductionPlan(payload_ratio=0),
+        lambda: ReductionPlan(shares=(0.5, 0.6)),
+        lambda: ReductionPlan(sync_every=0),
+        lambda: ReductionPlan(priority=True, num_groups=2),
         lambda: Servers(0, 1e9),
-        lambda: Workload("x", "y", ()),
+        lambda: RecordedWorkload("x", "y", ()),
         lambda: workload(backward_s=math.nan),
         lambda: simulate(workload(), flat(2), num_steps=0),
-        lambda: simulate(workload(), flat(2), Plan(shares=(1.0,))),
-        lambda: simulate(workload(), flat(2), Plan(algorithm="rings")),
+        lambda: simulate(workload(), flat(2), ReductionPlan(shares=(1.0,))),
+        lambda: simulate(workload(), flat(2), ReductionPlan(algorithm="rings")),
     ):
         with pytest.raises(ConfigurationError):
             make()
@@ -314,5 +321,7 @@ def test_thousands_of_ranks_are_fast() -> None:
     load = workload(100, relative_steps=(0.9, 1.0, 1.2))
     assert all(is_possible(name, flat(256).topology) for name in ALL_REDUCES if not name.startswith("hier"))
     began_s = time.process_time()
-    simulate(load, Cluster.of_equal_hosts(4096, HostLink(RATE, LATENCY), 8), Plan((MIB,)), num_steps=10)
+    simulate(
+        load, Cluster.of_equal_hosts(4096, HostLink(RATE, LATENCY), 8), ReductionPlan((MIB,)), num_steps=10
+    )
     assert time.process_time() - began_s < 30

@@ -63,7 +63,7 @@ class BucketCaps:
         from_end: Buckets are cut from the last gradient on: the first cap is that of the last bucket.
     """
 
-    caps_bytes: tuple[int, ...]
+    caps_bytes: tuple[float, ...]
     from_end: bool = False
 
     @classmethod
@@ -116,7 +116,7 @@ class BucketCaps:
         share = min(max(size_bytes // MANY_HOSTS_BUCKETS, least), max(least, MANY_HOSTS_CAP_MB * MEBIBYTE))
         return cls((LAST_BUCKET_BYTES, share), from_end=True)
 
-    def of(self, bucket_number: int) -> int:
+    def of(self, bucket_number: int) -> float:
         return self.caps_bytes[min(bucket_number, len(self.caps_bytes) - 1)]
 
 
@@ -167,7 +167,7 @@ def assign_buckets(specs: Sequence[GradientSpec], order: Sequence[int], caps: Bu
     return _numbered(closed, open_by_key, order, caps)
 
 
-def _cap_of(bucket: _OpenBucket, unit: int | None, caps: BucketCaps) -> int:
+def _cap_of(bucket: _OpenBucket, unit: int | None, caps: BucketCaps) -> float:
     return caps.of(len(bucket.closed)) if unit is None else caps.caps_bytes[-1]
 
 

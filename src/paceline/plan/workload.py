@@ -1,8 +1,9 @@
 """A training step as it was recorded: how long each layer computes, and how many bytes of gradients it produces.
 
-Two kinds of file. A *trace* is what `observe.record_workload` writes while a script trains: a header, then a line a
-step, so that whatever was written before a crash can be read. A *workload* is what follows from it: medians, as one
-JSON object. `Workload.load` reads either.
+`RecordedWorkload.load` reads three kinds of file. A *trace* is what `observe.record_workload` writes while a script
+trains: a header, then a line a step, so that whatever was written before a crash can be read. A *workload* is what
+follows from it: medians, as one JSON object. A *profile* is what `paceline bench profile` writes of a shipped workload:
+shapes instead of bytes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from statistics import median, median_low, mode
 from typing import Any
 
 from paceline.errors import ConfigurationError
+from paceline.observe.trace_format import TRACE_FORMAT, TRACE_VERSION
 
-WORKLOAD_FORMAT, TRACE_FORMAT = "paceline workload", "paceline trace"
-VERSION = 1
+WORKLOAD_FORMAT, WORKLOAD_VERSION = "paceline workload", 1
 RECORD_AGAIN = "Record it again with `paceline plan record SCRIPT`."
+_SHIPPED = Path(__file__).parent / "shipped"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class LayerTimes:
 
 
 @dataclass(frozen=True)
-class Workload:
+class RecordedWorkload:
     """One training step of one device, without communication.
 
     Attributes:
@@ -132,7 +134,7 @@ class Workload:
             found += [(now_s, size) for size in reversed(self.layers[index].gradient_bytes)]
         return found
 
-    def taking(self, compute_ratio: float) -> Workload:
+    def taking(self, compute_ratio: float) -> RecordedWorkload:
         """The same on a device whose computing takes `compute_ratio` times as long."""
         layers = tuple(
             LayerTimes(x.name, x.forward_s * compute_ratio, x.backward_s * compute_ratio, x.gradient_bytes)
@@ -146,17 +148,33 @@ class Workload:
         Raises:
             ConfigurationError: It cannot be written.
         """
-        record = {"format": WORKLOAD_FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        record = {"format": WORKLOAD_FORMAT, "version": WORKLOAD_VERSION, **dataclasses.asdict(self)}
+        layers = ",\n ".join(map(json.dumps, record.pop("layers")))  # a line each
         try:
-            path.write_text(json.dumps(record, indent=1) + "\n")
+            path.write_text(f'{json.dumps(record)[:-1]}, "layers": [\n {layers}\n]}}\n')
         except OSError as error:
             raise ConfigurationError(
                 f"the workload {path} cannot be written ({error.strerror}). Pass another file."
             ) from error
 
     @classmethod
-    def load(cls, path: Path) -> Workload:
-        """Read a workload, or a trace.
+    def shipped(cls, name: str) -> RecordedWorkload:
+        """Read one that comes with Paceline.
+
+        Raises:
+            ConfigurationError: There is none of this name.
+        """
+        names = shipped_names()
+        if name not in names:
+            raise ConfigurationError(
+                f"{name!r} is neither a file nor a shipped workload. Pass a script, a recorded workload, or one of "
+                f"{', '.join(names)}."
+            )
+        return cls.load(_SHIPPED / f"{name}.json")
+
+    @classmethod
+    def load(cls, path: Path) -> RecordedWorkload:
+        """Read a workload, a trace or a profile.
 
         Raises:
             ConfigurationError: It cannot be read, is of another version, or holds no complete step.
@@ -168,27 +186,41 @@ class Workload:
             raise ConfigurationError(
                 f"the workload {path} cannot be read ({reason}). {RECORD_AGAIN}"
             ) from error
-        first = parsed(text.partition("\n")[0])
-        if isinstance(first, dict) and first.get("format") == TRACE_FORMAT:
-            check_version(first, path)
-            return _from_trace(first, text.splitlines()[1:], path)
-        record = parsed(text)
-        if not isinstance(record, dict) or record.get("format") != WORKLOAD_FORMAT:
-            raise ConfigurationError(
-                f"{path} is neither a workload nor a trace: it is {_kind(record, text)}. {RECORD_AGAIN}"
-            )
-        check_version(record, path)
+        header = parsed(text.partition("\n")[0])
+        is_trace = isinstance(header, dict) and header.get("format") == TRACE_FORMAT
+        record = header if is_trace else parsed(text)
         try:
-            return _from_record(record)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            if is_trace:
+                check_version(record, TRACE_VERSION, path)
+                return _from_trace(record, text.splitlines()[1:], path)
+            if isinstance(record, dict) and record.get("format") == WORKLOAD_FORMAT:
+                check_version(record, WORKLOAD_VERSION, path)
+                return _from_record(record)
+            if (
+                isinstance(record, dict)
+                and "format" not in record
+                and {"workload", "layers"} <= record.keys()
+            ):
+                return _from_profile(record, path)
+        except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
             if isinstance(error, ConfigurationError):
                 raise
+            kind = "trace" if is_trace else "workload"
             raise ConfigurationError(
-                f"the workload {path} is damaged ({type(error).__name__}: {error}). {RECORD_AGAIN}"
+                f"the {kind} {path} is damaged ({type(error).__name__}: {error}). {RECORD_AGAIN}"
             ) from error
+        found = "other JSON" if record is not None else "not JSON, or cut off in the middle"
+        if not text.strip():
+            found = "empty"
+        raise ConfigurationError(f"{path} is neither a workload nor a trace: it is {found}. {RECORD_AGAIN}")
 
 
-def _from_record(record: Mapping[str, Any]) -> Workload:
+def shipped_names() -> list[str]:
+    """The workloads that come with Paceline."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.json"))
+
+
+def _from_record(record: Mapping[str, Any]) -> RecordedWorkload:
     layers = tuple(
         LayerTimes(
             str(x["name"]),
@@ -199,7 +231,7 @@ def _from_record(record: Mapping[str, Any]) -> Workload:
         for x in record["layers"]
     )
     samples = record["samples_per_step"]
-    return Workload(
+    return RecordedWorkload(
         str(record["name"]),
         str(record["source"]),
         layers,
@@ -208,11 +240,42 @@ def _from_record(record: Mapping[str, Any]) -> Workload:
         None if samples is None else int(samples),
         tuple(map(float, record["relative_steps"])),
         tuple(map(int, record["ready_order"])),
-        int(record.get("num_micro_steps", 1)),
+        int(record["num_micro_steps"]),
     )
 
 
-def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> Workload:
+def _from_profile(record: Mapping[str, Any], path: Path) -> RecordedWorkload:
+    """Float32 gradients of a shipped model's shapes, with the times of this profile."""
+    layers = tuple(
+        LayerTimes(
+            str(x["name"]),
+            float(x["forward_s"]),
+            float(x["backward_s"]),
+            tuple(4 * math.prod(map(int, shape)) for shape in x["shapes"]),
+        )
+        for x in record["layers"]
+    )
+    found = RecordedWorkload(
+        str(record["workload"]), str(record["source"]), layers, float(record["optimizer_s"])
+    )
+    ours = [(x.name, x.gradient_bytes) for x in found.layers]
+    theirs = [(x.name, x.gradient_bytes) for x in RecordedWorkload.shipped(found.name).layers]
+    if ours != theirs:
+        different = next((pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), None)
+        detail = f"it has {len(ours)} layers, the model {len(theirs)}"
+        if different is not None:
+            (name, sizes), (wanted_name, wanted_sizes) = different
+            detail = (
+                f"it has {name!r} of {list(sizes)} bytes, the model {wanted_name!r} of {list(wanted_sizes)}"
+            )
+        raise ConfigurationError(
+            f"the profile {path} (of {found.name}) does not fit the model: {detail}. Record one of this workload with "
+            "`paceline bench profile`."
+        )
+    return found
+
+
+def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> RecordedWorkload:
     """Medians of all complete steps."""
     steps = [parsed(line) for line in lines if line.strip()]
     complete = [step for step in steps if isinstance(step, dict)]
@@ -222,53 +285,46 @@ def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> 
             f"the trace {path} was recorded on {header['num_ranks']} ranks: its steps contain waiting for others. "
             "Score a prediction with it (`paceline plan score`), or record one rank alone to predict from."
         )
-    try:
-        layers = header["layers"]
-        warm = [step for step in complete if not step["warm_up"]]
-        num_micro_steps = 1 + mode(len(step.get("earlier_s", ())) for step in warm) if warm else 1
-        timed = [step for step in warm if 1 + len(step.get("earlier_s", ())) == num_micro_steps]
-        if not timed:
-            raise ConfigurationError(
-                f"the trace {path} holds no complete step after {len(complete)} of warm-up: the script ended too "
-                f"early, or was cut off while it wrote. {RECORD_AGAIN}"
-            )
-        order = _order([step["ready_s"] for step in timed])
-        backward_s = _gaps([step["ready_s"] for step in timed], order)
-        forward_s = _gaps([step["forward_ends_s"] for step in timed], range(len(layers)))
-        last = order[-1]
-        tail_s = median(step["backward_s"] - max(step["ready_s"]) for step in timed)
-        backward_s[last] += max(tail_s, 0.0)
-        spare_s = median(step["forward_s"] - max(step["forward_ends_s"]) for step in timed)
-        forward_s[-1] += max(spare_s, 0.0)  # the loss
-        lengths = [step["forward_s"] + step["backward_s"] for step in timed]
-        lengths += [seconds for step in timed for seconds in step.get("earlier_s", ())]
-        notes = f"; {cut_off} incomplete line(s) ignored" if cut_off else ""
-        return Workload(
-            str(header["name"]),
-            f"recorded: median of {len(timed)} steps on {header['device']}{notes}",
-            tuple(
-                LayerTimes(str(x["name"]), forward_s[i], backward_s[i], tuple(map(int, x["gradient_bytes"])))
-                for i, x in enumerate(layers)
-            ),
-            median(step["optimizer_s"] for step in timed),
-            median(step["other_s"] for step in timed) / num_micro_steps,
-            _samples(header, timed),
-            tuple(length / median(lengths) for length in lengths),
-            tuple(order),
-            num_micro_steps,
-        )
-    except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
+    layers = header["layers"]
+    warm = [step for step in complete if not step["warm_up"]]
+    num_micro_steps = 1 + mode(len(step.get("earlier_s", ())) for step in warm) if warm else 1
+    timed = [step for step in warm if 1 + len(step.get("earlier_s", ())) == num_micro_steps]
+    if not timed:
         raise ConfigurationError(
-            f"the trace {path} is damaged ({type(error).__name__}: {error}). {RECORD_AGAIN}"
-        ) from error
+            f"the trace {path} holds no complete step after {len(complete)} of warm-up: the script ended too "
+            f"early, or was cut off while it wrote. {RECORD_AGAIN}"
+        )
+    order = _order([step["ready_s"] for step in timed])
+    backward_s = _gaps([step["ready_s"] for step in timed], order)
+    forward_s = _gaps([step["forward_ends_s"] for step in timed], range(len(layers)))
+    last = order[-1]
+    tail_s = median(step["backward_s"] - max(step["ready_s"]) for step in timed)
+    backward_s[last] += max(tail_s, 0.0)
+    spare_s = median(step["forward_s"] - max(step["forward_ends_s"]) for step in timed)
+    forward_s[-1] += max(spare_s, 0.0)  # the loss
+    lengths = [step["forward_s"] + step["backward_s"] for step in timed]
+    lengths += [seconds for step in timed for seconds in step.get("earlier_s", ())]
+    notes = f"; {cut_off} incomplete line(s) ignored" if cut_off else ""
+    return RecordedWorkload(
+        str(header["name"]),
+        f"recorded: median of {len(timed)} steps on {header['device']}{notes}",
+        tuple(
+            LayerTimes(str(x["name"]), forward_s[i], backward_s[i], tuple(map(int, x["gradient_bytes"])))
+            for i, x in enumerate(layers)
+        ),
+        median(step["optimizer_s"] for step in timed),
+        median(step["other_s"] for step in timed) / num_micro_steps,
+        _samples(timed),
+        tuple(length / median(lengths) for length in lengths),
+        tuple(order),
+        num_micro_steps,
+    )
 
 
-def _samples(header: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> int | None:
-    """Of a step; traces of before steps said so themselves have one number, of the first step."""
+def _samples(steps: Sequence[Mapping[str, Any]]) -> int | None:
+    """Of a step; None if none says."""
     said: list[int] = [step["samples"] for step in steps if step.get("samples") is not None]
-    return median_low(said) if said else header.get("samples_per_step")
+    return median_low(said) if said else None
 
 
 def _order(ready_s: Sequence[Sequence[float]]) -> list[int]:
@@ -288,15 +344,15 @@ def _gaps(ends_s: Sequence[Sequence[float]], order: Sequence[int]) -> list[float
     return [median(values) for values in samples]
 
 
-def check_version(record: Mapping[str, Any], path: Path) -> None:
+def check_version(record: Mapping[str, Any], version: int, path: Path) -> None:
     """Refuse a workload or trace of another version.
 
     Raises:
         ConfigurationError: It is of one.
     """
-    if record.get("version") != VERSION:
+    if record.get("version") != version:
         raise ConfigurationError(
-            f"{path} is of version {record.get('version')}, this Paceline reads version {VERSION}. {RECORD_AGAIN}"
+            f"{path} is of version {record.get('version')}, this Paceline reads version {version}. {RECORD_AGAIN}"
         )
 
 
@@ -306,16 +362,3 @@ def parsed(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
-
-
-def is_profile(record: Any) -> bool:
-    """Whether it is what `paceline bench profile` writes."""
-    return isinstance(record, dict) and "format" not in record and {"workload", "layers"} <= record.keys()
-
-
-def _kind(record: Any, text: str) -> str:
-    if record is None:
-        return "empty" if not text.strip() else "not JSON, or cut off in the middle"
-    if is_profile(record):
-        return "a profile, which `paceline plan FILE` and `paceline bench step` take"
-    return "other JSON"

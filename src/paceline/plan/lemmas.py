@@ -25,12 +25,11 @@ import math
 from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigurationError
-from paceline.planning.collective_time import Servers
-from paceline.planning.hardware import Cluster
-from paceline.planning.recorded_workload import Workload
-from paceline.planning.scaling import Grow
-from paceline.planning.simulator import simulate
-from paceline.planning.training_plan import Plan
+from paceline.plan.deployment import Cluster, ReductionPlan, Servers
+from paceline.plan.scaling import Grow, Question
+from paceline.plan.simulator import simulate
+from paceline.plan.workload import RecordedWorkload
+from paceline.quantities import ms
 
 _HIDDEN = 0.02  # of a step: exposed communication that counts as none
 _MOST_SERVERS = 4096
@@ -74,7 +73,9 @@ class Beside:
     simulated: float
 
 
-def compare_efficiency(workload: Workload, grow: Grow, plan: Plan, counts: tuple[int, ...]) -> list[Beside]:
+def compare_efficiency(
+    workload: RecordedWorkload, grow: Grow, plan: ReductionPlan, counts: tuple[int, ...]
+) -> list[Beside]:
     """Lemma 3.1 where its work is shared: G devices compute a G-th each, and the optimizer and the rest stay whole.
 
     R is what one device shows: everything in a step of `plan.sync_every` micro-steps that is no forward or backward.
@@ -112,7 +113,7 @@ class ServerAnswers:
 
 
 def compare_servers(
-    workload: Workload, cluster: Cluster, plan: Plan, server_bytes_per_s: float
+    workload: RecordedWorkload, cluster: Cluster, plan: ReductionPlan, server_bytes_per_s: float
 ) -> ServerAnswers:
     """Lemma 3.2 beside the fewest servers with which the simulated step is as long as with infinitely many."""
     S, N_w = workload.gradient_bytes * plan.payload_ratio, cluster.num_ranks
@@ -133,7 +134,7 @@ def compare_servers(
 
 
 def _fewest_simulated(
-    workload: Workload, cluster: Cluster, plan: Plan, rate: float, *, duplex: bool
+    workload: RecordedWorkload, cluster: Cluster, plan: ReductionPlan, rate: float, *, duplex: bool
 ) -> int | None:
     """By bisection: with more servers only the pieces of a large bucket get larger, up to the bucket."""
 
@@ -149,3 +150,52 @@ def _fewest_simulated(
         middle = (low + high) // 2
         low, high = (low, middle) if step_s(middle, rate) <= enough_s else (middle, high)
     return high
+
+
+@dataclass(frozen=True)
+class LemmasBeside:
+    """What both lemmas answer to a question about scaling, beside the simulator."""
+
+    num_ranks: int
+    efficiency: float
+    simulated: float
+    servers: ServerAnswers
+
+    @classmethod
+    def of(cls, question: Question) -> LemmasBeside | None:
+        """None where there is nothing to say: on one device, or if nothing is computed."""
+        last = question.counts[-1]
+        plan = replace(question.plan, servers=None)
+        workload = replace(question.workload, relative_steps=())
+        if last == 1 or workload.forward_s + workload.backward_s <= 0:
+            return None
+        one = compare_efficiency(workload, question.grow, plan, (last,))[0]
+        server_rate = (
+            question.plan.servers.bytes_per_s
+            if question.plan.servers
+            else question.grow(1).links[0].bytes_per_s
+        )
+        servers = compare_servers(workload, question.grow(last), plan, server_rate)
+        return cls(last, one.lemma, one.simulated, servers)
+
+    def words(self) -> list[str]:
+        """A line each."""
+        found = self.servers
+        simulated = [
+            "no number hides it" if number is None else f"{number}"
+            for number in (found.half_duplex, found.duplex)
+        ]
+        first = (
+            f"lemma 3.1 (one batch shared by {self.num_ranks} devices, overhead that does not grow): efficiency "
+            f"{self.efficiency:.1%}; simulated, with communication: {self.simulated:.1%}"
+        )
+        second = (
+            f"lemma 3.2 (half-duplex servers, traffic behind all of forward and backward): {found.lemma} parameter "
+            f"servers; simulated: {simulated[0]} (half-duplex), {simulated[1]} (both directions at once)"
+        )
+        if 2 * found.worker_limit_s > found.window_s:
+            second += (
+                f" are as good as any number, but hide nothing: the workers' own links take "
+                f"{ms(found.worker_limit_s)} each way, and backward leaves {ms(found.window_s)}"
+            )
+        return [first, second]

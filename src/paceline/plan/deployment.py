@@ -1,4 +1,4 @@
-"""What steps run on: hosts with unequal links, ranks of unequal speed, and what emulating them costs.
+"""What steps run on, and how their gradients are reduced there: hosts, links, parameter servers, buckets, algorithm.
 
 Times are seconds, rates bytes a second, in one direction; a link carries both directions at once.
 """
@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
 from paceline.errors import ConfigurationError
+from paceline.planning.bucket_assignment import DEFAULT_BUCKET_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MEBIBYTE
+from paceline.planning.replay import AlphaBetaCost
+from paceline.quantities import show_rate
 from paceline.schedules.topology import Link, Topology
 
 PACKET_BYTES = 1448  # what a TCP packet of 1,500 bytes carries
 SHARED_MEMORY = Link(5e-6, math.inf)
+DEFAULT_CAPS_BYTES = (DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_CAP_MB * MEBIBYTE)
+NO_TIME = AlphaBetaCost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,6 @@ class EmulationCost:
             raise ConfigurationError(f"{self}: at least one core, and no cost below 0")
 
 
-NO_EMULATION = EmulationCost()
-
-
 @dataclass(frozen=True)
 class Cluster:
     """Hosts, their links, and their ranks.
@@ -106,7 +108,7 @@ class Cluster:
     fold_s_per_byte: float = 0.0
     stall_s: float = 0.2
     probe_s: float = 0.01
-    emulation: EmulationCost = field(default=NO_EMULATION)
+    emulation: EmulationCost = EmulationCost()
 
     def __post_init__(self) -> None:
         if not self.ranks_of_host or min(self.ranks_of_host) < 1:
@@ -195,21 +197,128 @@ class Cluster:
         if len(set(self.speeds)) > 1:
             words += f", speeds {min(self.speeds):g} to {max(self.speeds):g}"
         if self.racks > 1:
-            words += f", {self.racks} racks with uplinks of {rate_words(self.uplink_bytes_per_s)}"
-        return words + (", with what emulation costs" if self.emulation != NO_EMULATION else "")
-
-
-def rate_words(bytes_per_s: float) -> str:
-    """A rate with its unit."""
-    if bytes_per_s == math.inf:
-        return "no limit"
-    megabits = bytes_per_s / 125_000
-    return f"{megabits / 1000:.3g} Gbit/s" if megabits >= 1000 else f"{megabits:.3g} Mbit/s"
+            words += (
+                f", {self.racks} racks with uplinks of {show_rate(8 * self.uplink_bytes_per_s, digits=3)}"
+            )
+        return words + (", with what emulation costs" if self.emulation != EmulationCost() else "")
 
 
 def _link_words(links: Sequence[tuple[float, float, float]]) -> str:
     slowest, latency_s, _ = links[0]
-    words = rate_words(slowest) + (f" to {rate_words(links[-1][0])}" if len(links) > 1 else "")
+    words = show_rate(8 * slowest, digits=3) + (
+        f" to {show_rate(8 * links[-1][0], digits=3)}" if len(links) > 1 else ""
+    )
     words += f" a host, {max(latency_s, *[x[1] for x in links]) * 1e6:.3g} us a round"
     loss = max(link[2] for link in links)
     return words + (f", losing up to {loss:.2%}" if loss else "")
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Parameter servers on hosts of their own.
+
+    Attributes:
+        number: How many; gradients are cut so that each has the same bytes.
+        bytes_per_s: Of each server's link.
+        duplex: Whether it sends and receives at once. Lemma 3.2's do not.
+        piece_bytes: At most so much is pushed to a server before it may be pulled.
+        two_way_ratio: What a link that several connections share carries of its rate in each direction while both are
+            in use; measured with TCP (`benchmarks.parameter_servers`).
+    """
+
+    number: int
+    bytes_per_s: float
+    duplex: bool = True
+    piece_bytes: float = 1 << 20
+    two_way_ratio: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.number < 1 or not (self.bytes_per_s > 0 and self.piece_bytes > 0):
+            raise ConfigurationError(
+                f"{self.number} parameter servers of {self.bytes_per_s} bytes a second, with pieces of "
+                f"{self.piece_bytes} bytes, cannot be: at least one, and a rate and a size above 0."
+            )
+
+    def two_way_ratio_on(self, cluster: Cluster) -> float:
+        """That of the link that limits pushes and pulls: 1 if it carries a single connection."""
+        served_s, worker_s = self.s_per_byte(cluster)
+        connections = cluster.num_ranks if served_s >= worker_s else self.number * max(cluster.ranks_of_host)
+        return self.two_way_ratio if connections > 1 else 1.0
+
+    def num_pieces(self, num_bytes: float) -> int:
+        """Into how many a bucket is cut for each server."""
+        return max(1, math.ceil(num_bytes / (self.number * self.piece_bytes)))
+
+    def s_per_byte(self, cluster: Cluster) -> tuple[float, float]:
+        """Of pushing, or of pulling, all ranks' gradients: the servers' links, and the fullest worker's."""
+        workers = max(
+            ranks / link.bytes_per_s for ranks, link in zip(cluster.ranks_of_host, cluster.links, strict=True)
+        )
+        return cluster.num_ranks / (self.number * self.bytes_per_s), workers
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """How gradients are reduced.
+
+    Attributes:
+        caps_bytes: How many bytes close the first bucket, the second, ...; the last repeats. A bucket is closed by the
+            gradient that brings it to its cap. Infinity: one bucket, when backward is done.
+        algorithm: Of the all-reduce, one of `round_patterns.ALL_REDUCES`; "auto": for each bucket the fastest.
+        payload_ratio: Bytes on the wire over bytes of gradients: 0.5 in 16 bits.
+        launch: On the thread that computes, for each bucket.
+        finish: After a bucket has arrived, on the thread that waits.
+        sync_every: Micro-steps of which the last one synchronizes.
+        num_groups: Process groups that take buckets in turn.
+        shares: Of the global batch, one a rank; empty: equal ones.
+        servers: Parameter servers instead of an all-reduce.
+        priority: Pieces of buckets go in the order of `planning.forward_overlap`, and the next forward hides them, too.
+        overlap: Whether buckets leave during backward; False: all when it is done.
+    """
+
+    caps_bytes: tuple[float, ...] = DEFAULT_CAPS_BYTES
+    algorithm: str = "auto"
+    payload_ratio: float = 1.0
+    launch: AlphaBetaCost = NO_TIME
+    finish: AlphaBetaCost = NO_TIME
+    sync_every: int = 1
+    num_groups: int = 1
+    shares: tuple[float, ...] = ()
+    servers: Servers | None = None
+    priority: bool = False
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.caps_bytes or not all(cap >= 0 for cap in self.caps_bytes):
+            raise ConfigurationError(f"bucket caps of {list(self.caps_bytes)} bytes cannot be: 0 or more.")
+        if not 0 < self.payload_ratio <= 4:
+            raise ConfigurationError(
+                f"a payload of {self.payload_ratio} of the gradients' bytes cannot be: above 0, at most 4."
+            )
+        if self.sync_every < 1 or self.num_groups < 1:
+            raise ConfigurationError(
+                f"synchronizing every {self.sync_every} micro-steps in {self.num_groups} groups cannot be: 1 or more."
+            )
+        if self.shares and (min(self.shares) < 0 or not math.isclose(sum(self.shares), 1, rel_tol=1e-6)):
+            raise ConfigurationError(
+                f"shares of a batch add up to 1, not to {sum(self.shares):g}; none is below 0."
+            )
+        if self.priority and (self.num_groups > 1 or self.servers or self.sync_every > 1):
+            raise ConfigurationError(
+                "priorities are modelled for one process group that all-reduces every step: drop one of the others."
+            )
+
+    def describe(self) -> str:
+        """Some words for a table."""
+        last = self.caps_bytes[-1]
+        words = ["one bucket" if last == math.inf else f"buckets of {last / MEBIBYTE:.3g} MiB"]
+        words.append(self.algorithm if self.servers is None else f"{self.servers.number} parameter servers")
+        if self.payload_ratio != 1:
+            words.append(f"{self.payload_ratio:g} of the bytes")
+        if self.sync_every > 1:
+            words.append(f"synchronizing every {self.sync_every} micro-steps")
+        if self.num_groups > 1:
+            words.append(f"{self.num_groups} groups in turn")
+        if self.priority:
+            words.append("front layers first")
+        return ", ".join(words)

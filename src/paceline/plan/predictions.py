@@ -1,6 +1,6 @@
 """Keeps every prediction, and scores it when a run has measured what was predicted.
 
-One JSON line each, in a file that only grows: a prediction when it is made, an outcome when a run is scored. A
+One JSON line each, in a file that only grows: a prediction when it is made, a measured run when it is scored. A
 prediction is scored by runs of the same workload on as many ranks, which lay on hosts as predicted, in steps of as
 many micro-steps. A run counts once, with the prediction that it scored first: one that is made afterwards knows more.
 """
@@ -17,9 +17,9 @@ from statistics import median
 from typing import Any, BinaryIO
 
 from paceline.errors import ConfigurationError
-from paceline.planning.hardware import Cluster
+from paceline.plan.deployment import Cluster
 
-SEVERAL_HOSTS = "several hosts"
+FILE = "predictions.jsonl"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class KeptPrediction:
         low_s: Of the band.
         high_s: Of the band.
         where: The cluster and the plan, in words.
-        ranks_of_host: How many ranks each host has; None in lines of before that was kept.
+        ranks_of_host: How many ranks each host has.
         num_micro_steps: Of a step.
     """
 
@@ -45,40 +45,36 @@ class KeptPrediction:
     low_s: float
     high_s: float
     where: str
-    ranks_of_host: Sequence[int] | None = None
+    ranks_of_host: Sequence[int]
     num_micro_steps: int = 1
 
-    def is_for(self, outcome: Outcome) -> bool:
-        """Whether that run is one of what was predicted, as far as both say."""
+    def is_for(self, run: MeasuredRun) -> bool:
+        """Whether that run is one of what was predicted, as far as its trace says."""
         mine = (self.workload, self.num_ranks, self.num_micro_steps)
-        if mine != (outcome.workload, outcome.num_ranks, outcome.num_micro_steps):
+        if mine != (run.workload, run.num_ranks, run.num_micro_steps):
             return False
-        if outcome.ranks_of_host is None:
-            return True
-        if self.ranks_of_host is None:
-            return (self.kind == SEVERAL_HOSTS) == (len(outcome.ranks_of_host) > 1)
-        return sorted(self.ranks_of_host) == sorted(outcome.ranks_of_host)
+        return run.ranks_of_host is None or sorted(self.ranks_of_host) == sorted(run.ranks_of_host)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a run measured.
+class MeasuredRun:
+    """What a real run was like, as its trace says.
 
     Attributes:
+        run: Which it was, so that it counts once: the same for a trace that is read again, also after it has grown.
         workload: Its name.
         num_ranks: Of the job.
         step_s: The median.
         ranks_of_host: How many ranks each host had; None: the trace does not say.
         num_micro_steps: Of a step.
-        run: Which it was, so that it counts once; None in lines of before that was kept.
     """
 
+    run: str
     workload: str
     num_ranks: int
     step_s: float
     ranks_of_host: Sequence[int] | None = None
     num_micro_steps: int = 1
-    run: str | None = None
 
 
 @dataclass(frozen=True)
@@ -106,10 +102,10 @@ def kind_of(cluster: Cluster) -> str:
     """What sort of cluster it was for."""
     if cluster.num_ranks == 1:
         return "one rank"
-    return "one host" if cluster.num_hosts == 1 else SEVERAL_HOSTS
+    return "one host" if cluster.num_hosts == 1 else "several hosts"
 
 
-def keep(path: Path, records: Iterable[KeptPrediction | Outcome]) -> None:
+def keep(path: Path, records: Iterable[KeptPrediction | MeasuredRun]) -> None:
     """Append to the file, on a line of its own if its last one was cut off.
 
     Raises:
@@ -130,7 +126,7 @@ def keep(path: Path, records: Iterable[KeptPrediction | Outcome]) -> None:
 
 
 def scores(path: Path) -> list[Score]:
-    """Score every prediction that an outcome came after, by kind; a later prediction replaces an earlier one.
+    """Score every prediction that a run came after, by kind.
 
     Raises:
         ConfigurationError: There is no such file.
@@ -141,26 +137,26 @@ def scores(path: Path) -> list[Score]:
     ]
 
 
-def scored_pairs(path: Path) -> list[tuple[KeptPrediction, Outcome]]:
+def scored_pairs(path: Path) -> list[tuple[KeptPrediction, MeasuredRun]]:
     """Every run that something was predicted for, with the prediction; the last that was measured of each run.
 
     Raises:
         ConfigurationError: There is no such file.
     """
     said: list[KeptPrediction] = []
-    pairs: dict[str, tuple[KeptPrediction, Outcome]] = {}
-    for number, record in enumerate(_records(path)):
+    pairs: dict[str, tuple[KeptPrediction, MeasuredRun]] = {}
+    for record in _records(path):
         if isinstance(record, KeptPrediction):
             said.append(record)
             continue
-        run = record.run or f"line {number}"
-        found = pairs[run][0] if run in pairs else next((x for x in reversed(said) if x.is_for(record)), None)
+        first = pairs[record.run][0] if record.run in pairs else None
+        found = first or next((x for x in reversed(said) if x.is_for(record)), None)
         if found is not None:
-            pairs[run] = (found, record)
+            pairs[record.run] = (found, record)
     return list(pairs.values())
 
 
-def _score(kind: str, pairs: list[tuple[KeptPrediction, Outcome]]) -> Score:
+def _score(kind: str, pairs: list[tuple[KeptPrediction, MeasuredRun]]) -> Score:
     errors = [said.step_s / seen.step_s - 1 for said, seen in pairs]
     worst = max(range(len(pairs)), key=lambda i: abs(errors[i]))
     said, _ = pairs[worst]
@@ -175,7 +171,7 @@ def _score(kind: str, pairs: list[tuple[KeptPrediction, Outcome]]) -> Score:
     )
 
 
-def _records(path: Path) -> Iterator[KeptPrediction | Outcome]:
+def _records(path: Path) -> Iterator[KeptPrediction | MeasuredRun]:
     """All lines that can be read; one that was cut off while it was written is skipped."""
     try:
         lines = path.read_text().splitlines()
@@ -183,7 +179,7 @@ def _records(path: Path) -> Iterator[KeptPrediction | Outcome]:
         raise ConfigurationError(
             f"there are no predictions in {path} ({error.strerror}). `paceline plan SCRIPT` makes and keeps some."
         ) from error
-    kinds: dict[str, Any] = {kind.__name__: kind for kind in (KeptPrediction, Outcome)}
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in (KeptPrediction, MeasuredRun)}
     for line in lines:
         try:
             record = json.loads(line)

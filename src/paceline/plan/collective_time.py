@@ -17,16 +17,14 @@ is missed only by a probe, and the only one by the retransmission timeout. Stall
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import ConfigurationError
-from paceline.planning.hardware import PACKET_BYTES, Cluster
-from paceline.planning.round_patterns import Pattern, Ratios, candidates, is_possible, patterns
+from paceline.plan.deployment import PACKET_BYTES, Cluster
+from paceline.plan.round_patterns import Pattern, Ratios, candidates, is_possible, patterns
 
 
 @dataclass(frozen=True)
@@ -218,50 +216,3 @@ def _words(host: int, cluster: Cluster) -> str:
     slowest = min(link.bytes_per_s for link in cluster.links)
     alike = all(link.bytes_per_s == slowest for link in cluster.links)
     return "the hosts' links" if alike else f"host {host}'s link"
-
-
-TWO_WAY_RATIO = 0.8
-
-
-@dataclass(frozen=True)
-class Servers:
-    """Parameter servers on hosts of their own.
-
-    Attributes:
-        number: How many; gradients are cut so that each has the same bytes.
-        bytes_per_s: Of each server's link.
-        duplex: Whether it sends and receives at once. Lemma 3.2's do not.
-        piece_bytes: At most so much is pushed to a server before it may be pulled.
-        two_way_ratio: What a link that several connections share carries of its rate in each direction while both are
-            in use; measured with TCP (`benchmarks.parameter_servers`).
-    """
-
-    number: int
-    bytes_per_s: float
-    duplex: bool = True
-    piece_bytes: float = 1 << 20
-    two_way_ratio: float = TWO_WAY_RATIO
-
-    def __post_init__(self) -> None:
-        if self.number < 1 or not (self.bytes_per_s > 0 and self.piece_bytes > 0):
-            raise ConfigurationError(
-                f"{self.number} parameter servers of {self.bytes_per_s} bytes a second, with pieces of "
-                f"{self.piece_bytes} bytes, cannot be: at least one, and a rate and a size above 0."
-            )
-
-    def two_way_ratio_on(self, cluster: Cluster) -> float:
-        """That of the link that limits pushes and pulls: 1 if it carries a single connection."""
-        served_s, worker_s = self.s_per_byte(cluster)
-        connections = cluster.num_ranks if served_s >= worker_s else self.number * max(cluster.ranks_of_host)
-        return self.two_way_ratio if connections > 1 else 1.0
-
-    def num_pieces(self, num_bytes: float) -> int:
-        """Into how many a bucket is cut for each server."""
-        return max(1, math.ceil(num_bytes / (self.number * self.piece_bytes)))
-
-    def s_per_byte(self, cluster: Cluster) -> tuple[float, float]:
-        """Of pushing, or of pulling, all ranks' gradients: the servers' links, and the fullest worker's."""
-        workers = max(
-            ranks / link.bytes_per_s for ranks, link in zip(cluster.ranks_of_host, cluster.links, strict=True)
-        )
-        return cluster.num_ranks / (self.number * self.bytes_per_s), workers

@@ -1,22 +1,24 @@
-"""`Asked`: what the command line of `paceline plan` says, checked; what it leaves out is measured or assumed."""
+"""`PlanRequest`: what the command line of `paceline plan` says, checked; what it leaves out is measured or assumed."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from paceline import quantities
 from paceline.errors import ConfigurationError
+from paceline.plan.deployment import DEFAULT_CAPS_BYTES, Cluster, HostLink, ReductionPlan, Servers
 from paceline.plan.links_here import LinkHere
-from paceline.plan.script_recording import DEFAULT_STEPS
-from paceline.plan.source import is_script, workload_of
-from paceline.planning import Cluster, HostLink, Plan, Servers, Workload
-from paceline.planning.round_patterns import ALL_REDUCES
-from paceline.planning.training_plan import DEFAULT_CAPS_BYTES, MEBIBYTE
+from paceline.plan.round_patterns import ALL_REDUCES
+from paceline.plan.workload import RecordedWorkload
+from paceline.planning.bucket_assignment import MEBIBYTE
 from paceline.schedules.topology import Link
-from paceline_lab.emulation import quantities
 
+DEFAULT_STEPS = 20
 _RANKS_PER_HOST = 8
 ASSUMED = {"rate": "25Gbit", "latency": "30us", "ranks_per_host": str(_RANKS_PER_HOST), "within": "800Gbit"}
 _COLLECTIVE_S = 3e-5  # of a library, for one collective; NCCL's launches are of that order
@@ -24,7 +26,7 @@ _MESSAGE_S = 5e-6  # of a further message in a round
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What the command line says; None: not said, so measured on the hosts that it runs on, or `ASSUMED`.
 
     Attributes:
@@ -69,6 +71,13 @@ class Asked:
     price: float | None = None
     link_here: LinkHere | None = None
 
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> PlanRequest:
+        """By the names of the command line's options; those that are no field of a request are left out."""
+        fields = {field.name for field in dataclasses.fields(cls)}
+        given = {name: value for name, value in options.items() if name in fields}
+        return cls(**{**given, "arguments": tuple(given.get("arguments") or ())})
+
     def __post_init__(self) -> None:
         if self.to < 1:
             raise ConfigurationError(f"--to {self.to} cannot be: a prediction is for 1 device or more.")
@@ -94,17 +103,17 @@ class Asked:
         self.cluster(self.to)
 
     def _refuse_what_would_be_ignored(self) -> None:
-        recorded = not is_script(self.source)
+        is_script = self._is_script()
         ignored = {
             "--price": ("--epoch-samples, the samples of an epoch", self.epoch_samples, self.price),
             "--server-rate": ("--servers, how many there are", self.servers, self.server_rate),
-            "--steps": ("a script: nothing else is recorded", not recorded, self.steps),
-            "arguments": ("a script: nothing else takes any", not recorded, self.arguments),
+            "--steps": ("a script: nothing else is recorded", is_script, self.steps),
+            "arguments": ("a script: nothing else takes any", is_script, self.arguments),
         }
         for option, (needed, has_it, value) in ignored.items():
             if not has_it and value not in (None, ()):
                 raise ConfigurationError(f"{option} {value} would change nothing without {needed}.")
-        if self.servers and self.algorithm != Asked.algorithm:
+        if self.servers and self.algorithm != "ring":
             raise ConfigurationError(
                 f"--algorithm {self.algorithm} would change nothing: with --servers there is no all-reduce."
             )
@@ -121,7 +130,7 @@ class Asked:
         made = Cluster.of_equal_hosts(num_ranks, link, per_host, within)
         return dataclasses.replace(made, collective_s=_COLLECTIVE_S)
 
-    def plan(self, recorded_micro_steps: int = 1) -> Plan:
+    def plan(self, recorded_micro_steps: int = 1) -> ReductionPlan:
         """How gradients are reduced; of a workload that was recorded with so many micro-steps a step."""
         cap = self.bucket_cap_mb
         caps: tuple[float, ...] = DEFAULT_CAPS_BYTES if cap is None else (cap * MEBIBYTE,)
@@ -129,7 +138,7 @@ class Asked:
         if self.servers:
             rate = self._link_bytes_per_s() if self.server_rate is None else self._rate("server_rate")
             servers = Servers(self.servers, rate)
-        return Plan(
+        return ReductionPlan(
             caps,
             self.algorithm,
             payload_ratio=0.5 if self.half else 1.0,
@@ -197,9 +206,25 @@ class Asked:
             words += "; this is one host, which has no such link to measure (see docs/guide/plan.md#on-several-hosts)"
         return words
 
-    def workload(self) -> Workload:
-        """Load or record it."""
-        found = workload_of(self.source, self.arguments, self.steps or DEFAULT_STEPS)
+    def workload(self) -> RecordedWorkload:
+        """Record the script, or read the workload.
+
+        Raises:
+            ConfigurationError: There is none, or it cannot be read.
+            RecordingError: The script failed.
+        """
+        path = Path(self.source)
+        if self._is_script():
+            from paceline.plan.script_recording import record_script  # noqa: PLC0415  the launcher imports torch
+
+            found = record_script(path, self.arguments, self.steps or DEFAULT_STEPS)
+        elif path.exists() or path.suffix:
+            found = RecordedWorkload.load(path)
+        else:
+            found = RecordedWorkload.shipped(self.source)
         if self.batch is None:
             return found
         return dataclasses.replace(found, samples_per_step=self.batch * found.num_micro_steps)
+
+    def _is_script(self) -> bool:
+        return Path(self.source).suffix == ".py"

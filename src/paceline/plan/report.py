@@ -1,15 +1,21 @@
-"""How a forecast is told: one sentence, a table, notes and a figure."""
+"""How a forecast is told: one sentence, a table, notes, and a figure if matplotlib is there."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
-from paceline.planning import Workload
-from paceline.planning.decision import ms
-from paceline.planning.scaling import Answer, Question
-from paceline_lab.report.look import COMMUNICATION, OURS, PAPER
-from paceline_lab.report.panels import Line, Lines, Panel
-from paceline_lab.report.terminal import table
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from paceline.plan.scaling import Answer, Question
+from paceline.plan.workload import RecordedWorkload
+from paceline.quantities import ms
+
+_COLOR, _QUIET_COLOR = "#0072b2", "#999999"
 
 
 def sentence(question: Question, answer: Answer) -> str:
@@ -31,7 +37,7 @@ def sentence(question: Question, answer: Answer) -> str:
     return words + "."
 
 
-def predicted_table(question: Question, answer: Answer) -> Any:
+def predicted_table(question: Question, answer: Answer) -> Table:
     """A row for every number of devices."""
     has_rate = answer.points[0].samples_per_s is not None
     has_epoch, has_cost = answer.points[0].epoch_s is not None, answer.points[0].epoch_cost is not None
@@ -85,55 +91,54 @@ def notes(question: Question, assumed: str) -> list[str]:
     return [what, *said, *[missing] * needs_batch, band]
 
 
-def panels(answer: Answer) -> list[Panel]:
-    """The figure: throughput with its band, and the step."""
-    points = answer.points
-    ticks = [point.num_ranks for point in points]
-
-    def line(label: str, values: list[float], color: str, style: str = "-", marker: str = "o") -> Line:
-        return Line(label, list(zip(ticks, values, strict=True)), color, style, marker)
-
-    alone_s = points[0].step_s
-    low = [point.num_ranks * alone_s / point.high_s for point in points]
-    high = [point.num_ranks * alone_s / point.low_s for point in points]
-    knee = Line("knee", [(answer.knee, 0), (answer.knee, points[-1].num_ranks)], PAPER, ":", "")
-    return [
-        Lines(
-            "throughput",
-            "devices",
-            "times one device",
-            [
-                Line("linear", list(zip(ticks, ticks, strict=True)), "lightgray", "-", ""),
-                line("predicted", [point.speed_up for point in points], OURS),
-                line("80 % band", low, OURS, ":", ""),
-                line("", high, OURS, ":", ""),
-                knee,
-            ],
-            ticks={tick: str(tick) for tick in ticks},
-            log_x=True,
-        ),
-        Lines(
-            "a step",
-            "devices",
-            "ms",
-            [
-                line("step", [1e3 * point.step_s for point in points], OURS),
-                line(
-                    "without exposed communication",
-                    [1e3 * (p.step_s - p.exposed_s) for p in points],
-                    COMMUNICATION,
-                    "--",
-                ),
-            ],
-            ticks={tick: str(tick) for tick in ticks},
-            log_x=True,
-        ),
-    ]
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose first column names the row and whose other columns are numbers."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
-def title(workload: Workload) -> str:
-    """Of the figure."""
-    return f"{workload.name}, predicted ({workload.source})"
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
+    """Draw a bar on stderr; yields a function that takes the share done, 0 to 1."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda done_ratio: bar.update(task, completed=done_ratio)
+
+
+def draw_figure(path: Path, workload: RecordedWorkload, answer: Answer) -> bool:
+    """Draw throughput with its band, and the step; returns False, and draws nothing, without matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415  only this needs it
+    except ImportError:
+        return False
+    points, alone_s = answer.points, answer.points[0].step_s
+    devices = [point.num_ranks for point in points]
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    figure.suptitle(f"{workload.name}, predicted ({workload.source})", fontsize=10)
+    throughput, step = figure.subplots(1, 2)
+    throughput.plot(devices, devices, color="lightgray", label="linear")
+    throughput.plot(devices, [x.speed_up for x in points], "o-", color=_COLOR, label="predicted")
+    low = [x.num_ranks * alone_s / x.high_s for x in points]
+    high = [x.num_ranks * alone_s / x.low_s for x in points]
+    throughput.fill_between(devices, low, high, color=_COLOR, alpha=0.2, label="80 % band")
+    throughput.axvline(answer.knee, color=_QUIET_COLOR, linestyle=":", label="knee")
+    throughput.set(title="throughput", ylabel="times one device")
+    step.plot(devices, [1e3 * x.step_s for x in points], "o-", color=_COLOR, label="step")
+    hidden = [1e3 * (x.step_s - x.exposed_s) for x in points]
+    step.plot(devices, hidden, "--", color=_QUIET_COLOR, label="without exposed communication")
+    step.set(title="a step", ylabel="ms", ylim=(0, None))
+    for axes in (throughput, step):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(devices, [str(each) for each in devices])
+        axes.set_xlabel("devices")
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+    return True
 
 
 def _devices(number: int) -> str:

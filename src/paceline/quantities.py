@@ -76,9 +76,12 @@ def per_host(text: str, num_hosts: int, option: str) -> list[str]:
     return values
 
 
-def show_rate(bits_per_s: float) -> str:
+def show_rate(bits_per_s: float, digits: int = 4) -> str:
     """`1 Gbit/s`."""
-    return _show(bits_per_s, (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0)))
+    if bits_per_s == math.inf:
+        return "no limit"
+    units = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0))
+    return _show(bits_per_s, units, digits)
 
 
 def show_size(num_bytes: float) -> str:
@@ -89,6 +92,11 @@ def show_size(num_bytes: float) -> str:
 def show_seconds(duration_s: float) -> str:
     """`1 ms`."""
     return _show(duration_s, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
+
+
+def ms(duration_s: float) -> str:
+    """Three digits of a time, in milliseconds below a second: `12.3 ms`, `1.23 s`."""
+    return f"{duration_s * 1e3:,.3g} ms" if duration_s < 1 else f"{duration_s:,.3g} s"
 
 
 def show_percentage(ratio: float) -> str:
@@ -111,8 +119,8 @@ def _factor(unit: str, known: dict[str, float], text: str, option: str, units: s
     return known[unit]
 
 
-def _show(value: float, units: tuple[tuple[str, float], ...]) -> str:
+def _show(value: float, units: tuple[tuple[str, float], ...], digits: int = 4) -> str:
     for unit, factor in units:
         if abs(value) >= factor * 0.9995:
-            return f"{value / factor:.4g} {unit}"
+            return f"{value / factor:.{digits}g} {unit}"
     return f"{value / units[-1][1]:.3g} {units[-1][0]}"

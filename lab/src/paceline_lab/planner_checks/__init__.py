@@ -1,0 +1,1 @@
+"""What the product's planner is checked by, and what only measurements ask: Zou's minibatches, least step times."""

@@ -1,0 +1,3 @@
+"""The name and version in a trace's header: `workload_recording` writes them, `plan` reads them, without torch."""
+
+TRACE_FORMAT, TRACE_VERSION = "paceline trace", 1

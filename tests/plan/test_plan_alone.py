@@ -1,0 +1,91 @@
+"""What `paceline plan` needs: neither torch, nor the lab, nor matplotlib, and few files of Paceline's own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import paceline
+
+PACKAGE = Path(paceline.__file__).parent
+# Of the lab only its commands, which an entry point brings.
+ALONE = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        first, _, rest = name.partition(".")
+        if first in {"torch", "matplotlib"} or (first == "paceline_lab" and rest and not rest.startswith("cli")):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+from paceline.cli import main
+main(sys.argv[1:])
+"""
+# The script's own process has a trace, too: what it enters counts.
+TRACED = """
+import pathlib, sys, threading
+
+def note(frame, event, argument):
+    name = frame.f_code.co_filename
+    if event != "call" or "paceline" not in name or name in entered:
+        return
+    while frame.f_back is not None:  # what runs while a module is imported is no part of the way
+        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename != "<string>":
+            return
+        frame = frame.f_back
+    entered.add(name)
+
+entered = set()
+sys.setprofile(note)
+threading.setprofile(note)
+try:
+    sys.argv[:2] = sys.argv[1:2]
+    if sys.argv[0] == "paceline":
+        from paceline.cli import main
+    else:
+        from paceline.plan.script_recording import main
+    main(sys.argv[1:])
+finally:
+    sys.setprofile(None)
+    with open("entered.txt", "a") as file:
+        file.write("".join(f"{name}\\n" for name in entered))
+"""
+SCRIPT = """
+import torch
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def run(program: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_shipped_workload_is_planned_without_torch(tmp_path: Path) -> None:
+    done = run(ALONE, tmp_path, "plan", "resnet50", "--to", "4")
+    assert done.returncode == 0, done.stderr
+    assert "resnet50 on 4 devices" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "paceline-report").iterdir()) == [
+        "plan.json",
+        "predictions.jsonl",
+    ]
+
+
+def test_a_script_is_planned_by_at_most_20_files(tmp_path: Path) -> None:
+    """The ways of docs/architecture.md: files of which a function runs, from the command to the last line printed."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    planned = run(TRACED, tmp_path, "paceline", "plan", "train.py", "--to", "8", "--steps", "2")
+    assert planned.returncode == 0, planned.stderr
+    recorded = run(TRACED, tmp_path, "recorded", "trace.jsonl", "2", "train.py")
+    assert recorded.returncode == 0, recorded.stderr
+    entered = {Path(name) for name in (tmp_path / "entered.txt").read_text().splitlines()}
+    ours = sorted(str(path.relative_to(PACKAGE)) for path in entered if path.is_relative_to(PACKAGE))
+    assert "plan/forecast.py" in ours
+    assert "observe/workload_recording.py" in ours
+    assert len(ours) <= 20, ours
