@@ -55,7 +55,7 @@ class Count:
 
 def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
     """Return every rank's solution, the seconds it took, and those for what every rank repeats (one rank only)."""
-    from paceline.process_group.in_process import InProcessWorld
+    from paceline_lab.doubles.in_process import InProcessWorld
     from paceline_svm.kernels import Kernel
     from paceline_svm.problem import Problem, SolverSettings
     from paceline_svm.sample_forms import DenseSamples

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from harness.ranks import Ranks, pool
 from harness.svm_oracle import truth, two_classes, working_sets_of
-from paceline.process_group.in_process import InProcessWorld
+from paceline_lab.doubles.in_process import InProcessWorld
 from paceline_svm import SVC, SVR, OneClassSVM, estimator, reconstruction, solver, world
 from paceline_svm.reconstruction import EliminatedGroup, EliminatedSamples
 from paceline_svm.stopping import OptimalityCheck

@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from harness.ranks import pool
 from harness.svm_oracle import truth, two_classes, working_sets_of
-from paceline.process_group.in_process import InProcessWorld
+from paceline_lab.doubles.in_process import InProcessWorld
 from paceline_svm import SVC, SVR, placement
 from paceline_svm.thread_pool import for_each, num_threads, thread_pool
 from paceline_svm.world import GroupWorld

@@ -32,7 +32,6 @@ NO_GROUPS = {
 }  # the SVM's own class, whose collectives go through comm
 # Sockets and what sends on them, or is their protocol; import-linter keeps torch from the servers. And a generator.
 SOCKETS = {
-    "demo": {"sender"},
     "servers": {"connected", "connection", "_wake", "_woken"},
     "transports": {"endpoint"},
     "ddp": {"_course"},

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import ConfigurationError
 from paceline.optim import Cosine, Curve, CurveLR, InverseSqrt, Polynomial, Step, rate_factor
-from paceline.optim.decays import DECAYS
+from paceline.optim.learning_rate import DECAYS
 
 REFERENCE, PEAK = 0.1, 0.8
 

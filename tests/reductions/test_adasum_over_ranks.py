@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from harness.in_memory import InMemoryNetwork
 from harness.models import WORKLOADS, Branches, Mlp, digest, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
@@ -25,7 +26,6 @@ from paceline.reductions.adasum.over_ranks import AdasumOverRanks
 from paceline.schedules import Link, Links, Topology, price
 from paceline.schedules.vector_halving import vector_halving
 from paceline.transports.c10d import C10dTransport
-from paceline.transports.in_memory import InMemoryNetwork
 from paceline.transports.shared_memory import SharedMemoryTransport
 
 FREE = Links(Link(0.0, 1e9), Link(0.0, 1e9))

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from paceline.errors import ConfigurationError
 from paceline.reductions import BoundedLoss
 from paceline.reductions.bounded_loss_mean import _classes
-from paceline.transports.lossy_in_memory import LossyMemory
+from paceline_lab.doubles.lossy_in_memory import LossyMemory
 from paceline_lab.studies.in_process_ranks import RankReductions
 
 RANKS, PER_CHUNK = 4, 8

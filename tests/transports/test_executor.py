@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from harness.in_memory import InMemoryNetwork
 from paceline.errors import CollectiveMismatchError, ConfigurationError, PeerLostError, ProtocolError
 from paceline.process_group.executor import Executor
 from paceline.schedules import (
@@ -25,7 +26,6 @@ from paceline.schedules import (
     recursive_doubling,
     ring,
 )
-from paceline.transports.in_memory import InMemoryNetwork
 
 FREE = Links(Link(0.0, 1e9), Link(0.0, 1e9))
 ALL_REDUCES = [name for name, algorithm in SCHEDULES.items() if algorithm.operation == "all_reduce"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.in_memory import InMemoryNetwork
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
-from paceline.transports.in_memory import InMemoryNetwork
 
 
 def test_messages_arrive_in_order_by_size_and_are_counted():

@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
+from harness.in_memory import InMemoryNetwork
 from paceline.errors import ConfigurationError
 from paceline.schedules import Link, Links, Topology
 from paceline.transports import link_probe
-from paceline.transports.in_memory import InMemoryNetwork
 from paceline.transports.link_probe import ENVIRONMENT, find_links
 
 WITHIN = Link(2e-5, 4e9, 1e-6)

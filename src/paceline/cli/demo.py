@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
+class _Dtype(str, Enum):
+    float64 = "float64"
+    float32 = "float32"
+
+
 def demo(
     data: Annotated[
         str, typer.Option(help="digits, fashion-mnist, or a folder with MNIST's four files.")
     ] = "digits",
-    ranks: Annotated[int, typer.Option(help="Worker processes.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
     epochs: Annotated[
         int | None,
         typer.Option(
-            help="How often to see the training set.", show_default="16 for digits, 3 for larger images"
+            min=1,
+            help="How often to see the training set.",
+            show_default="16 for digits, 3 for larger images",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the initial parameters and the order of the samples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Of the initial parameters and the samples' order.")
+    ] = 0,
     dtype: Annotated[
-        str, typer.Option(help="float64, or float32 to see how training amplifies float32's rounding.")
-    ] = "float64",
+        _Dtype, typer.Option(help="float32 shows how training amplifies float32's rounding.")
+    ] = _Dtype.float64,
     report: Annotated[Path, typer.Option(help="Folder for the figures and rows.")] = Path("paceline-report"),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the rows to stdout, progress to stderr.")
@@ -32,12 +42,10 @@ def demo(
     """Train on real images over several processes, and compare with one process on the same batches."""
     from rich.console import Console
 
-    from paceline.demo.screen import Screen
-    from paceline.demo.two_trainings import DemoSettings, run_demo
+    from paceline.demo.comparison import run_demo
 
     if epochs is None:
         epochs = 16 if data == "digits" else 3
-    settings = DemoSettings(data, ranks, epochs, seed, dtype, report)
-    rows = run_demo(settings, Screen(Console(stderr=as_json)))
+    rows = run_demo(data, ranks, epochs, seed, dtype.value, report, Console(stderr=as_json))
     if as_json:
         print(json.dumps(rows))

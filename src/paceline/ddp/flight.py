@@ -196,9 +196,9 @@ class PlainFlight:
         return True
 
     def launch(self, bucket: Bucket) -> None:
-        self.send(bucket, bucket is self._last)
+        self.launch_whole(bucket, bucket is self._last)
 
-    def send(self, bucket: Bucket, is_last: bool) -> None:
+    def launch_whole(self, bucket: Bucket, is_last: bool) -> None:
         """Launch it; `is_last`: nothing is launched after it in this step."""
         launched = _Launched(bucket, bucket.size_bytes)
         try:

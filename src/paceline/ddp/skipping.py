@@ -293,7 +293,7 @@ class SkippingFlight:
         if bucket.left_out:
             self._plain.leave_out(bucket)
         else:
-            self._plain.send(bucket, bucket is self._last)
+            self._plain.launch_whole(bucket, bucket is self._last)
 
     def wait_for_words(self) -> bool:
         have_come = self._plain.wait_for_words()

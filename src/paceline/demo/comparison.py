@@ -1,198 +1,260 @@
-"""What came out of the demo's two trainings: whether they agree, and the rows and figures of the report."""
+"""The demo from its settings to its report: train over ranks and in one process, show progress, compare."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import os
 import platform
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress
+from rich.table import Table
 
-from paceline import __version__
-from paceline.demo.progress_pipe import Progress, RankOutcome
-from paceline.launch import num_cores
-from paceline_lab.report import ReportFolder
-from paceline_lab.report.figures import draw_figure
-from paceline_lab.report.look import BASELINE, LIMIT, OURS
-from paceline_lab.report.panels import Line, Lines, Stacks
-
-if TYPE_CHECKING:
-    from paceline.demo.two_trainings import DemoSettings
-
+from paceline.demo.images import load_images
+from paceline.demo.training import STEP_PARTS, Job
+from paceline.errors import ConfigurationError, PacelineError
+from paceline.launch import Keeper, launch, num_cores, parse
+from paceline.version import __version__
 
 # Summation order changes the last bits of a gradient, and training amplifies them; anything larger than this,
 # relative to the largest parameter, is not rounding.
 ALLOWED_DIFFERENCE = {"float64": 1e-9, "float32": 1e-2}
-STEP_PARTS = ("forward", "backward", "exposed communication", "optimizer", "other")
 
 
-@dataclass(frozen=True)
-class Training:
-    """One of the two trainings.
+class PromiseBrokenError(PacelineError, RuntimeError):
+    """The demo's trainings differ by more than rounding: a defect of Paceline, or of the machine."""
 
-    Attributes:
-        name: `2 processes` or `1 process`.
-        losses: Mean loss of every epoch, over all ranks.
-        outcomes: One a rank, in rank order.
-        parameters: File with rank 0's final parameters.
-        wall_s: From starting the processes to the last one's end.
+
+def run_demo(
+    data: str, ranks: int, epochs: int, seed: int, dtype: str, report: Path, console: Console
+) -> Any:
+    """Train twice, show it, write the report; returns the rows that the report holds.
+
+    Raises:
+        ConfigurationError: Something asked for is not possible; nothing was trained.
+        LaunchError: A rank failed.
+        PromiseBrokenError: The results differ; the report was written.
     """
-
-    name: str
-    losses: tuple[float, ...]
-    outcomes: tuple[RankOutcome, ...]
-    parameters: Path
-    wall_s: float
-
-    @property
-    def accuracy(self) -> float:
-        """Of rank 0, on the test set."""
-        return next(outcome.accuracy for outcome in self.outcomes if outcome.accuracy is not None)
-
-    @property
-    def samples_per_s(self) -> float:
-        """Of all ranks together."""
-        return sum(outcome.samples_per_s for outcome in self.outcomes)
-
-    @property
-    def ranks_agree(self) -> bool:
-        """Whether all ranks ended with bitwise the same parameters."""
-        return len({outcome.fingerprint for outcome in self.outcomes}) == 1
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far two sets of parameters are apart.
-
-    Attributes:
-        largest: The largest absolute difference of two elements.
-        parameter: Where it is.
-        scale: The largest absolute value of any parameter.
-        dtype: In which the trainings computed.
-    """
-
-    largest: float
-    parameter: str
-    scale: float
-    dtype: str
-
-    @property
-    def is_rounding(self) -> bool:
-        """Whether it can be explained by the order in which numbers were added up."""
-        return self.largest <= ALLOWED_DIFFERENCE[self.dtype] * self.scale
-
-
-def difference(one: Path, other: Path, dtype: str) -> Difference:
-    """Compare two files of parameters that rank 0 of two trainings wrote."""
-    largest, where, scale = 0.0, "", 0.0
-    with np.load(one) as ours, np.load(other) as theirs:
-        for name in ours.files:
-            apart = float(np.abs(ours[name] - theirs[name]).max())
-            scale = max(scale, float(np.abs(theirs[name]).max()))
-            # `not <=` rather than `>`: a NaN must win.
-            if not apart <= largest or not where:
-                largest, where = apart, name
-    return Difference(largest, where, scale, dtype)
-
-
-def epoch_losses(progress: Sequence[Progress]) -> tuple[float, ...]:
-    """Mean over ranks of every epoch's final loss; the ranks' slices are of equal size."""
-    by_epoch: dict[int, list[float]] = {}
-    for report in progress:
-        if report.epoch_done:
-            by_epoch.setdefault(report.epoch, []).append(report.loss)
-    return tuple(sum(losses) / len(losses) for _, losses in sorted(by_epoch.items()))
-
-
-def mean_parts_s(training: Training) -> tuple[float, ...]:
-    """Seconds of a step's parts, in the order of `STEP_PARTS`, mean over ranks."""
-    per_rank = [(o.forward_s, o.backward_s, o.exposed_s, o.optimizer_s, o.other_s) for o in training.outcomes]
-    return tuple(float(mean) for mean in np.mean(per_rank, axis=0))
-
-
-def rows(
-    settings: DemoSettings, data: str, parallel: Training, single: Training, apart: Difference
-) -> dict[str, object]:
-    """Everything the demo found, ready for JSON."""
-    return {
-        "settings": {**dataclasses.asdict(settings), "report": str(settings.report), "data": data},
-        "global_batch": settings.global_batch,
-        "machine": {
-            "cores": num_cores(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "paceline": __version__,
-        },
-        "trainings": [_training_row(training) for training in (parallel, single)],
-        "ranks_bitwise_equal": parallel.ranks_agree,
-        "difference": {**dataclasses.asdict(apart), "is_rounding": apart.is_rounding},
-    }
-
-
-def _training_row(training: Training) -> dict[str, object]:
-    return {
-        "name": training.name,
-        "losses": list(training.losses),
-        "accuracy": training.accuracy,
-        "samples_per_s": training.samples_per_s,
-        "wall_s": training.wall_s,
-        "step_s": dict(zip(STEP_PARTS, mean_parts_s(training), strict=True)),
-        "ranks": [dataclasses.asdict(outcome) for outcome in training.outcomes],
-    }
-
-
-def write_figures(folder: ReportFolder, parallel: Training, single: Training, dtype: str) -> list[Path]:
-    """Draw the losses of both trainings and how far they are apart, and where a step's time goes."""
-    paths = [folder.path / "losses.png", folder.path / "step.png"]
-    _draw_losses(paths[0], parallel, single, dtype)
-    _draw_step(paths[1], parallel, single)
-    return paths
-
-
-def _draw_losses(path: Path, parallel: Training, single: Training, dtype: str) -> None:
-    epochs = range(1, len(single.losses) + 1)
-    ticks = {float(epoch): str(epoch) for epoch in epochs}
-    losses = [
-        Line(parallel.name, list(zip(epochs, parallel.losses, strict=True)), OURS),
-        Line(single.name, list(zip(epochs, single.losses, strict=True)), BASELINE, "--"),
-    ]
-    apart = [abs(ours / one - 1) for ours, one in zip(parallel.losses, single.losses, strict=True)]
-    rounding, allowed = float(np.finfo(dtype).eps), ALLOWED_DIFFERENCE[dtype]
-    nothing = rounding / 10  # where the logarithmic axis has its zero
-    differences = [
-        Line("of the losses", [(x, max(y, nothing)) for x, y in zip(epochs, apart, strict=True)], OURS),
-        Line(f"one rounding of a {dtype}", [(x, rounding) for x in epochs], LIMIT, ":", ""),
-        Line("the demo fails (parameters)", [(x, allowed) for x in epochs], LIMIT, "--", ""),
-    ]
-    decades = {10.0**n: f"1e{n}" for n in range(-16, 0, 2) if rounding < 10.0**n}
-    draw_figure(
-        path,
-        f"{parallel.name} learn what {single.name} learns: losses differ by at most {max(apart):.0e} of their value",
-        [
-            Lines("training loss, mean of an epoch", "epoch", "loss", losses, ticks),
-            Lines("relative difference", "epoch", "", differences, ticks, y_ticks={nothing: "0", **decades}),
-        ],
-        f"Both see the same global batches, in {dtype}; what is left is the order in which numbers are added up.",
-        columns=1,
+    images, batch, cores = load_images(data), 64 * ranks, num_cores()
+    num_train, num_test = len(images.train_labels), len(images.test_labels)
+    if ranks > 4 * cores:
+        raise ConfigurationError(
+            f"--ranks {ranks} is too many for this machine: a rank is a whole process that wants a core, and there are "
+            f"{cores}. The demo takes at most {4 * cores} (4 a core)."
+        )
+    if num_train < batch or not num_test or images.side < 4:
+        raise ConfigurationError(
+            f"{images.name} has {num_train} training and {num_test} test images of {images.side} pixels a side; a step "
+            f"of {ranks} ranks takes {batch}, of 4 pixels or more. Pass fewer --ranks, or more images."
+        )
+    try:
+        report.mkdir(parents=True, exist_ok=True)
+        (report / "rows.json").touch()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the report folder {report} cannot be made ({error.strerror}). Pass another one with --report."
+        ) from error
+    console.print(
+        f"[bold]paceline demo[/bold]: {images.name}, {num_train:,} training and {num_test:,} test images of "
+        f"{images.side} x {images.side} pixels; {epochs} epochs of batches of {batch} in {dtype}, first over {ranks} "
+        "process(es) with paceline.DistributedDataParallel on Gloo, then the same batches in one process.",
+        highlight=False,
     )
-
-
-def _draw_step(path: Path, parallel: Training, single: Training) -> None:
-    milliseconds = {
-        training.name: [
-            (part, 1e3 * part_s) for part, part_s in zip(STEP_PARTS, mean_parts_s(training), strict=True)
+    # Both trainings get the same number of threads a process, so that a process is compared with a process.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    with Keeper(uuid.uuid4().hex) as keeper:  # removes the folder even if we are killed
+        files = [keeper.folder / "parallel", keeper.folder / "single"]
+        jobs = [
+            Job(data, epochs, batch, seed, dtype, i == 0, f"{files[i]}.pipe", f"{files[i]}.npz")
+            for i in (0, 1)
         ]
-        for training in (parallel, single)
+        parallel, single = (_train(job, ranks if job.wrapped else 1, console) for job in jobs)
+        apart = difference(Path(jobs[0].parameters), Path(jobs[1].parameters), dtype)
+    agree = len({rank["fingerprint"] for rank in parallel["ranks"]}) == 1
+    settings = {"data": images.name, "ranks": ranks, "epochs": epochs, "seed": seed, "dtype": dtype}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "paceline": __version__}
+    rows: dict[str, Any] = {
+        "settings": {**settings, "report": str(report)},
+        "global_batch": batch,
+        "machine": {"cores": cores, **versions},
+        "trainings": [parallel, single],
+        "ranks_bitwise_equal": agree,
+        "difference": apart,
     }
-    parts_ms = dict(milliseconds[parallel.name])
-    draw_figure(
-        path,
-        f"{parallel.name} wait for communication in {parts_ms['exposed communication']:.2f} of the "
-        f"{sum(parts_ms.values()):.2f} ms of a step",
-        [Stacks("", "ms a step, mean over ranks", milliseconds)],
-        "The same global batch: one process computes all of it, each of several its share.",
+    (report / "rows.json").write_text(json.dumps(rows, indent=2) + "\n")
+    _show(console, rows, [*_pictures(report, dtype, parallel, single), report / "rows.json"])
+    if not (agree and apart["is_rounding"]):
+        raise PromiseBrokenError(
+            f"the promise is broken: the ranks {'agree' if agree else 'do not agree bitwise'}, and the largest "
+            f"difference to one process is {apart['largest']:.3g} in {apart['parameter']}, of parameters up to "
+            f"{apart['scale']:.3g}. Please report this with {report / 'rows.json'}."
+        )
+    return rows
+
+
+@contextlib.contextmanager
+def heard(pipe: Path, receive: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Hand what ranks report by a named pipe to `receive`, on a thread that ends by an empty line of our own.
+
+    We hold the pipe open for writing, too: there is no end of file when ranks come and go. After an error of
+    `receive`, raised at the end, reading goes on: ranks would wait for room in the pipe.
+    """
+    os.mkfifo(pipe)
+    end, errors = os.open(pipe, os.O_RDWR), []
+
+    def read() -> None:
+        with os.fdopen(end, closefd=False) as lines:
+            for line in iter(lines.readline, "\n"):
+                try:
+                    receive(json.loads(line))
+                except Exception as error:  # noqa: BLE001  see above
+                    errors.append(error)
+
+    thread = threading.Thread(target=read, name="paceline-demo-reports", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.write(end, b"\n")  # ranks have ended by now: nothing comes after it
+        thread.join()
+        os.close(end)
+    if errors:
+        raise errors[0]
+
+
+def _train(job: Job, ranks: int, console: Console) -> dict[str, Any]:
+    """Train over `ranks` processes, showing progress; returns what the report says of it."""
+    name = f"{ranks} processes" if ranks > 1 else ("1 process, wrapped" if job.wrapped else "1 process")
+    losses: dict[int, list[float]] = {}
+    outcomes: list[dict[str, Any]] = []
+    live = Progress("{task.description}", BarColumn(24), console=console, disable=not console.is_terminal)
+    for rank in range(ranks):
+        live.add_task(f"rank {rank}", total=job.epochs)
+
+    def receive(said: dict[str, Any]) -> None:
+        if "epoch" not in said:
+            outcomes.append(said)
+            return
+        words = f"rank {said['rank']}  epoch {said['epoch']:>2}/{job.epochs}  loss {said['loss']:.4f}"
+        words += f"  {said['samples_per_s']:,.0f} samples/s"
+        live.update(said["rank"], completed=said["done"], description=words)
+        if said["done"] == said["epoch"]:
+            losses.setdefault(said["epoch"], []).append(said["loss"])
+            if live.disable:
+                console.print(words, highlight=False)
+
+    console.print(f"\n[bold]{name}[/bold]", highlight=False)
+    started_s, file = time.perf_counter(), Path(job.pipe).with_suffix(".json")
+    file.write_text(json.dumps(dataclasses.asdict(job)))
+    with live, heard(Path(job.pipe), receive):
+        words = [
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "--share-devices",
+            "-m",
+            "paceline.demo.training",
+        ]
+        launch(parse([*words, str(file)]), note=lambda line: console.print(line, highlight=False))
+    outcomes.sort(key=lambda outcome: outcome["rank"])
+    return {
+        "name": name,
+        "losses": [
+            float(np.mean(of_ranks)) for _, of_ranks in sorted(losses.items())
+        ],  # slices are of equal size
+        "accuracy": outcomes[0]["accuracy"],
+        "samples_per_s": sum(rank["samples_per_s"] for rank in outcomes),
+        "wall_s": time.perf_counter() - started_s,
+        "step_s": {part: float(np.mean([rank["step_s"][part] for rank in outcomes])) for part in STEP_PARTS},
+        "ranks": outcomes,
+    }
+
+
+def difference(one: Path, other: Path, dtype: str) -> dict[str, Any]:
+    """How far two files of parameters are apart, where, and whether the order of sums explains it."""
+    with np.load(one) as ours, np.load(other) as theirs:
+        apart = {name: float(np.abs(ours[name] - theirs[name]).max()) for name in ours.files}
+        scale = max(float(np.abs(theirs[name]).max()) for name in theirs.files)
+    where = max(apart, key=lambda name: np.inf if np.isnan(apart[name]) else apart[name])
+    is_rounding = apart[where] <= ALLOWED_DIFFERENCE[dtype] * scale
+    return {
+        "largest": apart[where],
+        "parameter": where,
+        "scale": scale,
+        "dtype": dtype,
+        "is_rounding": is_rounding,
+    }
+
+
+def _show(console: Console, rows: dict[str, Any], files: list[Path]) -> None:
+    both, apart = rows["trainings"], rows["difference"]
+    steps_s = [training["step_s"] for training in both]
+    results = {
+        "test accuracy": [f"{100 * training['accuracy']:.2f} %" for training in both],
+        "final training loss": [f"{training['losses'][-1]:.6f}" for training in both],
+        "samples/s, all ranks": [f"{training['samples_per_s']:,.0f}" for training in both],
+        "seconds, with start-up": [f"{training['wall_s']:.1f}" for training in both],
+    }
+    parts = {part: [f"{1e3 * step_s[part]:.2f}" for step_s in steps_s] for part in STEP_PARTS}
+    parts["step"] = [f"{1e3 * sum(step_s.values()):.2f}" for step_s in steps_s]
+    for title, cells in (("Result", results), ("Where a step's time goes (ms)", parts)):
+        table = Table("", title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        for training in both:
+            table.add_column(training["name"], justify="right")
+        for name, row in cells.items():
+            table.add_row(name, *row)
+        console.print(table)
+    agree = "bitwise the same" if rows["ranks_bitwise_equal"] else "[bold red]NOT the same[/bold red]"
+    too_far = "[bold red]MORE than rounding[/bold red]"
+    console.print(
+        f"Parameters on the {len(both[0]['ranks'])} ranks: {agree}. Largest difference to one process: "
+        f"{apart['largest']:.2e} (in {apart['parameter']}; parameters reach {apart['scale']:.2f}; {apart['dtype']}): "
+        f"{'summation order, as promised' if apart['is_rounding'] else too_far}.",
+        highlight=False,
     )
+    without = "" if len(files) > 1 else ". Pictures: pip install 'paceline[plot]'"
+    said = f"Report: {', '.join(map(str, files))}{without}"
+    console.print(said, highlight=False, markup=False, soft_wrap=True)
+
+
+def _pictures(report: Path, dtype: str, *both: dict[str, Any]) -> list[Path]:
+    """Draw the losses and how far they are apart, and where a step's time goes, if there is matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415  most of a second
+    except ImportError:
+        return []
+    losses, step = Figure((7, 6), layout="constrained"), Figure((7, 3), layout="constrained")
+    (above, below), bars = losses.subplots(2, 1, sharex=True), step.subplots()
+    for training, line in zip(both, ("-", "--"), strict=True):
+        above.plot(range(1, 1 + len(training["losses"])), training["losses"], line, label=training["name"])
+    eps, apart = np.finfo(dtype).eps, np.abs(np.divide(both[0]["losses"], both[1]["losses"]) - 1)
+    below.plot(range(1, 1 + len(apart)), np.maximum(apart, eps / 10), label="of the losses")
+    below.axhline(eps, ls=":", label=f"one rounding of a {dtype}")
+    below.axhline(ALLOWED_DIFFERENCE[dtype], ls="--", label="the demo fails (parameters)")
+    below.set(yscale="log", xlabel="epoch", ylabel="relative difference")
+    above.set(
+        ylabel="training loss, mean of an epoch", title="What several processes learn, and what one learns"
+    )
+    ends = np.zeros(2)
+    for part in STEP_PARTS:
+        times_ms = np.array([1e3 * training["step_s"][part] for training in both])
+        bars.barh([training["name"] for training in both], times_ms, left=ends, label=part)
+        ends += times_ms
+    bars.set(xlabel="ms a step, mean over ranks", title="Where a step's time goes")
+    for each in (above, below, bars):
+        each.legend(fontsize="small")
+    paths = [report / "losses.png", report / "step.png"]
+    for figure, path in zip((losses, step), paths, strict=True):
+        figure.savefig(path)
+    return paths

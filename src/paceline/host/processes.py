@@ -39,19 +39,12 @@ def whereabouts(*namespaces: str) -> str:
 
 @dataclass(frozen=True)
 class ProcessCard:
-    """Who a process is, so that others can tell whether it is still there. Written into stores as `words`.
+    """Who a process is, so that others can tell whether it is still there. Written into stores as `words`."""
 
-    Attributes:
-        pid: Its id.
-        start_time: As of `start_time_of`.
-        where: Kernel and process namespace; "" if unknown. Who has the same can look it up.
-        host: Its host's name, for people.
-    """
-
-    pid: int
-    start_time: str
-    where: str
-    host: str
+    pid: int  # its id
+    start_time: str  # as of `start_time_of`
+    where: str  # Kernel and process namespace; "" if unknown. Who has the same can look it up.
+    host: str  # its host's name, for people
 
     @classmethod
     def of_this_process(cls) -> ProcessCard:

@@ -45,21 +45,14 @@ class MachinesDifferError(PacelineError):
 
 @dataclass(frozen=True)
 class Card:
-    """What a machine says of itself.
+    """What a machine says of itself."""
 
-    Attributes:
-        name: Its host name.
-        num_ranks: That it will run.
-        must_agree: What has to be the same on every machine, by what it is called in messages.
-        node_rank: Its number, if it was given one.
-        arguments: The script's; they may differ, but seldom should.
-    """
-
-    name: str
-    num_ranks: int
+    name: str  # its host name
+    num_ranks: int  # that it will run
+    # What has to be the same on every machine, by what it is called in messages.
     must_agree: Mapping[str, str]
-    node_rank: int | None
-    arguments: tuple[str, ...] = ()
+    node_rank: int | None  # its number, if it was given one
+    arguments: tuple[str, ...] = ()  # the script's; they may differ, but seldom should
 
     @classmethod
     def of_this_machine(cls, args: argparse.Namespace, num_ranks: int) -> Card:
@@ -96,25 +89,15 @@ class Card:
 
 @dataclass(frozen=True)
 class MachineRendezvous:
-    """Where, and how many machines come together.
+    """Where, and how many machines come together."""
 
-    Attributes:
-        card: Of this machine.
-        num_machines: That have to come.
-        waits: Whether to wait for all of them; otherwise (an elastic job) each is only compared with the first.
-        takes_latecomers: Whether a machine may come once all are there, in the place of one that failed.
-        where: For messages.
-        job: The launch's --rdzv-id: several may meet in one store.
-        timeout_s: How long to wait for the others.
-    """
-
-    card: Card
-    num_machines: int
-    waits: bool
-    takes_latecomers: bool
-    where: str
-    job: str = "none"
-    timeout_s: float = 600.0
+    card: Card  # of this machine
+    num_machines: int  # that have to come
+    waits: bool  # whether to wait for all of them; otherwise (an elastic job) each is only compared with the first
+    takes_latecomers: bool  # whether a machine may come once all are there, in the place of one that failed
+    where: str  # for messages
+    job: str = "none"  # the launch's --rdzv-id: several may meet in one store
+    timeout_s: float = 600.0  # how long to wait for the others
 
     def hold(self, store: dist.Store, is_server: bool, note: Callable[[str], None]) -> list[Card]:
         """Compare this machine with the others, and return all that are there, in the order in which they came.

@@ -18,17 +18,11 @@ _GOOD_CONTROL, _GOOD_TIMEOUT_MS = "bbr", 20.0
 
 @dataclass(frozen=True)
 class TcpTuning:
-    """How TCP behaves towards an address.
+    """How TCP behaves towards an address."""
 
-    Attributes:
-        congestion_control: Its name; "" if it is not known.
-        min_timeout_ms: After how long at least it repeats what was not confirmed.
-        can_set_timeout: Whether the kernel (6.11 or later) has a setting for it, and not only routes.
-    """
-
-    congestion_control: str
-    min_timeout_ms: float
-    can_set_timeout: bool
+    congestion_control: str  # its name; "" if it is not known
+    min_timeout_ms: float  # after how long at least it repeats what was not confirmed
+    can_set_timeout: bool  # whether the kernel (6.11 or later) has a setting for it, and not only routes
 
     @classmethod
     def towards(cls, address: str, system: Path = _SYSTEM) -> TcpTuning:

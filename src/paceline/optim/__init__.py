@@ -1,11 +1,21 @@
 """What the optimizer does with a reduced gradient, and how its rate moves over time."""
 
 from paceline.optim.adasum_optimizer import AdasumOptimizer
-from paceline.optim.decays import Constant, Cosine, Decay, InverseSqrt, Polynomial, Step
 from paceline.optim.diloco import DiLoCo
 from paceline.optim.lamb import LAMB
 from paceline.optim.lars import LARS
-from paceline.optim.learning_rate import Curve, CurveLR, MomentumCorrection, rate_factor
+from paceline.optim.learning_rate import (
+    Constant,
+    Cosine,
+    Curve,
+    CurveLR,
+    Decay,
+    InverseSqrt,
+    MomentumCorrection,
+    Polynomial,
+    Step,
+    rate_factor,
+)
 from paceline.optim.local_steps import LocalSGD
 from paceline.optim.overlap import overlap
 from paceline.optim.parameter_groups import parameter_groups

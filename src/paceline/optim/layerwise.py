@@ -34,19 +34,12 @@ Kind = tuple[torch.device, torch.dtype]
 
 @dataclass(frozen=True)
 class Tensors:
-    """Parameters of one group, dtype and device that have gradients.
+    """Parameters of one group, dtype and device that have gradients."""
 
-    Attributes:
-        parameters: K tensors, those of more than LARGE_ELEMENTS last.
-        gradients: Theirs.
-        states: Theirs: what the optimizer keeps, by name.
-        num_small: How many have up to LARGE_ELEMENTS.
-    """
-
-    parameters: list[Tensor]
-    gradients: list[Tensor]
-    states: list[dict[str, Any]]
-    num_small: int
+    parameters: list[Tensor]  # K tensors, those of more than LARGE_ELEMENTS last
+    gradients: list[Tensor]  # theirs
+    states: list[dict[str, Any]]  # theirs: what the optimizer keeps, by name
+    num_small: int  # how many have up to LARGE_ELEMENTS
 
     def kept(self, name: str) -> list[Tensor]:
         """The state of that name, one tensor a parameter; zeros at first."""

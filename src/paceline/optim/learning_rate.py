@@ -1,8 +1,14 @@
-"""The learning rate: how it follows the batch, how it moves over time, and what momentum needs when it changes."""
+"""The learning rate: how it follows the batch, how it moves over time, and what momentum needs when it changes.
+
+Times have one unit, the caller's: epochs, steps or samples. Decays are factors of the peak rate from the end of the
+warm-up on; after the end of training they keep their last value.
+"""
 
 from __future__ import annotations
 
+import bisect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
-from paceline.optim.decays import Decay, choose_decay
 
 SCALING_RULES: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: ratio,
@@ -25,6 +30,11 @@ WARMUPS = ("gradual", "constant", "none")
 
 # In each group: the rate of its last step; saved with the optimizer's state.
 _CORRECTED_RATE = "momentum_correction_rate"
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigurationError(message)
 
 
 def rate_factor(scaling: str, batch: int, reference_batch: int) -> float:
@@ -42,21 +52,157 @@ def rate_factor(scaling: str, batch: int, reference_batch: int) -> float:
     Source:
         Goyal et al. 2017, section 2.1 (linear); Krizhevsky 2014, section 5, derives the square root.
     """
-    if scaling not in SCALING_RULES:
-        raise ConfigurationError(
-            f"scaling={scaling!r} is not a rule for the rate. Give one of {', '.join(map(repr, SCALING_RULES))}."
-        )
+    rules = ", ".join(map(repr, SCALING_RULES))
+    _require(
+        scaling in SCALING_RULES, f"scaling={scaling!r} is not a rule for the rate. Give one of {rules}."
+    )
     for name, size in (("batch", batch), ("reference_batch", reference_batch)):
-        if not 0 < number(size) < math.inf:
-            raise ConfigurationError(
-                f"{name}={size!r} is not a positive number of samples. Give the samples of one step over all ranks."
-            )
+        _require(
+            0 < number(size) < math.inf,
+            f"{name}={size!r} is not a positive number of samples. Give the samples of one step over all ranks.",
+        )
     return SCALING_RULES[scaling](batch / reference_batch)
+
+
+class Decay(ABC):
+    """A factor of the peak rate over time. Final classes are frozen and check themselves."""
+
+    @abstractmethod
+    def factor(self, time: float, warmup: float, total: float) -> float:
+        """The factor at `time`, for warmup <= time <= total; 1 when the warm-up ends, if it has one."""
+
+    def check(self, warmup: float, total: float) -> None:  # noqa: B027  most need nothing
+        """Raise a ConfigurationError if it cannot work with these lengths."""
+
+
+def _check_end(end: float) -> None:
+    _require(
+        0 <= end <= 1,
+        f"end={end} is not a fraction of the peak rate. Give a number from 0 to 1, such as 0.01.",
+    )
+
+
+def _fraction(time: float, warmup: float, total: float) -> float:
+    """How much of the time after the warm-up has passed."""
+    return (time - warmup) / (total - warmup) if total > warmup else 0.0
+
+
+@dataclass(frozen=True)
+class Constant(Decay):
+    """No decay."""
+
+    def factor(self, time: float, warmup: float, total: float) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Polynomial(Decay):
+    """From 1 to `end` as (1 - x)^power, x being the part of the time after the warm-up that has passed; 1 is linear."""
+
+    power: float = 2.0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.power > 0, f"power={self.power} does not decay. Give a positive one; 1 is linear.")
+        _check_end(self.end)
+
+    def factor(self, time: float, warmup: float, total: float) -> float:
+        left = (1.0 - _fraction(time, warmup, total)) ** self.power
+        return float(self.end + (1.0 - self.end) * left)
+
+
+@dataclass(frozen=True)
+class Cosine(Decay):
+    """From 1 to `end` along half a cosine (Loshchilov and Hutter 2017, equation 5, without restarts)."""
+
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_end(self.end)
+
+    def factor(self, time: float, warmup: float, total: float) -> float:
+        half_wave = (1.0 + math.cos(math.pi * _fraction(time, warmup, total))) / 2.0
+        return self.end + (1.0 - self.end) * half_wave
+
+
+@dataclass(frozen=True)
+class InverseSqrt(Decay):
+    """As 1 / √time: 1 up to `timescale` (None: the length of the warm-up), then √(timescale / time).
+
+    Source:
+        Vaswani et al. 2017, equation 3.
+    """
+
+    timescale: float | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.timescale is None or self.timescale > 0,
+            f"timescale={self.timescale} is not a positive time. Leave it out for the warm-up's length.",
+        )
+
+    def check(self, warmup: float, total: float) -> None:
+        _require(
+            self.timescale is not None or warmup != 0,
+            "the sqrt decay falls as √(warmup / time), but warmup=0. Give the curve a warm-up, or "
+            "decay=InverseSqrt(timescale=...), the time at which the rate begins to fall.",
+        )
+
+    def factor(self, time: float, warmup: float, total: float) -> float:
+        timescale = warmup if self.timescale is None else self.timescale
+        return math.sqrt(timescale / time) if time > timescale else 1.0
+
+
+@dataclass(frozen=True)
+class Step(Decay):
+    """Divided by `divisor` at each milestone (Goyal et al. 2017, section 5.1).
+
+    Attributes:
+        milestones: Times, counted from the start of training (not from the end of the warm-up), ascending. None: 30,
+            60 and 80 ninetieths of the total, as for ImageNet.
+        divisor: By how much.
+    """
+
+    milestones: tuple[float, ...] | None = None
+    divisor: float = 10.0
+
+    def __post_init__(self) -> None:
+        times = self.milestones
+        _require(
+            times is None or (list(times) == sorted(set(times)) and all(time > 0 for time in times)),
+            f"milestones={times} are not positive and ascending. Give each time once, in order.",
+        )
+        _require(self.divisor > 0, f"divisor={self.divisor} is not positive. The usual one is 10.")
+
+    def check(self, warmup: float, total: float) -> None:
+        times = self._times(total)
+        _require(
+            not times or warmup <= times[0] <= times[-1] < total,
+            f"the milestones {', '.join(f'{time:g}' for time in times)} do not all lie between the end of the warm-up "
+            f"({warmup:g}) and the end of training ({total:g}). They have the unit of the curve's total and count from "
+            "the start; give Step(milestones=...) others, or shorten the warm-up.",
+        )
+
+    def factor(self, time: float, warmup: float, total: float) -> float:
+        return 1.0 / self.divisor ** bisect.bisect_right(self._times(total), time)
+
+    def _times(self, total: float) -> tuple[float, ...]:
+        return tuple(total * n / 90 for n in (30, 60, 80)) if self.milestones is None else self.milestones
+
+
+DECAYS: dict[str, Decay] = {
+    "none": Constant(),
+    "linear": Polynomial(power=1.0),
+    "sqrt": InverseSqrt(),
+    "step": Step(),
+    "cosine": Cosine(),
+    "polynomial": Polynomial(),
+}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A learning rate over time. All times have one unit, the caller's: epochs, steps or samples.
+    """A learning rate over time.
 
     Attributes:
         total: How long training takes.
@@ -78,27 +224,30 @@ class Curve:
     decay: Decay | str = "none"
 
     def __post_init__(self) -> None:
-        if not 0 < number(self.total) < math.inf:
+        _require(
+            0 < number(self.total) < math.inf,
+            f"total={self.total!r} is not a length of training. Give a positive number of epochs or steps.",
+        )
+        is_length = number(self.warmup) >= 0
+        _require(is_length, f"warmup={self.warmup!r} is not a length. Give 0 for no warm-up.")
+        _require(
+            self.warmup <= self.total,
+            f"the warm-up ({self.warmup:g}) is longer than training ({self.total:g}), so the rate would never "
+            "arrive. Both have the same unit; the paper warms up for 5 of 90 epochs.",
+        )
+        kinds = ", ".join(map(repr, WARMUPS))
+        _require(
+            self.warmup_kind in WARMUPS,
+            f"warmup_kind={self.warmup_kind!r} is not a warm-up. Give one of {kinds}.",
+        )
+        if isinstance(self.decay, str) and self.decay in DECAYS:
+            object.__setattr__(self, "decay", DECAYS[self.decay])
+        if not isinstance(self.decay, Decay):
             raise ConfigurationError(
-                f"total={self.total!r} is not a length of training. Give a positive number of epochs or steps."
+                f"decay={self.decay!r} is not a curve. Give one of {', '.join(map(repr, DECAYS))} or a "
+                "paceline.optim.Decay, such as Step(milestones=(30, 60))."
             )
-        if not number(self.warmup) >= 0:
-            raise ConfigurationError(f"warmup={self.warmup!r} is not a length. Give 0 for no warm-up.")
-        if self.warmup > self.total:
-            raise ConfigurationError(
-                f"the warm-up ({self.warmup:g}) is longer than training ({self.total:g}), so the rate would never "
-                "arrive. Both have the same unit; the paper warms up for 5 of 90 epochs."
-            )
-        if self.warmup_kind not in WARMUPS:
-            raise ConfigurationError(
-                f"warmup_kind={self.warmup_kind!r} is not a warm-up. Give one of {', '.join(map(repr, WARMUPS))}."
-            )
-        object.__setattr__(self, "decay", choose_decay(self.decay))
-        self._decay.check(self.warmup, self.total)
-
-    @property
-    def _decay(self) -> Decay:
-        return choose_decay(self.decay)
+        self.decay.check(self.warmup, self.total)
 
     def rate(self, time: float, reference: float, peak: float) -> float:
         """The rate at `time` since the start of training; after the end, the last one.
@@ -113,7 +262,8 @@ class Curve:
             return start + (peak - start) * (time / self.warmup)
         if time < self.warmup:
             return start if self.warmup_kind == "constant" else peak
-        return peak * self._decay.factor(min(time, self.total), self.warmup, self.total)
+        assert isinstance(self.decay, Decay)  # since __post_init__
+        return peak * self.decay.factor(min(time, self.total), self.warmup, self.total)
 
 
 class CurveLR(LRScheduler):
@@ -134,11 +284,11 @@ class CurveLR(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, curve: Curve, factor: float = 1.0, last_epoch: int = -1) -> None:
-        if not 0 < number(factor) < math.inf:
-            raise ConfigurationError(
-                f"factor={factor!r} makes no rate. Give the peak rate over the reference rate, such as "
-                "rate_factor('linear', batch=1024, reference_batch=256)."
-            )
+        _require(
+            0 < number(factor) < math.inf,
+            f"factor={factor!r} makes no rate. Give the peak rate over the reference rate, such as "
+            "rate_factor('linear', batch=1024, reference_batch=256).",
+        )
         self.curve = curve
         self.factor = factor
         super().__init__(optimizer, last_epoch)

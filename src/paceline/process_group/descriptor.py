@@ -53,25 +53,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """One collective; equal on all ranks, or they do not belong together.
+    """One collective; equal on all ranks, or they do not belong together."""
 
-    Attributes:
-        number: How many collectives came before it in this group.
-        kind: What was called; one of KINDS where ranks compare integers.
-        dtype: Without "torch."; "" where there is no tensor.
-        num_elements: Of one rank's input.
-        reduction: One of REDUCTIONS; "" where nothing is reduced.
-        root: Rank within the group, or -1. Not in the header.
-        schedule: Name of the schedule that performs it, or "". Not among the integers.
-    """
-
-    number: int
-    kind: str
-    dtype: str = ""
-    num_elements: int = 0
-    reduction: str = ""
-    root: int = -1
-    schedule: str = ""
+    number: int  # how many collectives came before it in this group
+    kind: str  # what was called; one of KINDS where ranks compare integers
+    dtype: str = ""  # without "torch."; "" where there is no tensor
+    num_elements: int = 0  # of one rank's input
+    reduction: str = ""  # one of REDUCTIONS; "" where nothing is reduced
+    root: int = -1  # Rank within the group, or -1. Not in the header.
+    schedule: str = ""  # Name of the schedule that performs it, or "". Not among the integers.
 
     @classmethod
     def of(

@@ -12,19 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SharedVectors:
-    """What a rank sees during `ProcessGroup.on_all_vectors`.
+    """What a rank sees during `ProcessGroup.on_all_vectors`."""
 
-    Attributes:
-        views: Every rank's vector, in the order of the ranks; shape (N,) each.
-        first: This rank alone works on elements `first` to `last` (excluded), of all vectors: it may change them.
-        last: Likewise.
-        all_reduce: Replaces a small CPU tensor by the reduction of all ranks' by an operation (of
-            `torch.distributed.ReduceOp`, by name), with the same bits on all. Collective; blocks.
-    """
-
-    views: tuple[Tensor, ...]
-    first: int
-    last: int
+    views: tuple[Tensor, ...]  # every rank's vector, in the order of the ranks; shape (N,) each
+    first: int  # this rank alone works on elements `first` to `last` (excluded), of all vectors: it may change them
+    last: int  # likewise
+    # Replaces a small CPU tensor by the reduction of all ranks' by an operation (of `torch.distributed.ReduceOp`, by
+    # name), with the same bits on all. Collective; blocks.
     all_reduce: Callable[[Tensor, str], None]
 
 

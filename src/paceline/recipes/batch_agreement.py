@@ -23,19 +23,12 @@ def world(process_group: ProcessGroup | None) -> ProcessGroup | None:
 
 @dataclass(frozen=True)
 class OwnPart:
-    """One rank's batch and settings.
+    """One rank's batch and settings."""
 
-    Attributes:
-        local: Its samples of a micro-step.
-        accumulation: Its micro-steps of a step.
-        settings: Its recipe as text; must be equal on all ranks.
-        problem: Why it cannot train by it.
-    """
-
-    local: int
-    accumulation: int
-    settings: str
-    problem: ConfigurationError | None = None
+    local: int  # its samples of a micro-step
+    accumulation: int  # its micro-steps of a step
+    settings: str  # its recipe as text; must be equal on all ranks
+    problem: ConfigurationError | None = None  # why it cannot train by it
 
     def as_numbers(self) -> list[int]:
         """What is gathered; a rank with a problem has no valid batch."""

@@ -31,17 +31,11 @@ from paceline.reductions.noise_scale import GradientNoiseScale
 
 @dataclass(frozen=True)
 class BatchChange:
-    """When the batch became what it is.
+    """When the batch became what it is."""
 
-    Attributes:
-        samples: Trained before.
-        batch: From then on, in words.
-        factor: Of the reference rate, from then on.
-    """
-
-    samples: int
-    batch: str
-    factor: float
+    samples: int  # trained before
+    batch: str  # from then on, in words
+    factor: float  # of the reference rate, from then on
 
 
 class LargeMinibatch(LRScheduler):

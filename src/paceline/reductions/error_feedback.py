@@ -23,17 +23,11 @@ RESIDUAL, VELOCITY = "residual", "velocity"
 
 @dataclass
 class Slot:
-    """The state of one bucket.
+    """The state of one bucket."""
 
-    Attributes:
-        kept: Shape (N,): the state before this step; not written within a step.
-        proposed: Shape (N,): the state after this step, if it is committed; undefined before it is written.
-        is_proposed: Whether this step writes it.
-    """
-
-    kept: Tensor
-    proposed: Tensor
-    is_proposed: bool = False
+    kept: Tensor  # shape (N,): the state before this step; not written within a step
+    proposed: Tensor  # shape (N,): the state after this step, if it is committed; undefined before
+    is_proposed: bool = False  # whether this step writes it
 
 
 @dataclass(frozen=True)

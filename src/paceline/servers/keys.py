@@ -23,21 +23,13 @@ KEYS_PER_SERVER = (
 
 @dataclass(frozen=True)
 class Key:
-    """Elements of one parameter that live on one server.
+    """Elements of one parameter that live on one server."""
 
-    Attributes:
-        number: In the order in which keys were cut.
-        parameter: Which, in registration order.
-        start: First element.
-        stop: Behind the last element.
-        server: Who keeps it.
-    """
-
-    number: int
-    parameter: int
-    start: int
-    stop: int
-    server: int
+    number: int  # in the order in which keys were cut
+    parameter: int  # which, in registration order
+    start: int  # first element
+    stop: int  # behind the last element
+    server: int  # who keeps it
 
 
 def largest_key_bytes(total_bytes: int, num_servers: int, width: int) -> int:

@@ -62,21 +62,13 @@ class _Server:
 
 @dataclass(frozen=True)
 class Rank:
-    """Who connects.
+    """Who connects."""
 
-    Attributes:
-        rank: This one.
-        num_ranks: How many.
-        session: Words that all ranks of the model have in common, and nobody else.
-        timeout_s: How long others may take.
-        token: The job's.
-    """
-
-    rank: int
-    num_ranks: int
-    session: str
-    timeout_s: float
-    token: str
+    rank: int  # this one
+    num_ranks: int  # how many
+    session: str  # words that all ranks of the model have in common, and nobody else
+    timeout_s: float  # how long others may take
+    token: str  # the job's
 
 
 class Link:

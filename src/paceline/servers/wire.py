@@ -52,21 +52,13 @@ WIDTHS = {DType.FLOAT32: 4, DType.FLOAT64: 8, DType.FLOAT16: 2, DType.BFLOAT16: 
 
 @dataclass(frozen=True)
 class Frame:
-    """One message.
+    """One message."""
 
-    Attributes:
-        kind: What it is.
-        number: By which an answer is matched; of a push, how many its rank had sent before.
-        num_keys: So many numbers of keys come first in the body.
-        dtype: Of the elements.
-        body: Parts that follow each other on the wire.
-    """
-
-    kind: Kind
-    number: int = 0
-    num_keys: int = 0
-    dtype: DType = DType.FLOAT32
-    body: tuple[Any, ...] = ()
+    kind: Kind  # what it is
+    number: int = 0  # by which an answer is matched; of a push, how many its rank had sent before
+    num_keys: int = 0  # so many numbers of keys come first in the body
+    dtype: DType = DType.FLOAT32  # of the elements
+    body: tuple[Any, ...] = ()  # parts that follow each other on the wire
 
     @property
     def num_bytes(self) -> int:

@@ -303,7 +303,7 @@ class RoundRobinStudy(ClusterStudy):
             (
                 "the cap is on each TCP connection (SO_MAX_PACING_RATE); a group has one connection to each neighbour",
                 "paper: on 16 GPUs, over the step with one group; only BERT on NCCL gained",
-                "torch's own round-robin group was removed in 2024; here it is `paceline.process_group.round_robin`",
+                "torch's own round-robin group was removed in 2024; here it is `paceline_lab.doubles.round_robin`",
             ),
             summaries,
         )

@@ -21,9 +21,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.observe import StepTiming
-from paceline.process_group.in_process import InProcessWorld
 from paceline.reductions import Mean, Message, Reduction
 from paceline.reductions.lossy import Lossy
+from paceline_lab.doubles.in_process import InProcessWorld
 
 
 def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from paceline.errors import ConfigurationError
 from paceline.reductions import BoundedLoss
 from paceline.reductions.bounded_loss_mean import COMPENSATIONS
-from paceline.transports.lossy_in_memory import LossPattern, LossyMemory
+from paceline_lab.doubles.lossy_in_memory import LossPattern, LossyMemory
 from paceline_lab.studies.splits import Part, Samples
 from paceline_lab.studies.store import Trial
 from paceline_lab.studies.tasks import TASKS

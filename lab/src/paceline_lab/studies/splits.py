@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.demo.images import FASHION_MNIST_FOLDER, load_images
 from paceline.errors import ConfigurationError
 from paceline_lab.workloads.datasets import (
     DATA_FOLDER,
     DOWNLOAD_SHAKESPEARE,
-    FASHION_MNIST_FOLDER,
-    load_images,
     load_text,
 )
 

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from paceline.optim import DiLoCo, LocalSGD
 from paceline.optim.local_steps import LocalSteps
-from paceline.process_group.in_process import InProcessWorld
 from paceline.reductions import Reduction, choose_reduction
 from paceline.reductions.adasum import combine
+from paceline_lab.doubles.in_process import InProcessWorld
 from paceline_lab.studies.in_process_ranks import (
     RankReductions,
     backward_of_the_mean,

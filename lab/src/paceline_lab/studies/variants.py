@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.planning.bucket_assignment import MEBIBYTE, BucketCaps
-from paceline.process_group.round_robin import RoundRobin
 from paceline_lab.bench.layer_profile import Profile
 from paceline_lab.bench.timed_model import SleepingOptimizer, TimedModel, gradient_bytes
+from paceline_lab.doubles.round_robin import RoundRobin
 
 SIDES = ("ours", "torch", "after", "none")
 TORCH_CAPS_MB = (1.0, 25.0)

@@ -11,9 +11,10 @@ themselves.
 
 from __future__ import annotations
 
+from paceline.demo.images import Images, load_images
 from paceline.errors import ConfigurationError
 from paceline_lab.workloads.convolutional import ResNet50Workload, Vgg16Workload
-from paceline_lab.workloads.datasets import Images, Text, load_images, load_text
+from paceline_lab.workloads.datasets import Text, load_text
 from paceline_lab.workloads.mlstm import Mlstm, MlstmWorkload, State
 from paceline_lab.workloads.synthetic import TinyWorkload, WideMlpWorkload
 from paceline_lab.workloads.transformer import TransformerWorkload

@@ -40,19 +40,12 @@ _CHUNKS_AT_ONCE = 2  # combined before they are handed on: what fits a core's ca
 
 @dataclass(frozen=True)
 class Pair:
-    """Two nodes of the tree that are combined.
+    """Two nodes of the tree that are combined."""
 
-    Attributes:
-        left: The first rank below the left one; its vector becomes the result.
-        right: Of the right one.
-        num_left: How many ranks are below the left one.
-        num_right: Below the right one.
-    """
-
-    left: int
-    right: int
-    num_left: int
-    num_right: int
+    left: int  # the first rank below the left one; its vector becomes the result
+    right: int  # of the right one
+    num_left: int  # how many ranks are below the left one
+    num_right: int  # below the right one
 
 
 @lru_cache(maxsize=64)

@@ -80,12 +80,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Segments:
-    """Which elements of a flat vector belong to which tensor.
+    """Which elements of a flat vector belong to which tensor."""
 
-    Attributes:
-        sizes: Elements of each tensor, in the order in which they lie in the vector; 0 is allowed.
-    """
-
+    # Elements of each tensor, in the order in which they lie in the vector; 0 is allowed.
     sizes: tuple[int, ...]
 
     @property

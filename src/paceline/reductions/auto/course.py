@@ -57,21 +57,16 @@ _QUESTIONS = {
 
 @dataclass(frozen=True)
 class Pace:
-    """How many steps each phase takes.
+    """How many steps each phase takes."""
 
-    Attributes:
-        num_measured: Timed steps before a decision.
-        num_tried: Timed steps of a comparison, half of them with the codec; a multiple of 4.
-        check_every: Settled steps between two checks, at first; doubled, up to 8 times, by each that found nothing.
-        try_every: Steps after which a codec that is on is compared again, and after which all is measured again if
-            none is on: a change before the first check of settled steps is not seen as a drift.
-        drift_ratio: By how much the duration of settled steps may change before all is measured again.
-    """
-
-    num_measured: int = 4
-    num_tried: int = 8
+    num_measured: int = 4  # timed steps before a decision
+    num_tried: int = 8  # timed steps of a comparison, half of them with the codec; a multiple of 4
+    # Settled steps between two checks, at first; doubled, up to 8 times, by each that found nothing.
     check_every: int = 25
+    # Steps after which a codec that is on is compared again, and after which all is measured again if none is on: a
+    # change before the first check of settled steps is not seen as a drift.
     try_every: int = 500
+    # By how much the duration of settled steps may change before all is measured again.
     drift_ratio: float = 0.1
 
     def __post_init__(self) -> None:

@@ -19,18 +19,12 @@ PIECE_BYTES = 1 << 20  # a server answers a piece while it receives the next
 
 @dataclass(frozen=True)
 class Piece:
-    """Keys of one bucket that are sent to one server in one message.
+    """Keys of one bucket that are sent to one server in one message."""
 
-    Attributes:
-        server: Its number.
-        keys: Their numbers, packed.
-        num_keys: How many.
-        spans: First byte and the one behind the last, in the bucket, of what follows each other.
-    """
-
-    server: int
-    keys: bytes
-    num_keys: int
+    server: int  # its number
+    keys: bytes  # their numbers, packed
+    num_keys: int  # how many
+    # First byte and the one behind the last, in the bucket, of what follows each other.
     spans: tuple[tuple[int, int], ...]
 
 

@@ -36,21 +36,14 @@ _MEMINFO, _DROPS = struct.Struct("=9I"), 8
 
 @dataclass(frozen=True)
 class Met:
-    """What a rank knows of its group when all have come.
+    """What a rank knows of its group when all have come."""
 
-    Attributes:
-        sockets: Its own, bound; by all of them it sends, on the first it takes datagrams.
-        places: Address and port of each, in the order of the ranks.
-        keys: For every peer the secret that only the two know; for itself a random one.
-        payload_bytes: What a datagram carries: as much as fits into the smallest MTU of all.
-        names: What each is called in messages; none: by its rank.
-    """
-
+    # Its own, bound; by all of them it sends, on the first it takes datagrams.
     sockets: Sequence[socket.socket]
-    places: Sequence[tuple[str, int]]
-    keys: dict[int, bytes]
-    payload_bytes: int
-    names: Sequence[str] = ()
+    places: Sequence[tuple[str, int]]  # address and port of each, in the order of the ranks
+    keys: dict[int, bytes]  # for every peer the secret that only the two know; for itself a random one
+    payload_bytes: int  # what a datagram carries: as much as fits into the smallest MTU of all
+    names: Sequence[str] = ()  # what each is called in messages; none: by its rank
 
     def name_of(self, peer: int) -> str:
         """Who that is, for messages."""

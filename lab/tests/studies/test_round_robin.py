@@ -8,7 +8,7 @@ from torch.futures import Future
 from harness.linear_oracle import train_linear
 from harness.ranks import pool
 from paceline.errors import ConfigurationError
-from paceline.process_group.round_robin import RoundRobin
+from paceline_lab.doubles.round_robin import RoundRobin
 
 
 class Held(dist.ProcessGroup):

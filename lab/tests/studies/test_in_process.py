@@ -7,7 +7,7 @@ import torch
 
 from paceline.comm.collectives import launch_broadcast, launch_gather, launch_maximum, launch_sum
 from paceline.errors import CollectiveMismatchError, ProtocolError
-from paceline.process_group.in_process import InProcessWorld
+from paceline_lab.doubles.in_process import InProcessWorld
 
 
 def test_collectives_of_a_world():

@@ -1,6 +1,6 @@
 """Ranks as threads of one process, and a transport between them: exact, quick, and with faults on request.
 
-For tests of what is performed over a transport. Collectives of such ranks: `process_group/in_process.py`.
+For tests of what is performed over a transport.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,25 +18,8 @@ from torch import Tensor
 from paceline.errors import PeerLostError, ProtocolError
 from paceline.transports.transport import Message, Transport
 
-_End = TypeVar("_End")
-
 Route = tuple[int, int, int]
 """Source, target and number of bytes."""
-
-
-def run_as_threads(ends: Sequence[_End], function: Callable[[_End], Any]) -> list[Any]:
-    """Call `function` for every rank at once, each on a thread of its own.
-
-    Args:
-        ends: Rank by rank, what a rank communicates with.
-        function: Is given one of them.
-
-    Returns:
-        What it returned, or the exception that it raised, rank by rank.
-    """
-    with ThreadPoolExecutor(len(ends)) as threads:
-        futures = [threads.submit(function, end) for end in ends]
-        return [future.exception() or future.result() for future in futures]
 
 
 class InMemoryNetwork:
@@ -54,8 +37,10 @@ class InMemoryNetwork:
         self._lost: set[int] = set()
 
     def run(self, function: Callable[[InMemoryTransport], Any]) -> list[Any]:
-        """As `run_as_threads`, with every rank's transport."""
-        return run_as_threads(self.transports, function)
+        """Call `function` with every transport, each on a thread; returns results or exceptions by rank."""
+        with ThreadPoolExecutor(len(self.transports)) as threads:
+            futures = [threads.submit(function, transport) for transport in self.transports]
+            return [future.exception() or future.result() for future in futures]
 
     def lose(self, rank: int) -> None:
         """From now on nothing that `rank` sends arrives."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,7 +25,6 @@ from torch import Tensor
 from paceline.comm.lane import LaneWork
 from paceline.errors import CollectiveMismatchError, ProtocolError
 from paceline.process_group.folds import op_name
-from paceline.transports.in_memory import run_as_threads
 
 _T = TypeVar("_T")
 
@@ -82,10 +82,11 @@ class InProcessWorld:
                 self._fail(group.rank(), error)
                 raise
 
-        found = run_as_threads(self.groups, one)
+        with ThreadPoolExecutor(len(self.groups)) as threads:
+            futures = [threads.submit(one, group) for group in self.groups]
         if errors:
             raise errors[0]
-        return found
+        return [future.result() for future in futures]
 
     def _fail(self, rank: int, error: BaseException) -> None:
         """End what some ranks wait for, as `rank` will not launch it any more."""
