@@ -11,8 +11,8 @@ from paceline.cli import main
 from paceline.errors import ConfigurationError
 from paceline.observe import workload_recording
 from paceline.plan import Cluster, HostLink
-from paceline.plan.predictions import KeptPrediction, MeasuredRun, keep, kind_of, scores
-from paceline.plan.scoring import measured_run
+from paceline.plan.forecast import KeptPrediction, keep, kind_of
+from paceline.plan.scoring import MeasuredRun, measured_run, scores
 
 
 def test_predictions_are_kept_and_scored(tmp_path: Path) -> None:

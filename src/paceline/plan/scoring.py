@@ -1,13 +1,18 @@
-"""Scores kept predictions with traces of real runs, and shows how well each kind was predicted."""
+"""Scores kept predictions by traces of real runs, and shows how well each kind was predicted.
+
+A prediction and a run that is scored are a line each in one file, which only grows. A prediction is scored by runs of
+the same workload on as many ranks, which lay on hosts as predicted, in steps of as many micro-steps. A run counts once,
+with the prediction that it scored first: one that is made afterwards knows more.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, mode
 from typing import Any
@@ -17,11 +22,52 @@ from rich.console import Console
 from paceline.errors import ConfigurationError
 from paceline.observe.trace_format import TRACE_FORMAT, TRACE_VERSION
 from paceline.plan.deployment import Cluster, HostLink
-from paceline.plan.predictions import FILE, MeasuredRun, keep, scored_pairs, scores
-from paceline.plan.report import table
+from paceline.plan.forecast import PREDICTIONS, KeptPrediction, keep, table
 from paceline.plan.workload import RECORD_AGAIN, check_version, parsed
 
 _PARTS = ("forward_s", "backward_s", "optimizer_s", "other_s")
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a real run was like, as its trace says.
+
+    Attributes:
+        run: Which it was, so that it counts once: the same for a trace that is read again, also after it has grown.
+        workload: Its name.
+        num_ranks: Of the job.
+        step_s: The median.
+        ranks_of_host: How many ranks each host had; None: the trace does not say.
+        num_micro_steps: Of a step.
+    """
+
+    run: str
+    workload: str
+    num_ranks: int
+    step_s: float
+    ranks_of_host: Sequence[int] | None = None
+    num_micro_steps: int = 1
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well one kind was predicted.
+
+    Attributes:
+        kind: Of prediction.
+        num: How many were scored.
+        median_error: Median of |predicted / measured - 1|.
+        worst_error: The largest, with its sign.
+        worst: Which it was.
+        in_band: Fraction of the measured steps that lay in the band.
+    """
+
+    kind: str
+    num: int
+    median_error: float
+    worst_error: float
+    worst: str
+    in_band: float
 
 
 def show_scores(folder: Path, traces: Sequence[Path], *, as_json: bool) -> None:
@@ -30,7 +76,7 @@ def show_scores(folder: Path, traces: Sequence[Path], *, as_json: bool) -> None:
     Raises:
         ConfigurationError: A trace cannot be read, or nothing was ever predicted.
     """
-    kept = folder / FILE
+    kept = folder / PREDICTIONS
     scores(kept)  # refuses before anything is written
     runs = [measured_run(trace) for trace in traces]
     keep(kept, runs)
@@ -42,7 +88,7 @@ def show_scores(folder: Path, traces: Sequence[Path], *, as_json: bool) -> None:
         elif run.ranks_of_host is None:
             print(f"{trace} does not say which ranks shared a host: taken as predicted", file=sys.stderr)
     if as_json:
-        print(json.dumps([dataclasses.asdict(score) for score in found], indent=1))
+        print(json.dumps([asdict(score) for score in found], indent=1))
         return
     if not found:
         print(
@@ -133,3 +179,76 @@ def _num_micro_steps(step: Mapping[str, Any]) -> int:
 
 def _length_s(step: Mapping[str, Any]) -> float:
     return sum(float(step[part]) for part in _PARTS) + sum(map(float, step.get("earlier_s", ())))
+
+
+def scores(path: Path) -> list[Score]:
+    """Score every prediction that a run came after, by kind.
+
+    Raises:
+        ConfigurationError: There is no such file.
+    """
+    pairs = scored_pairs(path)
+    return [
+        _score(kind, [x for x in pairs if x[0].kind == kind]) for kind in sorted({x.kind for x, _ in pairs})
+    ]
+
+
+def scored_pairs(path: Path) -> list[tuple[KeptPrediction, MeasuredRun]]:
+    """Every run that something was predicted for, with the prediction; the last that was measured of each run.
+
+    Raises:
+        ConfigurationError: There is no such file.
+    """
+    said: list[KeptPrediction] = []
+    pairs: dict[str, tuple[KeptPrediction, MeasuredRun]] = {}
+    for record in _records(path):
+        if isinstance(record, KeptPrediction):
+            said.append(record)
+            continue
+        first = pairs[record.run][0] if record.run in pairs else None
+        found = first or next((x for x in reversed(said) if _is_for(x, record)), None)
+        if found is not None:
+            pairs[record.run] = (found, record)
+    return list(pairs.values())
+
+
+def _is_for(said: KeptPrediction, run: MeasuredRun) -> bool:
+    """Whether that run is one of what was predicted, as far as its trace says."""
+    predicted = (said.workload, said.num_ranks, said.num_micro_steps)
+    if predicted != (run.workload, run.num_ranks, run.num_micro_steps):
+        return False
+    return run.ranks_of_host is None or sorted(said.ranks_of_host) == sorted(run.ranks_of_host)
+
+
+def _score(kind: str, pairs: list[tuple[KeptPrediction, MeasuredRun]]) -> Score:
+    errors = [said.step_s / seen.step_s - 1 for said, seen in pairs]
+    worst = max(range(len(pairs)), key=lambda i: abs(errors[i]))
+    said, _ = pairs[worst]
+    inside = [said.low_s <= seen.step_s <= said.high_s for said, seen in pairs]
+    return Score(
+        kind,
+        len(pairs),
+        median(map(abs, errors)),
+        errors[worst],
+        f"{said.workload} on {said.num_ranks} rank{'s' * (said.num_ranks != 1)}",
+        sum(inside) / len(inside),
+    )
+
+
+def _records(path: Path) -> Iterator[KeptPrediction | MeasuredRun]:
+    """All lines that can be read; one that was cut off while it was written is skipped."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigurationError(
+            f"there are no predictions in {path} ({error.strerror}). `paceline plan SCRIPT` makes and keeps some."
+        ) from error
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in (KeptPrediction, MeasuredRun)}
+    for line in lines:
+        try:
+            record = json.loads(line)
+            found = kinds[record.pop("record")](**record)
+            if 0 < found.step_s < math.inf:
+                yield found
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
