@@ -21,7 +21,7 @@ def test_the_benchmark_reports_every_side(tmp_path):
 
 
 def test_every_heuristic_is_counted_on_both_caches(tmp_path):
-    """Heuristic can only save kernel values by dropping samples, and without a cache there is no other way."""
+    """Shrinking can only save kernel values by dropping samples, and without a cache there is no other way."""
     command = ["python", "-m", "benchmarks.svm_elimination", "--quick", "--json", "--parts", str(tmp_path)]
     command += ["--clock", "cpu", "--results-folder", str(tmp_path)]
     first = run(command, cwd=REPOSITORY, temporary=tmp_path)
@@ -32,7 +32,7 @@ def test_every_heuristic_is_counted_on_both_caches(tmp_path):
         costs = record["samples"]["synthetic-4000x8"][cache]
         assert len(costs) == 12
         assert all(len(cost["times_s"]) == 1 and cost["num_kernel_values"] > 0 for cost in costs.values())
-        assert costs["none"]["num_unshrinks"] == 0 < costs["multi-500"]["num_unshrinks"]
+        assert costs["none"]["num_reconstructions"] == 0 < costs["multi-500"]["num_reconstructions"]
         assert record["summaries"][cache]["kernel values"]["geometric mean"]["none"] == 1.0
     again = json.loads(run(command, cwd=REPOSITORY, temporary=tmp_path).out)
     assert again["samples"] == record["samples"], "what is kept is not measured again"
