@@ -5,7 +5,7 @@ while the others wait; `ranks` fits on all, rows dealt out. Every side fits once
 and touched memory are there; a side whose first fit (ours: second) takes longer than `LONG_S` fits no more. With two
 classes every side's dual objective is computed from its coefficients in double precision, and one that is not at the
 optimum ends the benchmark. `memory-none` and `memory-adaptive` are `ranks` without a row cache, without and with
-elimination; `cache-500` and `cache-auto` are `one` with so many megabytes for kernel rows.
+shrinking; `cache-500` and `cache-auto` are `one` with so many megabytes for kernel rows.
 
 `--clock cpu` counts the seconds of rank 0's process instead of the wall's: on a busy machine the waiting for a core is
 left out, the cost of shared caches is not. It says nothing about several ranks, which wait for each other.
@@ -32,7 +32,6 @@ from sklearn.metrics.pairwise import rbf_kernel
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, Ranks, ResultsFolder, Rounds, run_cli
 from benchmarks.svm_data import HELP, Split, load
-from paceline.numba_cache import waiting
 from paceline_lab.bench.protocol import WrongAnswerError
 from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.bench.rank_program import TellProgress
@@ -98,7 +97,7 @@ def _model(side: str, split: Split, config: Config) -> Any:
 
         return sklearnex.svm.SVC(**settings)
     if side.startswith("memory-"):
-        settings |= {"cache_size": NO_CACHE_MEGABYTES, "elimination": side.removeprefix("memory-")}
+        settings |= {"cache_size": NO_CACHE_MEGABYTES, "shrinking": side.removeprefix("memory-")}
     if side.startswith("cache-"):
         size = side.removeprefix("cache-")
         settings["cache_size"] = size if size == "auto" else float(size)
@@ -151,8 +150,7 @@ def measure(config: Config, tell: TellProgress) -> Outcome:
             dist.barrier(patient)
             started_s = now_s()
             if rank == 0 or _is_everyones(side):
-                with waiting():
-                    models[side].fit(split.X, split.y)
+                models[side].fit(split.X, split.y)
             if config.clock == "wall":
                 dist.barrier(patient)
             fit_s[side].append(now_s() - started_s)
@@ -198,8 +196,7 @@ def _predict_s(model: Any, split: Split, now_s: Callable[[], float]) -> float:
     times = []
     for _ in range(3):
         started_s = now_s()
-        with waiting():
-            model.predict(split.X_test[:NUM_PREDICTED])
+        model.predict(split.X_test[:NUM_PREDICTED])
         times.append(now_s() - started_s)
     return min(times)
 
@@ -322,7 +319,7 @@ def draw(record: Mapping[str, Any], path: Path) -> bool:
     """Draw a row a data set, a dot a side: how many times as fast as the first side."""
     found, sides = record["summaries"], record["config"]["sides"]
     base, *others = sides
-    names = {"memory-none": "without elimination", "memory-adaptive": "with elimination"}
+    names = {"memory-none": "without shrinking", "memory-adaptive": "with shrinking"}
     names |= {
         side: f"{side.removeprefix('cache-')} MB of cache" for side in sides if side.startswith("cache-")
     }

@@ -1,4 +1,4 @@
-"""Which elimination heuristic is cheapest, on which set? The paper's question, on every set, in one table.
+"""Which shrinking heuristic is cheapest, on which set? The paper's question, on every set, in one table.
 
 None, each static heuristic (single and multi, thresholds in pair updates and per cent of the samples) and `adaptive`,
 all to the same optimum: with no kernel-row cache, which is the paper's setting, and with the default one. One process,
@@ -22,7 +22,6 @@ from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, Rou
 from benchmarks.parts import PartsFolder, measured
 from benchmarks.svm import CLOCKS, NO_CACHE_MEGABYTES, OBJECTIVE_RTOL, TOL, Clock
 from benchmarks.svm_data import HELP, load
-from paceline.numba_cache import waiting
 from paceline_lab.bench.protocol import WrongAnswerError
 from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.bench.rank_program import TellProgress
@@ -72,23 +71,20 @@ def measure(config: Config, tell: TellProgress) -> dict[str, Cost]:
     split = load(config.data, Path(config.folder) if config.folder else None)
     now_s, size = CLOCKS[config.clock], CACHES[config.cache]
     settings: dict[str, Any] = {"C": split.cost, "gamma": split.gamma, "tol": TOL, "cache_size": size}
-    models = {name: SVC(**settings, elimination=name) for name in config.heuristics}
+    models = {name: SVC(**settings, shrinking=name) for name in config.heuristics}
     times: dict[str, list[float]] = {name: [] for name in config.heuristics}
-    with waiting():
-        for turn in range(config.num_rounds + 1):
-            for name in config.heuristics[:: 1 if turn % 2 else -1]:
-                started_s = now_s()
-                models[name].fit(split.X, split.y)
-                times[name].append(now_s() - started_s)
-            tell((turn + 1) / (config.num_rounds + 1))
+    for turn in range(config.num_rounds + 1):
+        for name in config.heuristics[:: 1 if turn % 2 else -1]:
+            started_s = now_s()
+            models[name].fit(split.X, split.y)
+            times[name].append(now_s() - started_s)
+        tell((turn + 1) / (config.num_rounds + 1))
     return {name: _cost(model, times[name][1:] or times[name]) for name, model in models.items()}
 
 
 def _cost(model: Any, times_s: list[float]) -> Cost:
     of = model.counters_[0]
-    return Cost(
-        times_s, float(model.objective_[0]), of.num_kernel_values, of.num_steps, of.num_reconstructions
-    )
+    return Cost(times_s, float(model.objective_[0]), of.num_kernel_values, of.num_steps, of.num_unshrinks)
 
 
 def _costs_of(config: Config, parts: Path | None) -> dict[str, dict[str, Cost]]:
@@ -157,13 +153,11 @@ def report(
                 rows.append((cache, name, what, *(f"{of[x]:.2f}" for x in HEURISTICS[1:])))
     return Report(
         name=f"svm-elimination{'-quick' if quick else ''}",
-        question="What does a fit cost with each elimination heuristic, over none?",
+        question="What does a fit cost with each shrinking heuristic, over none?",
         columns=("cache", "data", "ratio of", *HEURISTICS[1:]),
         rows=tuple(rows),
         verdicts=(),
-        notes=(
-            f"one process, one thread, {config.clock} clock; below 1 is cheaper than without elimination",
-        ),
+        notes=(f"one process, one thread, {config.clock} clock; below 1 is cheaper than without shrinking",),
         config=config,
         summaries=summaries,
         samples={

@@ -16,7 +16,6 @@ import typer
 
 from benchmarks.options import RESULTS_FOLDER, AsJson, Quick, ResultsFolder, run_cli
 from benchmarks.svm_data import HELP, load
-from paceline.numba_cache import waiting
 from paceline_lab.bench.provenance import collect, load_average
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import LoopbackRanks
@@ -56,14 +55,12 @@ def measure(config: Config, tell: TellProgress) -> Memory:
     num, width = split.X.shape
     settings: dict[str, Any] = {"C": split.cost, "gamma": split.gamma, "cache_size": config.cache_megabytes}
     del split
-    with waiting():
-        SVC(**{**settings, "cache_size": 8}).fit(X[:2_000], y[:2_000])
+    SVC(**{**settings, "cache_size": 8}).fit(X[:2_000], y[:2_000])
     tell(0.5)
     dist.barrier()
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    with waiting():
-        model = SVC(**settings).fit(X, y)
+    model = SVC(**settings).fit(X, y)
     peak = _status("VmHWM") - before
     bound = (
         config.cache_megabytes * 1e6 + 2 * X.nbytes + 2 * num * width * 8 + num * VECTOR_BYTES + WORK_BYTES

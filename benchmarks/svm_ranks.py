@@ -56,12 +56,12 @@ class Count:
 def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
     """Return every rank's solution, the seconds it took, and those for what every rank repeats (one rank only)."""
     from paceline_lab.doubles.in_process import InProcessWorld
+    from paceline_svm.communicator import GroupCommunicator
     from paceline_svm.kernels import Kernel
-    from paceline_svm.problem import Problem, SolverSettings
+    from paceline_svm.problem import Extent, Problem, SolverSettings
     from paceline_svm.sample_forms import DenseSamples
     from paceline_svm.solver import Solver
-    from paceline_svm.sub_problem import SubProblem
-    from paceline_svm.world import GroupWorld
+    from paceline_svm.working_set import SubProblem
 
     repeated_s = [0.0]
 
@@ -73,19 +73,22 @@ def fit(split: Split, num_ranks: int) -> tuple[list[Any], float, float]:
             return answer
 
     def task(group: Any) -> Any:
-        world = GroupWorld(group)
-        ids = np.arange(world.rank, len(split.y), num_ranks)
-        y = np.where(split.y[ids] == 1, 1.0, -1.0)
+        communicator = GroupCommunicator(group)
+        communicator.introduce(None, "beginning")
+        ids = np.arange(communicator.rank, len(split.y), num_ranks)
+        y = np.where(split.y == 1, 1.0, -1.0)
+        squares = np.einsum("ij,ij->i", split.X, split.X, dtype=np.float64)
+        most_numbers = -(-len(y) // num_ranks) * (split.X.shape[1] + 1)
         problem = Problem(
             kernel=Kernel("rbf", split.gamma),
             samples=DenseSamples.of(split.X[ids], ids),
-            num_samples=len(split.y),
+            extent=Extent(float(split.X.size), most_numbers, float(squares.max())),
             linear=-y[None],
             lower=np.minimum(0.0, y * split.cost)[None],
             upper=np.maximum(0.0, y * split.cost)[None],
-            start=np.zeros((1, len(ids))),
+            start=np.zeros((1, len(y))),
         )
-        solver = Solver(problem, SolverSettings(), world)
+        solver = Solver(problem, SolverSettings(), communicator)
         if num_ranks == 1:
             solver._sub_problem = Timed(problem.kernel)
         return solver.solve()

@@ -21,7 +21,7 @@ def test_the_benchmark_reports_every_side(tmp_path):
 
 
 def test_every_heuristic_is_counted_on_both_caches(tmp_path):
-    """Elimination can only save kernel values by dropping samples, and without a cache there is no other way."""
+    """Shrinking can only save kernel values by dropping samples, and without a cache there is no other way."""
     command = ["python", "-m", "benchmarks.svm_elimination", "--quick", "--json", "--parts", str(tmp_path)]
     command += ["--clock", "cpu", "--results-folder", str(tmp_path)]
     first = run(command, cwd=REPOSITORY, temporary=tmp_path)

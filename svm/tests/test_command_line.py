@@ -12,7 +12,7 @@ from harness.svm_oracle import two_classes
 from harness.terminal import paceline
 from paceline.cli import main
 from paceline.errors import ConfigurationError
-from paceline_svm import SVC, ahead_of_time, validation
+from paceline_svm import SVC, cli, validation
 from paceline_svm.file_job import read_table
 
 
@@ -116,8 +116,8 @@ def test_both_formats_hold_the_same(tmp_path):
 
 def test_compile_now(capsys, monkeypatch):
     """What it has compiled, no fit waits for: another look finds nothing to do. A kernel takes seconds, so not all."""
-    assert {"rbf", "precomputed", *ahead_of_time.OTHER_KERNELS} == set(validation.KERNELS)
-    monkeypatch.setattr(ahead_of_time, "OTHER_KERNELS", ("linear", "poly"))  # which other tests compile, too
+    assert {"rbf", "precomputed", *cli.OTHER_KERNELS} == set(validation.KERNELS)
+    monkeypatch.setattr(cli, "OTHER_KERNELS", ("linear", "poly"))  # which other tests compile, too
     for _ in range(2):
         with pytest.raises(SystemExit) as ended:
             main(["svm", "compile"])

@@ -52,7 +52,7 @@ def test_the_gap_is_true_and_the_objective_libsvms(problem, C, gamma, working_se
     if working_set in (4, 10):  # at C = 1e6, so few variables at a time zigzag into the limit of iterations
         C = min(C, 100.0)
     with working_sets_of(working_set) if working_set else contextlib.nullcontext():
-        mine = ours.SVC(C=C, gamma=gamma, tol=tol, elimination="multi-2").fit(X, y)
+        mine = ours.SVC(C=C, gamma=gamma, tol=tol, shrinking="multi-2").fit(X, y)
     other = theirs.SVC(C=C, gamma=gamma, tol=1e-4).fit(X, y)
     one, two = truth(X, y, mine, C, gamma=gamma), truth(X, y, other, C, gamma=gamma)
     scale = max(1.0, C * len(y))  # of sums of coefficients

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
 import threading
-import weakref
 from unittest import mock
 
 import numpy as np
@@ -17,8 +17,19 @@ import torch.distributed as dist
 from harness.ranks import Ranks, pool
 from harness.svm_oracle import truth, two_classes, working_sets_of
 from paceline_lab.doubles.in_process import InProcessWorld
-from paceline_svm import SVC, SVR, OneClassSVM, estimator, reconstruction, solver, world
-from paceline_svm.reconstruction import EliminatedGroup, EliminatedSamples
+from paceline_svm import (
+    SVC,
+    SVR,
+    OneClassSVM,
+    communicator,
+    estimator,
+    one_vs_one,
+    placement,
+    shrinking,
+    solver,
+)
+from paceline_svm.communicator import GroupCommunicator
+from paceline_svm.shrinking import ShrunkGroup, ShrunkSamples
 from paceline_svm.stopping import OptimalityCheck
 
 HEURISTICS = [
@@ -39,9 +50,9 @@ def data():
 
 
 def fit_in_small_sets(heuristic, rows="own"):
-    """A working set of 64 takes many iterations, and a small cache evicts rows, so elimination has something to do."""
+    """A working set of 64 takes many iterations, and a small cache evicts rows, so shrinking has something to do."""
     X, y = data()
-    model = SVC(**SETTINGS, elimination=heuristic, cache_size=0.02, rows=rows)
+    model = SVC(**SETTINGS, shrinking=heuristic, cache_size=0.02, rows=rows)
     mine = (
         np.array_split(np.arange(len(y)), dist.get_world_size())[dist.get_rank()]
         if rows == "own"
@@ -62,14 +73,14 @@ def fit_as_threads(num_ranks, heuristic):
     here = threading.local()
 
     def task(group):
-        here.world = world.GroupWorld(group)
+        here.communicator = communicator.GroupCommunicator(group)
         mine = np.array_split(np.arange(len(y)), num_ranks)[group.rank()]
-        return SVC(**SETTINGS, elimination=heuristic, cache_size=0.02).fit(X[mine], y[mine])
+        return SVC(**SETTINGS, shrinking=heuristic, cache_size=0.02).fit(X[mine], y[mine])
 
     def world_of_this_thread(_rows):
-        return here.world
+        return here.communicator
 
-    with working_sets_of(64), mock.patch.object(estimator, "world_for", world_of_this_thread):
+    with working_sets_of(64), mock.patch.object(estimator, "communicator_for", world_of_this_thread):
         return InProcessWorld(num_ranks).run(task)
 
 
@@ -114,8 +125,8 @@ def test_the_optimum_is_the_same_and_the_gap_is_true(models, heuristic, num_rank
 def test_heuristics_do_what_their_names_say(models):
     counters = {name: models[2][at][0].counters_[0] for at, name in enumerate(HEURISTICS)}
     assert counters["none"].least_active == 400
-    assert counters["none"].num_reconstructions == 0
-    assert counters["single-5%"].num_reconstructions == 1
+    assert counters["none"].num_unshrinks == 0
+    assert counters["single-5%"].num_unshrinks == 1
     assert counters["multi-2"].least_active < 300
     assert counters["multi-5%"].num_kernel_values < 0.8 * counters["none"].num_kernel_values
     assert counters["adaptive"].least_active < 400  # the cache is too small here
@@ -135,13 +146,65 @@ def test_one_exchange_for_many_pair_updates(models):
         assert counters.num_steps > 10 * counters.num_exchanges
 
 
+def count_exchanges(rank, num_ranks, width):
+    """What rank 0 does until it works on the problem: by the form of rows, and by where it is solved."""
+    X, y = two_classes(400, width, seed=4)
+    mine = np.array_split(np.arange(len(y)), num_ranks)[rank]
+    trace, gammas = [], []
+    do, nominate, solve_small = (
+        GroupCommunicator._do,
+        solver.Solver._nominate,
+        placement.solve_small,
+    )
+
+    def watched(function, word):
+        def call(*words):
+            trace.append(word or words[-1])
+            return function(*words)
+
+        return call
+
+    with (
+        mock.patch.object(GroupCommunicator, "_do", watched(do, None)),
+        mock.patch.object(solver.Solver, "_nominate", watched(nominate, "works")),
+        mock.patch.object(placement, "solve_small", watched(solve_small, "works")),
+        mock.patch.object(one_vs_one.placement, "solve_small", watched(solve_small, "works")),
+    ):
+        for rows in (X, sp.csr_matrix(X)):
+            for where in (
+                contextlib.nullcontext(),
+                mock.patch.object(placement, "LARGEST", 0),
+                working_sets_of(64),
+            ):
+                with where:
+                    gammas.append(SVC().fit(rows[mine], y[mine])._gamma)
+                trace.append("end")
+    fits = [fit.split() for fit in " ".join(word.replace(" ", "_") for word in trace).split("end")[:-1]]
+    return [fit[: fit.index("works")] for fit in fits if rank == 0], gammas
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_three_exchanges_before_the_first_working_set(num_ranks):
+    """Facts, what every sample is, and samples; also where facts are hundreds of features' sums."""
+    for width in (4, 300):
+        results = pool(num_ranks).run(count_exchanges, width)
+        traces = results[0][0]
+        assert len(traces) == 6
+        assert [len(trace) for trace in traces] == [3] * 6
+        assert [trace[:2] for trace in traces] == [["checking_the_arguments", "numbering_the_samples"]] * 6
+        gammas = {gamma for _, of_rank in results for gamma in of_rank[:3]}  # of dense rows
+        assert len(gammas) == 1
+        X, y = two_classes(400, width, seed=4)
+        assert gammas.pop() == pytest.approx(SVC().fit(X, y)._gamma, rel=1e-13)
+
+
 def nothing_changed(self, weights, rows, positions):
     return 0.0
 
 
 def without_reconstruction(monkeypatch):
-    """The mutant: gradients of eliminated samples stay as they were, and what the gradients say is believed."""
-    monkeypatch.setattr(EliminatedSamples, "_sums", nothing_changed)
+    """The mutant: gradients of shrunk samples stay as they were, and what the gradients say is believed."""
+    monkeypatch.setattr(ShrunkSamples, "_sums", nothing_changed)
     monkeypatch.setattr(
         OptimalityCheck, "check", lambda self, everyone: np.subtract(*self.extremes(everyone, 0.0)[1::-1])
     )
@@ -154,7 +217,7 @@ def test_without_reconstruction_a_wrong_answer_would_be_reported(monkeypatch):
         for seed in range(4):
             X, y = two_classes(200, 2, seed=seed)
             with working_sets_of(4):
-                model = SVC(C=C, gamma=GAMMA, elimination="multi-2").fit(X, y)
+                model = SVC(C=C, gamma=GAMMA, shrinking="multi-2").fit(X, y)
             assert model.gap_[0] <= 1e-3  # the mutant says so too
             yield truth(X, y, model, C, gamma=GAMMA).gap
 
@@ -166,10 +229,10 @@ def test_without_reconstruction_a_wrong_answer_would_be_reported(monkeypatch):
 def test_stale_gradients_are_noticed_even_if_reconstruction_forgets_them(monkeypatch):
     """The check in double precision does not trust the gradients it is given."""
     X, y = data()
-    monkeypatch.setattr(EliminatedSamples, "_sums", nothing_changed)
+    monkeypatch.setattr(ShrunkSamples, "_sums", nothing_changed)
     with working_sets_of(8):
-        model = SVC(C=C, gamma=GAMMA, elimination="multi-2").fit(X, y)
-    assert model.counters_[0].num_reconstructions > 0
+        model = SVC(C=C, gamma=GAMMA, shrinking="multi-2").fit(X, y)
+    assert model.counters_[0].num_unshrinks > 0
     assert truth(X, y, model, C, gamma=GAMMA).gap <= 1e-3 * (1 + 1e-6)
 
 
@@ -177,61 +240,60 @@ def one_reference(self, going):
     """The mutant: all groups get the coefficients of the moment when the last one left."""
     positions = self._return_to_owners(going, "")
     if len(positions):
-        self._groups = [
-            EliminatedGroup(group.positions, self._chosen.weights.copy()) for group in self._groups
-        ]
-        self._groups.append(EliminatedGroup(positions, self._chosen.weights.copy()))
+        self._groups = [ShrunkGroup(group.positions, self._chosen.weights.copy()) for group in self._groups]
+        self._groups.append(ShrunkGroup(positions, self._chosen.weights.copy()))
 
 
 @pytest.mark.parametrize("mutant", [None, one_reference])
 def test_reconstruction_is_exact_and_needs_a_reference_for_every_group(mutant, monkeypatch):
     """What comes back is what the coefficients say, to the rounding of double precision."""
     X, y = data()
-    reconstruct, off, groups = EliminatedSamples.reconstruct, [], []
+    unshrink, off, groups = ShrunkSamples.unshrink, [], []
 
     def compared(self, active, rows):
         groups.append(len(self._groups))
-        everyone = reconstruct(self, active, rows)
-        exact = OptimalityCheck(self._problem, self._world, self._chosen, TOL).exact(np.arange(len(rows)))
+        everyone = unshrink(self, active, rows)
+        exact = OptimalityCheck(self._problem, self._communicator, self._chosen, TOL).exact(
+            np.arange(len(rows))
+        )
         off.append(np.abs(everyone.g - exact).max())
         return everyone
 
-    monkeypatch.setattr(EliminatedSamples, "reconstruct", compared)
+    monkeypatch.setattr(ShrunkSamples, "unshrink", compared)
     if mutant is not None:
-        monkeypatch.setattr(EliminatedSamples, "add", mutant)
+        monkeypatch.setattr(ShrunkSamples, "add", mutant)
     with working_sets_of(32):
-        SVC(C=C, gamma=GAMMA, tol=1e-5, elimination="multi-2").fit(X, y)
+        SVC(C=C, gamma=GAMMA, tol=1e-5, shrinking="multi-2").fit(X, y)
     assert max(groups) > 1
     assert (max(off) < 1e-9) == (mutant is None)
     assert mutant is None or max(off) > 1e-3
 
 
 def fit_sorted_rows(rank, num_ranks):
-    """One rank holds what is hard: without balancing, it would work alone once the rest is eliminated."""
+    """One rank holds what is hard: without balancing, it would work alone once the rest is shrunk."""
     X, y = data()
     order = np.argsort(np.abs(SVC(**SETTINGS, rows="alone").fit(X, y).decision_function(X)))
     mine = np.array_split(order, num_ranks)[rank]
     counts, balance = [], solver.balanced
 
-    def watched(world, active, before):
-        after = balance(world, active, before)
+    def watched(communicator, active, before):
+        after = balance(communicator, active, before)
         counts.append((before.tolist(), len(after)))
         return after
 
     with (
         mock.patch.object(solver, "balanced", watched),
-        mock.patch.object(reconstruction, "_IMBALANCE_SAMPLES", 8),
+        mock.patch.object(shrinking, "_IMBALANCE_SAMPLES", 8),
         working_sets_of(32),
     ):
-        model = SVC(**SETTINGS, elimination="multi-2", cache_size=0.01).fit(X[mine], y[mine])
+        model = SVC(**SETTINGS, shrinking="multi-2", cache_size=0.01).fit(X[mine], y[mine])
     return counts, model, order
 
 
 def fit_where_ranks_round_differently(rank, num_ranks):
     """One rank pretends to be another processor, and no rank may hold all rows."""
     with (
-        mock.patch.object(world, "_what_rounds", return_value=[str(rank)]),
-        mock.patch.object(world, "_rounding_alike", weakref.WeakKeyDictionary()),
+        mock.patch.object(communicator, "_what_rounds", return_value=str(rank)),
         mock.patch.object(solver, "_ROWS_RATIO", 0.0),
     ):
         return fit_in_small_sets("multi-2")

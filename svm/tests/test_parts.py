@@ -6,23 +6,28 @@ import numba
 import numpy as np
 import pytest
 import scipy.sparse as sp
-import torch
+from numba.core import event
 from sklearn.metrics.pairwise import pairwise_kernels, rbf_kernel
 
-from harness.svm_oracle import two_classes, working_sets_of
+from harness.svm_oracle import two_classes
+from paceline import numba_cache
 from paceline.host.memory import available_bytes
-from paceline_svm import SVC, estimator, gradients
-from paceline_svm.compilation import shown
-from paceline_svm.compiled import LANES
-from paceline_svm.elimination import Elimination
-from paceline_svm.gradients import RowsOnDevice
+from paceline_svm import SVC, compiled, estimator
+from paceline_svm.compiled import LANES, Compilation, shown
+from paceline_svm.gradients import RowCache
 from paceline_svm.kernels import Kernel, expand
 from paceline_svm.problem import Active
-from paceline_svm.reconstruction import may_violate
-from paceline_svm.row_cache import RowCache
 from paceline_svm.sample_forms import DenseSamples, SparseSamples
-from paceline_svm.sub_problem import SubProblem, WorkingBlock
-from paceline_svm.working_set import Nominations, best, choose, scrambled, working_set_size
+from paceline_svm.shrinking import Heuristic, may_violate
+from paceline_svm.working_set import (
+    Nominations,
+    SubProblem,
+    WorkingBlock,
+    best,
+    choose,
+    scrambled,
+    working_set_size,
+)
 
 KERNELS = [Kernel("rbf", 0.3), Kernel("linear"), Kernel("poly", 0.2, 1.0, 3), Kernel("sigmoid", 0.1, 0.5)]
 
@@ -59,25 +64,6 @@ def test_kernels_are_scikit_learns(kernel, dtype, form):
     factors = generator.normal(size=(2, 530))
     sums = expand(kernel, samples(left), factors, samples(right))
     assert np.allclose(sums, factors @ expected, rtol=rtol, atol=1e3 * atol * scale)
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_sums_on_a_device_are_those_of_the_processor(kernel):
-    generator = np.random.default_rng(3)
-    left, right = (DenseSamples.of(generator.normal(size=(num, 5)), np.arange(num)) for num in (4200, 300))
-    factors = generator.normal(size=4200)
-    sums = RowsOnDevice(kernel, right, torch.device("cpu")).sums(left, factors)
-    assert np.allclose(sums, expand(kernel, left, factors[None], right)[0], rtol=1e-9, atol=1e-9)
-
-
-def test_a_fit_with_its_rows_on_a_device_ends_at_the_same_optimum(monkeypatch):
-    X, y = two_classes(400)
-    with working_sets_of(64):
-        plain = SVC(C=5.0, gamma=0.5, tol=1e-5).fit(X, y)
-        monkeypatch.setattr(gradients, "device_for", lambda *_: torch.device("cpu"))
-        model = SVC(C=5.0, gamma=0.5, tol=1e-5, elimination="multi-5%").fit(X, y)
-    assert model.gap_[0] <= 1e-5
-    assert model.objective_[0] == pytest.approx(plain.objective_[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("num_features", [3, 60], ids=["row by row", "all at once"])
@@ -207,15 +193,15 @@ def test_only_what_no_violation_can_contain_is_eliminated():
     assert may_violate(active, -1.0, 1.0).tolist() == [True, True, True, False, False, True, True, True]
 
 
-def test_when_elimination_is_due():
-    five, single, adaptive = (Elimination.named(name) for name in ("multi-5%", "single-500", "adaptive"))
+def test_when_shrinking_is_due():
+    five, single, adaptive = (Heuristic.named(name) for name in ("multi-5%", "single-500", "adaptive"))
     assert five.is_due(50, 1000, 3, short_of_memory=False)
     assert not five.is_due(49, 1000, 0, short_of_memory=True)
     assert single.is_due(500, 10**6, 0, short_of_memory=False)
     assert not single.is_due(500, 10**6, 1, short_of_memory=False)
     assert not adaptive.is_due(10**6, 1000, 0, short_of_memory=False)
     assert adaptive.is_due(50, 1000, 2, short_of_memory=True)
-    assert not Elimination.named("none").is_due(10**9, 10, 0, short_of_memory=True)
+    assert not Heuristic.named("none").is_due(10**9, 10, 0, short_of_memory=True)
 
 
 def test_the_cache_grows_by_what_comes_back():
@@ -238,17 +224,17 @@ def test_the_cache_grows_by_what_comes_back():
 def test_auto_computes_fewer_rows_again(monkeypatch):
     """As much memory as pays: kernel values as with a large cache would be, within a few; and the same optimum.
 
-    Where samples may be eliminated it does not grow: on large sets that took longer.
+    Where samples may be shrunk it does not grow: on large sets that took longer.
     """
     X, y = two_classes(3_300, 6, noise=1.0)
     monkeypatch.setattr(estimator, "_CACHE_BYTES", 4e6)
-    fits = [SVC(C=50.0, elimination="none", cache_size=size).fit(X, y) for size in (4, 500, "auto")]
+    fits = [SVC(C=50.0, shrinking=False, cache_size=size).fit(X, y) for size in (4, 500, "auto")]
     tight, roomy, auto = (fit.counters_[0].num_kernel_values for fit in fits)
     assert roomy < auto < 0.8 * tight
     assert fits[2].objective_[0] == pytest.approx(fits[1].objective_[0], rel=1e-5)
     assert len({SVC(C=50.0, cache_size=size).fit(X, y).counters_[0] for size in (4, "auto")}) == 1
     monkeypatch.setattr(estimator, "available_bytes", lambda: 0.0)
-    assert SVC(C=50.0, elimination="none").fit(X, y).counters_[0].num_kernel_values == tight
+    assert SVC(C=50.0, shrinking=False).fit(X, y).counters_[0].num_kernel_values == tight
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 3e-6), (np.float64, 1e-13)])
@@ -271,8 +257,8 @@ def test_sums_over_sparse_rows(dtype, bound):
     assert np.abs(sums - wanted).max() < bound * np.abs(factors).sum()
 
 
-def test_compiling_is_shown(capsys, monkeypatch):
-    """A line at the end, if asked for; on a terminal also on the way; nothing if nothing is compiled."""
+def test_all_that_is_compiled_is_shown_if_asked_for(capsys):
+    """A line at the end; nothing if nothing is compiled, or it takes no time and nobody asked."""
     add_one = numba.njit(lambda x: x + 1)
     with shown(always=True) as listener:
         add_one(1)
@@ -284,10 +270,46 @@ def test_compiling_is_shown(capsys, monkeypatch):
     with shown():
         add_one(1.0)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with shown():
-        add_one(1j)
-    assert capsys.readouterr().err.count("\r") == 2
+
+
+class Timer:
+    """In place of a `threading.Timer`, one that is up when the test says so."""
+
+    def __init__(self, after_s, function, arguments):
+        self.after_s, self.is_up, self.is_cancelled = after_s, lambda: function(*arguments), False
+        Timer.made.append(self)
+
+    def start(self): ...
+
+    def cancel(self):
+        self.is_cancelled = True
+
+
+def test_what_takes_seconds_to_compile_is_said_once(monkeypatch, caplog):
+    """By itself, or another process; what is short adds up."""
+    monkeypatch.setattr(compiled.threading, "Timer", Timer)
+    made = Timer.made = []
+    compiling = event.Event("numba:compile", event.EventStatus.START)
+    waiting = event.Event(numba_cache.WAITING, event.EventStatus.START)
+    one, other = Compilation(shows_all=False), Compilation(shows_all=False)
+    one.on_start(compiling)
+    one.on_start(compiling)  # for the first
+    one.on_end(compiling)
+    assert not made[0].is_cancelled
+    one.on_end(compiling)
+    assert made[0].is_cancelled
+    assert made[0].after_s == 2.0
+    one.on_start(compiling)
+    assert made[1].after_s == 2.0 - one.seconds < 2.0
+    other.on_start(waiting)
+    for timer in (*made[1:], made[1]):
+        timer.is_up()
+    assert [(record.levelname, record.name) for record in caplog.records] == [("WARNING", "paceline.svm")] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"paceline_svm: {what} for this machine, once; `paceline svm compile` does so ahead of time"
+        for what in ("compiling", "waiting for another process, which compiles")
+    ]
+    assert (one.num_functions, other.num_functions) == (3, 0)
 
 
 def test_how_much_memory_there_is(tmp_path):

@@ -13,7 +13,7 @@ from sklearn.metrics import log_loss
 
 from harness.ranks import pool
 from harness.svm_oracle import two_classes, working_sets_of
-from paceline_svm import SVC, SVR, OneClassSVM, votes
+from paceline_svm import SVC, SVR, OneClassSVM, one_vs_one
 
 
 def test_a_sigmoid_is_found_again():
@@ -21,13 +21,13 @@ def test_a_sigmoid_is_found_again():
     generator = np.random.default_rng(0)
     decisions = generator.normal(scale=2.0, size=20_000)
     is_first = generator.random(20_000) < 1 / (1 + np.exp(-1.5 * decisions + 0.5))
-    assert np.allclose(votes.sigmoid(decisions, is_first), [-1.5, 0.5], atol=0.08)
+    assert np.allclose(one_vs_one.sigmoid(decisions, is_first), [-1.5, 0.5], atol=0.08)
 
 
 def test_pairs_that_agree_give_the_distribution_they_come_from():
     p = np.array([[0.1, 0.2, 0.7], [0.5, 0.25, 0.25]])
     pairwise = np.stack([p[:, i] / (p[:, i] + p[:, j]) for i, j in ((0, 1), (0, 2), (1, 2))], axis=1)
-    assert np.allclose(votes.coupled(pairwise, 3), p)
+    assert np.allclose(one_vs_one.coupled(pairwise, 3), p)
 
 
 @pytest.mark.parametrize("load", [load_iris, load_breast_cancer])

@@ -78,8 +78,7 @@ PRELOADED = (
     "paceline_lab.bench.commands",
     "paceline_lab.emulation",
     "paceline_svm.classifier",
-    "paceline_svm.novelty",
-    "paceline_svm.regressor",
+    "paceline_svm.single_problem",
 )
 ALSO = (
     "PACELINE_WARM_IMPORT"  # in a command's environment: a module that the server is to load before it forks

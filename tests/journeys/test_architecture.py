@@ -28,7 +28,7 @@ METHODS = {
 }
 SHARED_NAMES = {"broadcast", "reduce", "gather", "scatter"}
 NO_GROUPS = {
-    "paceline_svm": {"world", "_world", "self"}
+    "paceline_svm": {"communicator", "_communicator", "self"}
 }  # the SVM's own class, whose collectives go through comm
 # Sockets and what sends on them, or is their protocol; import-linter keeps torch from the servers. And a generator.
 SOCKETS = {
@@ -155,7 +155,7 @@ def test_the_search_sees_every_form_of_a_call(source):
         ("import torch.distributed as dist\ndist.get_rank(), dist.new_group([0])", "ddp"),
         ("import torch\ntorch.gather(values, 0, order)", "compression"),
         ("import functools\nfunctools.reduce(max, sizes)", "ddp"),
-        ("self._world.gather(mine, doing)", "paceline_svm"),
+        ("self._communicator.gather(mine, doing)", "paceline_svm"),
         ("client.connected.send(piece)", "servers"),
         ("from paceline.comm.collectives import launch_sum\nlaunch_sum(tensor, group)", "ddp"),
     ],

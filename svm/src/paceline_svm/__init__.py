@@ -2,19 +2,16 @@
 
 Which module answers what, from the outside in:
 
-    estimators      classifier, regressor and novelty, on estimator (fit, predict) and validation; pairs and votes are
-                    one-vs-one training and prediction
+    estimators      classifier and single_problem, on estimator (fit, predict) and validation; one_vs_one trains and
+                    asks a problem for each pair of classes
     data            training_set (all ranks' samples, numbered), sample_forms (dense, CSR, Gram)
-    where           placement (on one rank, or on all together), world (the collectives of a fit)
+    where           placement (on one rank, or on all together), communicator (the collectives of a fit)
     small problems  small_problems (each solved as a whole by one thread)
-    the solver      problem, solver, gradients, row_cache, stopping (the optimality check, and limits)
-    working set     working_set (which variables), sub_problem and smo (how they are optimised)
-    elimination     elimination (when), reconstruction (which samples, and their gradients)
-    kernels         kernels (blocks), kernel_rows (single rows), sparse_expansion (sums over sparse rows), gaussian;
-                    compiled and thread_pool run them
-    the compiler    compiled (numba's options), compilation (shows it), next_compiled (by a fork), plain (what stands in
-                    meanwhile), ahead_of_time (before anybody waits)
-    command line    file_job
+    the solver      problem, solver, gradients (and their cache), stopping (the optimality check, and limits)
+    working set     working_set (which variables, and their sub-problem), smo (pair updates)
+    shrinking       shrinking (when, which samples, and their gradients afterwards)
+    kernels         kernels (blocks), kernel_rows (single rows), gaussian; compiled and thread_pool run them
+    command line    cli, file_job
 """
 
 from __future__ import annotations
@@ -25,9 +22,8 @@ from paceline.late_imports import on_first_use
 
 if TYPE_CHECKING:
     from paceline_svm.classifier import SVC
-    from paceline_svm.novelty import OneClassSVM
     from paceline_svm.problem import Counters, Progress
-    from paceline_svm.regressor import SVR
+    from paceline_svm.single_problem import SVR, OneClassSVM
 
 __all__ = ["SVC", "SVR", "Counters", "OneClassSVM", "Progress"]
 
@@ -36,9 +32,9 @@ __getattr__ = on_first_use(
     __name__,
     {
         "SVC": "classifier",
-        "SVR": "regressor",
+        "SVR": "single_problem",
         "Counters": "problem",
-        "OneClassSVM": "novelty",
+        "OneClassSVM": "single_problem",
         "Progress": "problem",
     },
 )

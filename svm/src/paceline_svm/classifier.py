@@ -13,11 +13,9 @@ from sklearn.utils.multiclass import check_classification_targets
 
 from paceline.errors import ConfigurationError
 from paceline_svm.estimator import KernelMachine
-from paceline_svm.pairs import Pairs
+from paceline_svm.one_vs_one import Pairs, PairwiseVotes, sigmoid
 from paceline_svm.sample_forms import Samples
-from paceline_svm.training_set import TrainingSet
-from paceline_svm.votes import PairwiseVotes, sigmoid
-from paceline_svm.world import World
+from paceline_svm.training_set import Facts, Part, TrainingSet
 
 _NUM_FOLDS = 5
 
@@ -34,10 +32,11 @@ class SVC(PairwiseVotes, KernelMachine):
         degree: Of `poly`.
         gamma: Of `rbf`, `poly` and `sigmoid`; `scale` is 1 / (features * variance), `auto` is 1 / features.
         coef0: Of `poly` and `sigmoid`.
-        shrinking: Whether samples may be eliminated on the way.
+        shrinking: Whether samples that can no longer be in a violating pair take no part for a while: True is
+            `adaptive`, False `none`; or a heuristic's name, such as `multi-5%` or `single-500`.
         tol: Largest violation of optimality, over all samples.
         cache_size: Megabytes for kernel rows on each rank; at least one working set's rows are kept. `auto` is 500;
-            where no sample may be eliminated, also as many rows more as would else be computed again, within half of
+            where no sample may be shrunk, also as many rows more as would else be computed again, within half of
             the memory that is there.
         class_weight: Factors of C by class, or `balanced`.
         verbose: Print a line a working set to stderr on rank 0; or a function that takes a `Progress`.
@@ -47,7 +46,6 @@ class SVC(PairwiseVotes, KernelMachine):
         probability: Whether `predict_proba` is wanted; costs five more fits, on parts of the training set.
         random_state: Seed of those parts.
         warm_start: Whether to start from the last fit's coefficients, if it was of as many rows and the same classes.
-        elimination: When samples are eliminated: `adaptive`, `none`, or such as `multi-5%` or `single-500`.
         rows: In a process group: `own` rows are passed by each rank, `all` rows are passed by every rank and dealt
             out, or the process trains `alone`.
 
@@ -81,7 +79,7 @@ class SVC(PairwiseVotes, KernelMachine):
         degree: float = 3,
         gamma: Any = "scale",
         coef0: float = 0.0,
-        shrinking: bool = True,
+        shrinking: bool | str = True,
         tol: float = 1e-3,
         cache_size: float | str = "auto",
         class_weight: Any = None,
@@ -92,7 +90,6 @@ class SVC(PairwiseVotes, KernelMachine):
         probability: Any = False,
         random_state: Any = None,
         warm_start: bool = False,
-        elimination: str = "adaptive",
         rows: str = "own",
     ) -> None:
         self.C = C
@@ -111,7 +108,6 @@ class SVC(PairwiseVotes, KernelMachine):
         self.probability = probability
         self.random_state = random_state
         self.warm_start = warm_start
-        self.elimination = elimination
         self.rows = rows
 
     def _check_parameters(self) -> None:
@@ -145,20 +141,22 @@ class SVC(PairwiseVotes, KernelMachine):
         check_classification_targets(y)
         return y
 
-    def _is_for_one(self, X: Any, y: Any) -> bool:
+    def _needs_one(self, X: Any, y: Any) -> bool:
         # Pairs of classes are dealt out.
-        return super()._is_for_one(X, y) and len(np.unique(y)) == 2
+        return super()._needs_one(X, y) and len(np.unique(y)) == 2
 
-    def _encoded(self, world: World, y: Any) -> NDArray[np.float64]:
-        """Labels as numbers that mean the same on every rank. Collective."""
+    def _labels(self, y: Any) -> Any:
         labels, counts = np.unique(y, return_counts=True)
-        everyone = [(labels, counts)]
-        if self.rows != "all":
-            mine = (labels.tolist(), counts.tolist())
-            dtype = "U" if labels.dtype.kind == "U" else labels.dtype  # text may be longer elsewhere
+        return None if self.rows == "all" else (labels.tolist(), counts.tolist())
+
+    def _encoded(self, part: Part, facts: list[Facts]) -> NDArray[np.float64]:
+        """Labels as numbers that mean the same on every rank."""
+        if self.rows == "all":
+            everyone = [np.unique(part.passed_y, return_counts=True)]
+        else:
+            dtype = "U" if part.y.dtype.kind == "U" else part.y.dtype  # text may be longer elsewhere
             everyone = [
-                (np.array(found, dtype), np.array(times, np.int64))
-                for found, times in world.gather_objects(mine, "exchanging labels")
+                (np.array(found, dtype), np.array(times)) for found, times in (one.labels for one in facts)
             ]
         self.classes_ = np.unique(np.concatenate([found for found, _ in everyone]))
         if len(self.classes_) < 2:
@@ -174,7 +172,7 @@ class SVC(PairwiseVotes, KernelMachine):
                 "The 'class_weight' parameter of SVC must not be negative; "
                 f"the classes' weights are {self.class_weight_.tolist()}."
             )
-        return np.asarray(np.searchsorted(self.classes_, y), np.float64)
+        return np.asarray(np.searchsorted(self.classes_, part.y), np.float64)
 
     def _solve_all(self, data: TrainingSet, matrix: Samples) -> None:
         start = self._start(data, (len(self.classes_) - 1, data.num_rows))
@@ -207,7 +205,7 @@ class SVC(PairwiseVotes, KernelMachine):
         seed = self.random_state
         if isinstance(seed, np.random.RandomState):
             seed = int(seed.randint(2**31))
-        fold = _folds(data.all_targets, int(data.world.broadcast(np.array([_seed(seed)]), "")[0]))
+        fold = _folds(data.all_targets, int(data.communicator.broadcast(np.array([_seed(seed)]), "")[0]))
         num = len(self.classes_)
         pairs = list(itertools.combinations(range(num), 2))
         values = np.zeros((len(data.samples), len(pairs)))
@@ -219,13 +217,15 @@ class SVC(PairwiseVotes, KernelMachine):
             at = np.flatnonzero(mine == left_out)
             values[at] = model._values_of_pairs(data.samples.take(at).rows)  # type: ignore[attr-defined]
         doing = "calibrating"
-        everyone = np.concatenate(data.world.gather_uneven(values.ravel(), doing)).reshape(-1, len(pairs))
-        targets = np.concatenate(data.world.gather_uneven(data.targets, doing))
+        everyone = np.concatenate(data.communicator.gather_uneven(values.ravel(), doing)).reshape(
+            -1, len(pairs)
+        )
+        targets = np.concatenate(data.communicator.gather_uneven(data.targets, doing))
         found = np.zeros((len(pairs), 2))
         for pair, (one, other) in enumerate(pairs):
             chosen = np.isin(targets, (one, other))
             found[pair] = sigmoid(everyone[chosen, pair], targets[chosen] == one)
-        self.probA_, self.probB_ = data.world.broadcast(found, doing).T
+        self.probA_, self.probB_ = data.communicator.broadcast(found, doing).T
 
     def _group_by_class(self, labels: NDArray[np.int64]) -> None:
         """Put the support vectors in the order of their classes."""

@@ -22,11 +22,13 @@ _Gamma = Annotated[str, typer.Option(help="scale, auto or a number.")]
 _Tol = Annotated[float, typer.Option(help="Largest violation of optimality.")]
 _Epsilon = Annotated[float, typer.Option(help="Half width of the tube (regress).")]
 _Nu = Annotated[float, typer.Option(help="Bound of the outliers (novelty).")]
-_Elimination = Annotated[str, typer.Option(help="adaptive, none, or such as multi-5% or single-500.")]
+_Shrinking = Annotated[str, typer.Option(help="adaptive, none, or such as multi-5% or single-500.")]
 _CacheSize = Annotated[
     str,
     typer.Option(help="Megabytes for kernel rows on each rank, or auto: as many as pay, of what is there."),
 ]
+OTHER_KERNELS = ("linear", "poly", "sigmoid")  # than rbf
+_LARGE = 3_100  # rows of a problem that is too large to be solved as a whole
 _AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON to stdout.")]
 
 
@@ -49,13 +51,13 @@ def fit(
     tol: _Tol = 1e-3,
     epsilon: _Epsilon = 0.1,
     nu: _Nu = 0.5,
-    elimination: _Elimination = "adaptive",
+    shrinking: _Shrinking = "adaptive",
     cache_size: _CacheSize = "auto",
     figure: Annotated[Path | None, typer.Option(help="Draw the convergence here, say gap.png.")] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Fit a model to a file with several processes, and write it to a file."""
-    parameters = _parameters(task, kernel, cost, gamma, tol, epsilon, nu, elimination, cache_size)
+    parameters = _parameters(task, kernel, cost, gamma, tol, epsilon, nu, shrinking, cache_size)
     with tempfile.TemporaryDirectory(prefix="paceline-svm-") as folder:
         result = _run(data, ranks, folder, task, parameters, is_quiet=as_json)
         shutil.copyfile(Path(folder, "model.joblib"), model)
@@ -122,12 +124,12 @@ def cross_validate(
     tol: _Tol = 1e-3,
     epsilon: _Epsilon = 0.1,
     nu: _Nu = 0.5,
-    elimination: _Elimination = "adaptive",
+    shrinking: _Shrinking = "adaptive",
     cache_size: _CacheSize = "auto",
     as_json: _AsJson = False,
 ) -> None:
     """Score a model on parts of a file that it was not fitted to."""
-    parameters = _parameters(task, kernel, cost, gamma, tol, epsilon, nu, elimination, cache_size)
+    parameters = _parameters(task, kernel, cost, gamma, tol, epsilon, nu, shrinking, cache_size)
     with tempfile.TemporaryDirectory(prefix="paceline-svm-") as folder:
         result = _run(data, ranks, folder, task, parameters, is_quiet=as_json, num_folds=folds, seed=seed)
     if as_json:
@@ -141,9 +143,26 @@ def cross_validate(
 @app.command("compile")
 def compile_now() -> None:
     """Compile the solver's code for this machine now, so that no first fit waits for it: in an image, say."""
-    from paceline_svm.ahead_of_time import compile_all
+    import numpy as np
+    import scipy.sparse as sp
 
-    found = compile_all()
+    from paceline_svm.classifier import SVC
+    from paceline_svm.compiled import shown
+    from paceline_svm.single_problem import SVR
+
+    generator = np.random.default_rng(0)
+    X, wide = generator.normal(size=(_LARGE, 4)), generator.normal(size=(_LARGE, 64))
+    X[np.abs(X) < 0.1] = 0.0
+    y = (X[:, 0] + X[:, 1] ** 2 > 0.5).astype(int)
+    three = y + (X[:, 2] > 1)
+    with shown(always=True) as found:
+        for rows, labels in ((X[:200], y[:200]), (X[:200], three[:200]), (X, y), (wide, y)):
+            for form in (rows, sp.csr_matrix(rows)):
+                SVC(rows="alone").fit(form, labels).predict(form[:10])
+        for kernel in OTHER_KERNELS:
+            for num in (200, _LARGE):
+                SVC(kernel=kernel, gamma=0.1, rows="alone", tol=1.0).fit(X[:num], y[:num]).predict(X[:10])
+        SVR(rows="alone", tol=0.1).fit(X[:200], X[:200, 0])
     print(f"{found.num_functions} functions compiled in {found.seconds:.1f} s")
 
 
@@ -155,12 +174,12 @@ def _parameters(
     tol: float,
     epsilon: float,
     nu: float,
-    elimination: str,
+    shrinking: str,
     cache_size: str,
 ) -> dict[str, Any]:
     from paceline.errors import ConfigurationError
 
-    shared: dict[str, Any] = {"kernel": kernel, "tol": tol, "elimination": elimination}
+    shared: dict[str, Any] = {"kernel": kernel, "tol": tol, "shrinking": shrinking}
     try:
         shared["cache_size"] = "auto" if cache_size == "auto" else float(cache_size)
     except ValueError:
@@ -195,16 +214,19 @@ def _run(
 
 
 def _draw(path: Path, progress: list[dict[str, Any]]) -> None:
+    """The largest violation after each working set."""
     import importlib.util
 
     from paceline.errors import ConfigurationError
-    from paceline_lab.report.figures import draw_figure
-    from paceline_lab.report.look import OURS
-    from paceline_lab.report.panels import Line, Lines
 
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--figure needs matplotlib. pip install matplotlib")
-    gaps = [(float(i), point["gap"]) for i, point in enumerate(progress, 1)]
-    line = Line("of the active samples", gaps, OURS, marker="")
-    panel = Lines("", "working sets", "largest violation of optimality", [line])
-    draw_figure(path, f"After {len(gaps)} working sets the largest violation is {gaps[-1][1]:.1e}", [panel])
+        raise ConfigurationError("--figure needs matplotlib. pip install 'paceline-svm[plot]'")
+    from matplotlib.figure import Figure
+
+    gaps = [point["gap"] for point in progress]
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.semilogy(range(1, len(gaps) + 1), gaps)
+    axes.set(xlabel="working sets", ylabel="largest violation among active samples")
+    axes.set_title(f"After {len(gaps)} working sets the largest violation is {gaps[-1]:.1e}")
+    figure.savefig(path)

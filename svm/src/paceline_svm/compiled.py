@@ -1,30 +1,36 @@
-"""numba's options for loops that numpy and torch would do in several passes over memory.
+"""Compiled loops, which numpy and torch would do in several passes over memory; and what says that they compile.
 
 Rules
 1. A loop that must be vectorised runs over a slice from 0, in SIMD lanes: `a[t0 + t]` and scalar minima are not.
 2. Compiled code is kept on disk beside this file (or in numba's own cache folder): only the first process of a
-   machine waits for the compiler.
-3. A first fit waits for the compiler, so code is compiled for one form of samples and one kernel at a time: what does
-   not apply is passed as None, and numba leaves out what follows `if x is not None`, x an argument.
+   machine waits for the compiler, at its first fit or prediction that needs the code, or at `paceline svm compile`.
+3. Code is compiled for one form of samples and one kernel at a time, so that a first fit waits less. What does not
+   apply is passed as None: numba prunes the branch behind `if x is not None`, x an argument.
 4. Code on disk is renewed when any file with such loops changes.
 5. No NaN or infinity reaches these loops (`fastmath` assumes so); the finite number `FAR` takes their place.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from numpy.typing import NDArray
+from numba.core import event
 
-from paceline import linked_code
-from paceline.numba_cache import keep, stamp_of
+from paceline import linked_code, numba_cache
 
 LANES = 64  # of SIMD: so many numbers the compiler treats alike, some vector registers full
 FAR = 1e30
 _F = TypeVar("_F", bound=Callable[..., Any])
+_LOGGER = logging.getLogger("paceline.svm")
+_LONG_S = 2.0  # of compiling, after which it is said
+_TELLS_EVERY_S = 5.0  # where all progress is asked for
 
 
 _OPTIONS: dict[str, Any] = {
@@ -33,43 +39,27 @@ _OPTIONS: dict[str, Any] = {
     "nogil": True,
     "_nrt": False,
 }
-_SOURCES = stamp_of(
+_SOURCES = numba_cache.stamp_of(
     [
         Path(linked_code.__file__),
         *(
             path
             for path in Path(__file__).parent.glob("*.py")
-            if b"paceline_svm.compiled" in path.read_bytes()
+            if b"from paceline_svm.compiled import" in path.read_bytes()
         ),
     ]
 )
 
 
-def compiled(
-    function: _F,
-    meanwhile: Callable[[Any], Any] | None = None,
-    changes: Callable[..., list[NDArray[Any]]] | None = None,
-) -> _F:
-    """Compile when first called from Python, and keep the code on disk; `plain.py` may stand in until it is there.
+def compiled(function: _F) -> _F:
+    """Compile when first called from Python, and keep the code on disk.
 
     References are not counted, so nothing can be allocated: counting takes two atomic operations a slice, and several
     times as long to compile. numba compiles some functions of its own so; its users' manual does not name the option.
-
-    Args:
-        function: To compile.
-        meanwhile: As in `numba_cache.keep`.
-        changes: As in `plain.stand_in`.
     """
     made = linked_code.entry(function, _OPTIONS)
-    made.stand_in = functools.partial(_stand_in, made, changes)
-    keep(made, _SOURCES, meanwhile, made.stand_in)
+    numba_cache.keep(made, _SOURCES)
     return cast("_F", made)
-
-
-def _stand_in(made: Any, changes: Any, is_there: Callable[[], bool]) -> Callable[..., Any] | None:
-    from paceline_svm.plain import stand_in  # noqa: PLC0415  it knows all that is compiled
-
-    return stand_in(made, changes, is_there)
 
 
 def inner(function: _F) -> _F:
@@ -80,3 +70,75 @@ def inner(function: _F) -> _F:
 def hot(function: _F) -> _F:
     """As `inner`, for the loops of every pair update."""
     return cast("_F", linked_code.inner(function, _OPTIONS, is_hot=True))
+
+
+class Compilation(event.Listener):  # type: ignore[misc]
+    """Counts the functions that are being compiled, and says once that it takes long.
+
+    numba's own lock comes first, so one thread at a time compiles, or waits for a process that does.
+
+    Args:
+        shows_all: Whether to write to stderr what is done every few seconds.
+
+    Attributes:
+        num_functions: Begun so far.
+        seconds: Spent on those that are done, and waiting for other processes.
+    """
+
+    def __init__(self, *, shows_all: bool) -> None:
+        self._shows_all, self._depth, self._begun_s, self._told_s = shows_all, 0, 0.0, 0.0
+        self._has_said = False
+        self._timer: threading.Timer | None = None
+        self.num_functions, self.seconds = 0, 0.0
+
+    def on_start(self, event: Any) -> None:
+        """A function is compiled, perhaps for another that is; or another process is waited for."""
+        is_wait = event.kind == numba_cache.WAITING
+        if self._depth == 0:
+            self._begun_s = time.monotonic()
+            self._timer = threading.Timer(max(0.0, _LONG_S - self.seconds), self._say, [is_wait])
+            self._timer.daemon = True
+            self._timer.start()
+        self._depth += 1
+        self.num_functions += not is_wait
+        seconds = self.seconds + time.monotonic() - self._begun_s
+        if self._shows_all and seconds - self._told_s >= _TELLS_EVERY_S:
+            self._told_s = seconds
+            sys.stderr.write(f"{self.words(seconds)}\n")
+
+    def on_end(self, event: Any) -> None:
+        """It is done."""
+        self._depth -= 1
+        if self._depth == 0:
+            if self._timer is not None:
+                self._timer.cancel()
+            self.seconds += time.monotonic() - self._begun_s
+
+    def words(self, seconds: float) -> str:
+        return f"paceline_svm: compiling for this machine, {self.num_functions} functions, {seconds:.1f} s"
+
+    def _say(self, is_wait: bool) -> None:
+        """Write one line to stderr, where `logging` is as it was."""
+        if not self._has_said and not self._shows_all:
+            self._has_said = True
+            what = "waiting for another process, which compiles" if is_wait else "compiling"
+            _LOGGER.warning(
+                "paceline_svm: %s for this machine, once; `paceline svm compile` does so ahead of time", what
+            )
+
+
+@contextlib.contextmanager
+def shown(*, always: bool = False) -> Iterator[Compilation]:
+    """Say what is compiled in this context, if anything is: one line if it takes seconds.
+
+    Args:
+        always: Write to stderr however short it takes; a line now and then, and one at the end.
+    """
+    listener = Compilation(shows_all=always)
+    with (
+        event.install_listener("numba:compile", listener),
+        event.install_listener(numba_cache.WAITING, listener),
+    ):
+        yield listener
+    if listener.num_functions and always:
+        sys.stderr.write(f"{listener.words(listener.seconds)}; kept for the next time\n")

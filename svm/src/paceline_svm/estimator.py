@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import warnings
 from abc import abstractmethod
@@ -14,17 +15,30 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
 from paceline.host.memory import available_bytes
-from paceline.numba_cache import without_waiting
-from paceline_svm.compilation import shown
-from paceline_svm.elimination import Elimination
+from paceline_svm.communicator import Alone, Communicator
+from paceline_svm.compiled import shown
 from paceline_svm.kernels import Kernel, expand
 from paceline_svm.placement import is_for_one, solve
 from paceline_svm.problem import Problem, Progress, Solution, SolverSettings
-from paceline_svm.sample_forms import DenseSamples, GramSamples, Samples, SparseSamples
+from paceline_svm.sample_forms import (
+    DenseSamples,
+    GramSamples,
+    Samples,
+    SparseSamples,
+    gather_samples,
+    renumbered,
+)
 from paceline_svm.thread_pool import thread_pool
-from paceline_svm.training_set import TrainingSet, agreed, has_peers, world_for
+from paceline_svm.training_set import (
+    Facts,
+    Part,
+    TrainingSet,
+    agreed,
+    communicator_for,
+    mean_of_features,
+    variance,
+)
 from paceline_svm.validation import Validation, called
-from paceline_svm.world import Alone, World
 
 _CACHE_BYTES = 500e6
 _MEMORY_RATIO = 0.5  # of the memory that is there, which the ranks' caches may grow to together
@@ -46,80 +60,125 @@ class KernelMachine(Validation):
     # -- fit
 
     def _fit(self, X: Any, y: Any, sample_weight: Any) -> None:
-        """Check, number the samples over all ranks, solve, and keep the model."""
-        world = world_for(self.rows if isinstance(self.rows, str) else "own")
-        is_alone = world.num_ranks == 1 and not has_peers()
-        X, y, weights = agreed(world, lambda: self._checked(X, y, sample_weight))
-        if self.rows == "all" and world.num_ranks > 1 and self._is_for_one(X, y) and world.rounds_alike:
-            world = Alone()
-        targets = self._encoded(world, y)
-        data = TrainingSet.gathered(world, self.rows, X, targets, weights)
-        self._check_all(data)
-        self.shape_fit_ = (data.num_rows, self.n_features_in_)
-        self._sparse = sp.issparse(X)
-        self._gamma = self._resolved_gamma(world, X)
-        self._kernel = Kernel(self._kernel_name(), self._gamma, float(self.coef0), float(self.degree))
-        self._check_kernel(data)
-        with (
-            thread_pool(),
-            shown(always=bool(self.verbose) and not callable(self.verbose)),
-            without_waiting(
-                really=is_alone
-            ),  # models that several ranks fit, each alone, are the same to the last bit
-        ):
-            self._solve_all(data, self._what_the_kernel_sees(data))
+        """Check, number the samples over all ranks, solve, and keep the model.
 
-    def _is_for_one(self, X: Any, y: Any) -> bool:
-        """Whether there is nothing to share with other ranks that have the same rows."""
+        Collective: one exchange of facts and one of what every sample is, before the solver's own.
+        """
+        communicator = communicator_for(self.rows if isinstance(self.rows, str) else "own")
+        part, facts = agreed(communicator.introduce, lambda: self._told(communicator, X, y, sample_weight))
+        if self._is_for_one(part, communicator):
+            if communicator.rounds_alike:
+                facts = [facts[communicator.rank]]
+                communicator = Alone()
+            else:
+                dealt = self._dealt(communicator)
+                part, facts = agreed(
+                    communicator.introduce, lambda: self._told(communicator, X, y, sample_weight, dealt)
+                )
+        known = [Facts(*one) for one in facts]
+        targets = self._encoded(part, known)
+        self._check_facts(known)
+        num_rows = known[0].num_rows if self.rows == "all" else sum(one.num_rows for one in known)
+        first = 0 if self.rows == "all" else sum(one.num_rows for one in known[: communicator.rank])
+        part = dataclasses.replace(part, samples=renumbered(part.samples, part.samples.ids + first))
+        self.shape_fit_ = (num_rows, self.n_features_in_)
+        self._sparse = sp.issparse(part.X)
+        self._gamma = self._resolved_gamma(known)
+        self._kernel = Kernel(self._kernel_name(), self._gamma, float(self.coef0), float(self.degree))
+        self._check_kernel(max(one.largest_square for one in known))
+        matrix = self._what_the_kernel_sees(communicator, part.samples, known, num_rows)
+        most_samples = max(one.num_samples for one in known)
+        data = TrainingSet.gathered(communicator, part, matrix, targets, num_rows, most_samples)
+        self._check_all(data)
+        with thread_pool(), shown(always=bool(self.verbose) and not callable(self.verbose)):
+            self._solve_all(data, matrix)
+
+    def _told(
+        self, communicator: Communicator, X: Any, y: Any, sample_weight: Any, dealt: slice | None = None
+    ) -> tuple[Part, Facts]:
+        """This rank's part of the rows it was passed, checked, and the facts that others have to know.
+
+        Args:
+            communicator: The ranks.
+            X: Rows.
+            y: Targets.
+            sample_weight: Or None.
+            dealt: Which rows are this rank's; None: as `rows` says, and all if one rank will do.
+        """
+        X, y, weights = self._checked(X, y, sample_weight)
+        if dealt is None:
+            is_shared = self.rows == "all" and not self._needs_one(X, y)
+            dealt = self._dealt(communicator) if is_shared else slice(None)
+        part = Part.of(X, y, weights, dealt)
+        facts = Facts.of(
+            part,
+            self._labels(y),
+            with_moments=self.gamma == "scale" and self._kernel_name() != "precomputed",
+            with_sums=self._is_centred(part.samples),
+        )
+        return part, facts
+
+    @staticmethod
+    def _dealt(communicator: Communicator) -> slice:
+        """Rows that this rank gets of those that all ranks have."""
+        return slice(communicator.rank, None, communicator.num_ranks)
+
+    def _is_for_one(self, part: Part, communicator: Communicator) -> bool:
+        """Whether every rank has the same rows, and there is nothing to share."""
+        all_have_them = self.rows == "all" and communicator.num_ranks > 1
+        return all_have_them and self._needs_one(part.X, part.passed_y)
+
+    def _needs_one(self, X: Any, y: Any) -> bool:
+        """Whether one rank solves the problem of these rows faster than all together."""
         return not callable(self.kernel) and is_for_one(X)
 
-    def _encoded(self, world: World, y: Any) -> NDArray[np.float64]:
-        return np.asarray(y, np.float64)
+    def _labels(self, y: Any) -> Any:
+        """What other ranks have to know of the targets."""
+        return None
+
+    def _encoded(self, part: Part, facts: list[Facts]) -> NDArray[np.float64]:
+        """Targets as numbers."""
+        return np.asarray(part.y, np.float64)
 
     def _kernel_name(self) -> str:
         return "precomputed" if callable(self.kernel) else str(self.kernel)
 
-    def _resolved_gamma(self, world: World, X: Any) -> float:
-        """Gamma as a number; `scale` takes the variance of all rows of all ranks. Collective."""
+    def _resolved_gamma(self, facts: list[Facts]) -> float:
+        """Gamma as a number; `scale` takes the variance of all rows of all ranks."""
         if self._kernel_name() == "precomputed":
             return 0.0
         if self.gamma == "auto":
             return 1.0 / int(self.n_features_in_)
         if self.gamma != "scale":
             return float(self.gamma)
+        found = variance([one.moments for one in (facts[:1] if self.rows == "all" else facts)], self._sparse)
+        return 1.0 / (int(self.n_features_in_) * found) if found > 0 else 1.0
 
-        def total(number: float) -> float:
-            if self.rows == "all":
-                return number
-            return float(world.total(np.array([number], np.float64), "finding the variance")[0])
+    def _is_centred(self, samples: Samples) -> bool:
+        """Whether the mean is taken from all rows.
 
-        count = total(X.shape[0] * X.shape[1])
-        mean = total(X.sum(dtype=np.float64)) / count
-        if sp.issparse(X):
-            variance = total(X.multiply(X).sum(dtype=np.float64)) / count - mean**2
-        else:
-            centred = np.asarray(X, np.float64) - mean
-            variance = total(np.einsum("ij,ij->", centred, centred)) / count
-        return 1.0 / (int(self.n_features_in_) * variance) if variance > 0 else 1.0
+        Distances do not change, and single precision loses least near the origin. Rows that are in single precision
+        already would be rounded.
+        """
+        return self.kernel == "rbf" and isinstance(samples, DenseSamples) and samples.dtype == np.float64
 
-    def _what_the_kernel_sees(self, data: TrainingSet) -> Samples:
-        """This rank's samples in the form that suits the kernel. Collective."""
-        samples = data.samples
+    def _what_the_kernel_sees(
+        self, communicator: Communicator, samples: Samples, facts: list[Facts], num_rows: int
+    ) -> Samples:
+        """This rank's samples in the form that suits the kernel. Collective for a callable one."""
         if callable(self.kernel):
-            every = np.arange(len(samples))
-            everyone = data.everywhere(samples, every)
-            values = agreed(data.world, lambda: called(self.kernel, samples, everyone))
-            gram = np.zeros((len(samples), data.num_rows))
+            everyone = gather_samples(communicator, samples, "exchanging samples")
+            values, _ = agreed(
+                communicator.gather_objects, lambda: (called(self.kernel, samples, everyone), None)
+            )
+            gram = np.zeros((len(samples), num_rows))
             gram[:, everyone.ids] = values
             return GramSamples(samples.ids, gram)
         if self.kernel == "precomputed":
             return GramSamples(samples.ids, samples.rows)  # type: ignore[attr-defined]
-        if self.kernel == "rbf" and isinstance(samples, DenseSamples) and samples.dtype == np.float64:
-            # Distances do not change, and single precision loses least near the origin. Rows that are in single
-            # precision already would be rounded.
-            sums = data.world.total(samples.rows.sum(axis=0, dtype=np.float64), "finding the mean")
-            mean = (sums / len(data.all_ids)).astype(samples.dtype)
-            return DenseSamples.of(samples.rows - mean, samples.ids)
+        if self._is_centred(samples):
+            mean = mean_of_features(facts).astype(samples.dtype)
+            return DenseSamples.of(samples.rows - mean, samples.ids)  # type: ignore[attr-defined]
         return samples
 
     def _start(self, data: TrainingSet, shape: tuple[int, int]) -> NDArray[np.float64] | None:
@@ -136,20 +195,20 @@ class KernelMachine(Validation):
         return table
 
     def _settings(self) -> SolverSettings:
-        elimination = Elimination.named(self.elimination if self.shrinking else "none")
-        grows = self.cache_size == "auto" and elimination.every is None  # with elimination it takes longer
+        shrinking = self._shrinking()
+        grows = self.cache_size == "auto" and shrinking == "none"  # with shrinking it takes longer
         return SolverSettings(
             tol=float(self.tol),
             max_steps=int(self.max_iter),
             cache_bytes=_CACHE_BYTES if self.cache_size == "auto" else float(self.cache_size) * 1e6,
             most_cache_bytes=_MEMORY_RATIO * available_bytes() if grows else 0.0,
-            elimination=elimination,
+            shrinking=shrinking,
             report=self.verbose if callable(self.verbose) else (_show if self.verbose else None),
         )
 
     def _solve(self, data: TrainingSet, problem: Problem) -> Solution:
         """Solve one problem of all ranks. Collective."""
-        solution = solve(problem, self._settings(), data.world)
+        solution = solve(problem, self._settings(), data.communicator)
         self._warn(solution)
         return solution
 
@@ -256,7 +315,7 @@ class KernelMachine(Validation):
             return np.asarray(X[:, self.support_[support]] @ table.T, np.float64)
         behind, rows = self._sampled(self.support_vectors_[support]), self._sampled(X)
         dtype = self._precision(behind.squares, table)
-        with thread_pool(), without_waiting(really=not has_peers()):
+        with thread_pool(), shown():
             sums = expand(self._kernel, behind.astype(dtype), table, rows.astype(dtype))
         return np.asarray(sums.T)
 

@@ -26,9 +26,8 @@ from sklearn.model_selection import KFold, StratifiedKFold
 
 from paceline.errors import ConfigurationError
 from paceline_svm.classifier import SVC
-from paceline_svm.novelty import OneClassSVM
 from paceline_svm.problem import Progress
-from paceline_svm.regressor import SVR
+from paceline_svm.single_problem import SVR, OneClassSVM
 
 ESTIMATORS = {"classify": SVC, "regress": SVR, "novelty": OneClassSVM}
 _PAUSE_S = 1.0

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline_svm.compiled import compiled
-from paceline_svm.gaussian import add_scaled, gaussian_rows, scratch_for
+from paceline_svm.gaussian import add_scaled, expand_sparse, gaussian_rows, scratch_for
 from paceline_svm.sample_forms import GramSamples, Samples, SparseSamples
-from paceline_svm.sparse_expansion import expand_sparse
 from paceline_svm.thread_pool import for_each
 
 _TILE, _WIDEST = 512, 4096

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import platform
 import threading
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-import torch
 from numpy.typing import NDArray
 
+from paceline_svm.communicator import Alone, Communicator
 from paceline_svm.compiled import FAR
 from paceline_svm.kernels import Kernel
 from paceline_svm.problem import Counters, Problem, Solution, SolverSettings
@@ -46,7 +45,6 @@ from paceline_svm.small_problems import (
 )
 from paceline_svm.solver import Solver
 from paceline_svm.thread_pool import for_each, num_threads, thread_pool
-from paceline_svm.world import Alone, World
 
 LARGEST = 3_000  # variables of a small problem
 _ON_ONE, _SMALL = "solving on one rank", "solving small problems"  # what a rank that loses a peer was doing
@@ -55,24 +53,16 @@ _VALUE_S, _FEATURE_S = 0.6e-9, 0.02e-9  # of a kernel value, and of each of its 
 _LEAST_ROW_S = 10e-6  # a kernel row of all samples, from which sharing pays (measured: benchmarks/LOG.md)
 
 
-def solve(problem: Problem, settings: SolverSettings, world: World) -> Solution:
+def solve(problem: Problem, settings: SolverSettings, communicator: Communicator) -> Solution:
     """Solve one problem of all ranks. Collective; every rank gets its part of `beta`."""
-    is_small = problem.num_samples * len(problem.linear) <= LARGEST
-    if is_small and fits_on_every_rank(world, problem.samples, settings.cache_bytes):
-        return _solve_on_one(problem, settings, world, is_small=True)
-    if world.num_ranks == 1 or _row_s(problem, world) >= _LEAST_ROW_S:
-        return Solver(problem, settings, world).solve()
-    if not fits_on_every_rank(world, problem.samples, settings.cache_bytes):
-        return Solver(problem, settings, world).solve()
-    return _solve_on_one(problem, settings, world, is_small=False)
-
-
-def _row_s(problem: Problem, world: World) -> float:
-    """How long a kernel row of all samples takes, roughly. Collective."""
-    samples = problem.samples
-    num = sum(array.size for array in samples.to_arrays())
-    num_all = float(world.total(np.array([float(num)]), _ON_ONE)[0])
-    return row_s(problem.num_samples, num_all, isinstance(samples, SparseSamples))
+    num, num_numbers = problem.num_samples, problem.extent.num_numbers
+    fits = fits_on_every_rank(num_numbers, settings.cache_bytes)
+    if fits and num * len(problem.linear) <= LARGEST:
+        return _solve_on_one(problem, settings, communicator, is_small=True)
+    is_sparse = isinstance(problem.samples, SparseSamples)
+    if communicator.num_ranks == 1 or not fits or row_s(num, num_numbers, is_sparse) >= _LEAST_ROW_S:
+        return Solver(problem, settings, communicator).solve()
+    return _solve_on_one(problem, settings, communicator, is_small=False)
 
 
 def row_s(num_samples: int, num_numbers: float, is_sparse: bool) -> float:
@@ -91,36 +81,32 @@ def is_for_one(X: Any) -> bool:
     return row_s(X.shape[0], X.size, sp.issparse(X)) < _LEAST_ROW_S
 
 
-def _solve_on_one(problem: Problem, settings: SolverSettings, world: World, is_small: bool) -> Solution:
+def _solve_on_one(
+    problem: Problem, settings: SolverSettings, communicator: Communicator, is_small: bool
+) -> Solution:
     """Gather a problem on every rank and solve it on one. Collective."""
-    whole = whole_problem(problem, world)
+    whole = whole_problem(problem, communicator)
     if is_small:
         num = problem.num_samples
         bounds, first = np.array([[0, num, num, num]]), np.array([0, num])
         small = SmallProblems(bounds, first, whole.linear, whole.lower, whole.upper, whole.start)
-        found = solve_small(whole.kernel, whole.samples, small, settings, world)[0]
+        found = solve_small(whole.kernel, whole.samples, small, settings, communicator)[0]
     else:
-        hosts = world.gather_objects([platform.node(), torch.get_num_threads()], _ON_ONE)
-        num_threads = sum(threads for host, threads in hosts if host == hosts[0][0])
         mine = np.zeros(0)
-        if world.rank == 0:
-            with thread_pool(num_threads):
+        if communicator.rank == 0:
+            with thread_pool(communicator.num_threads):
                 mine = _packed(Solver(whole, settings, Alone()).solve())
-        found = _unpacked(world.gather_uneven(mine, _ON_ONE)[0])
-        counts = {"num_collectives": world.num_collectives, "num_bytes": world.num_bytes}
+        found = _unpacked(communicator.gather_uneven(mine, _ON_ONE)[0])
+        counts = {"num_collectives": communicator.num_collectives, "num_bytes": communicator.num_bytes}
         found = found._replace(counters=found.counters._replace(**counts))
     return found._replace(beta=found.beta[problem.samples.ids])
 
 
-def whole_problem(problem: Problem, world: World) -> Problem:
+def whole_problem(problem: Problem, communicator: Communicator) -> Problem:
     """The problem of all ranks, samples in the order of their numbers. Collective."""
-    everyone = gather_samples(world, problem.samples, _ON_ONE)
-    parts = np.stack([problem.linear, problem.lower, problem.upper, problem.start]).transpose(2, 0, 1)
-    columns = np.concatenate(world.gather_uneven(parts.ravel(), _ON_ONE)).reshape(-1, *parts.shape[1:])
-    order = np.argsort(everyone.ids)
-    linear, lower, upper, start = np.ascontiguousarray(columns[order].transpose(1, 2, 0))
-    samples = renumbered(in_order(everyone, np.arange(len(order))), np.arange(len(order)))
-    return Problem(problem.kernel, samples, problem.num_samples, linear, lower, upper, start)
+    everyone = gather_samples(communicator, problem.samples, _ON_ONE, problem.extent.most_numbers)
+    ids = np.arange(problem.num_samples)
+    return dataclasses.replace(problem, samples=renumbered(in_order(everyone, ids), ids))
 
 
 def _packed(solution: Solution) -> NDArray[np.float64]:
@@ -158,7 +144,7 @@ def solve_small(
     samples: Samples,
     problems: SmallProblems,
     settings: SolverSettings,
-    world: World,
+    communicator: Communicator,
 ) -> list[Solution]:
     """Solve problems, each on one rank. Collective; every rank gets all solutions, `beta` of all samples of a problem.
 
@@ -167,20 +153,20 @@ def solve_small(
         samples: Of all problems, the same on every rank.
         problems: The same on every rank; their coefficients are changed.
         settings: The same on every rank.
-        world: The ranks.
+        communicator: The ranks.
     """
     outcomes = np.zeros((len(problems.bounds), FIELDS))
-    assigned = _assignment(problems, world.num_ranks)
-    mine = assigned[world.rank]
+    assigned = _assignment(problems, communicator.num_ranks)
+    mine = assigned[communicator.rank]
     if len(mine):
         _solve_mine(kernel, samples, problems, settings, mine, outcomes)
-    if world.num_ranks > 1:
+    if communicator.num_ranks > 1:
         numbers = np.concatenate([outcomes[mine].ravel(), problems.beta[:, _columns(problems, mine)].ravel()])
-        for which, found in zip(assigned, world.gather_uneven(numbers, _SMALL), strict=True):
+        for which, found in zip(assigned, communicator.gather_uneven(numbers, _SMALL), strict=True):
             columns, num = _columns(problems, which), outcomes[which].size
             outcomes[which] = found[:num].reshape(-1, FIELDS)
             problems.beta[:, columns] = found[num:].reshape(len(problems.beta), len(columns))
-    return _solutions(problems, outcomes, settings.tol, world)
+    return _solutions(problems, outcomes, settings.tol, communicator)
 
 
 def _assignment(problems: SmallProblems, num_ranks: int) -> list[NDArray[np.int64]]:
@@ -225,7 +211,7 @@ def _solve_mine(
 
 
 def _solutions(
-    problems: SmallProblems, outcomes: NDArray[np.float64], tol: float, world: World
+    problems: SmallProblems, outcomes: NDArray[np.float64], tol: float, communicator: Communicator
 ) -> list[Solution]:
     """What the outcomes mean: offsets from the variables between their bounds, or the middle of the extremes."""
     extremes = outcomes[:, [LEAST, MOST]]
@@ -246,7 +232,7 @@ def _solutions(
         whole,
         strict=True,
     )
-    traffic = world.num_collectives, world.num_bytes
+    traffic = communicator.num_collectives, communicator.num_bytes
     return [
         Solution(
             beta[begin:end],

@@ -10,45 +10,63 @@ Classification has one variable a sample (b = y * alpha, p = -y), regression has
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
-from paceline_svm.elimination import Elimination
 from paceline_svm.kernels import Kernel
 from paceline_svm.sample_forms import Samples
 
 
+class Extent(NamedTuple):
+    """How large the samples of a problem are, over all ranks.
+
+    Attributes:
+        num_numbers: What all samples are made of.
+        most_numbers: What those of a rank are made of, their ids included, at most.
+        largest_square: Squared length.
+    """
+
+    num_numbers: float
+    most_numbers: int
+    largest_square: float
+
+
 @dataclass(frozen=True)
 class Problem:
-    """This rank's part of a programme.
+    """A programme, and this rank's samples of it.
 
     Attributes:
         kernel: Between samples.
         samples: This rank's N samples; their ids number the samples of all ranks from 0 without gaps.
-        num_samples: Over all ranks.
-        linear: p, shape (S, N): S variables a sample, 1 or 2.
-        lower: Shape (S, N).
-        upper: Shape (S, N).
-        start: A feasible b, shape (S, N).
+        extent: Of all ranks' samples.
+        linear: p of all ranks' M samples, in the order of their ids, shape (S, M): S variables a sample, 1 or 2.
+        lower: Shape (S, M).
+        upper: Shape (S, M).
+        start: A feasible b, shape (S, M).
     """
 
     kernel: Kernel
     samples: Samples
-    num_samples: int
+    extent: Extent
     linear: NDArray[np.float64]
     lower: NDArray[np.float64]
     upper: NDArray[np.float64]
     start: NDArray[np.float64]
 
     def __post_init__(self) -> None:
-        shape = (len(self.linear), len(self.samples))
-        for name in ("linear", "lower", "upper", "start"):
+        shape = self.linear.shape
+        for name in ("lower", "upper", "start"):
             if getattr(self, name).shape != shape:
                 raise ConfigurationError(f"{name} has shape {getattr(self, name).shape} instead of {shape}")
+
+    @property
+    def num_samples(self) -> int:
+        """Over all ranks."""
+        return int(self.linear.shape[1])
 
 
 @dataclass
@@ -78,15 +96,11 @@ class Active:
         """All of a rank's own samples, at the start of its problem; `rows` are they in the precision to use."""
         position_of = np.full(problem.num_samples, -1, np.int64)
         position_of[rows.ids] = np.arange(len(rows))
-        return cls(
-            rows,
-            np.zeros(len(rows)),
-            problem.start.copy(),
-            problem.linear,
-            problem.lower,
-            problem.upper,
-            position_of,
+        beta, linear, lower, upper = (
+            np.take(table, rows.ids, axis=1)
+            for table in (problem.start, problem.linear, problem.lower, problem.upper)
         )
+        return cls(rows, np.zeros(len(rows)), beta, linear, lower, upper, position_of)
 
     def __len__(self) -> int:
         return len(self.g)
@@ -119,7 +133,7 @@ class Progress:
         num_exchanges: Working sets so far.
         num_steps: Pair updates so far.
         gap: Largest violation among the active samples.
-        num_active: Samples not eliminated, over all ranks.
+        num_active: Samples not shrunk, over all ranks.
         num_support: Samples with a coefficient that is not zero, over all ranks.
         elapsed_s: Since the solver began.
     """
@@ -141,7 +155,7 @@ class SolverSettings:
         max_steps: Stop after as many pair updates; -1 for no limit.
         cache_bytes: For kernel rows, on each rank.
         most_cache_bytes: Up to how much the cache of a large problem may grow, if that is more.
-        elimination: When samples are dropped from work.
+        shrinking: When samples are dropped from work: a name that `Heuristic` knows.
         working_set: Variables that are optimised together; None chooses by the size of the problem.
         report: Told the progress after every working set, on rank 0.
     """
@@ -150,7 +164,7 @@ class SolverSettings:
     max_steps: int = -1
     cache_bytes: float = 500e6
     most_cache_bytes: float = 0.0
-    elimination: Elimination = field(default_factory=lambda: Elimination.named("adaptive"))
+    shrinking: str = "adaptive"
     working_set: int | None = None
     report: Callable[[Progress], None] | None = None
 
@@ -170,7 +184,7 @@ class Counters(NamedTuple):
         num_exchanges: Working sets.
         num_steps: Pair updates.
         num_kernel_values: Kernel values that this rank computed.
-        num_reconstructions: How often eliminated samples were brought back.
+        num_unshrinks: How often shrunk samples were brought back.
         least_active: Smallest number of active samples, over all ranks.
         num_evictions: Kernel rows that gave way to others on this rank.
         num_collectives: Collectives of the process group.
@@ -180,7 +194,7 @@ class Counters(NamedTuple):
     num_exchanges: int
     num_steps: int
     num_kernel_values: int
-    num_reconstructions: int
+    num_unshrinks: int
     least_active: int
     num_evictions: int
     num_collectives: int

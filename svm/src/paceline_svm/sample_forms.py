@@ -13,8 +13,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+from paceline_svm.communicator import Communicator
 from paceline_svm.compiled import LANES, compiled
-from paceline_svm.world import World
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,6 +38,10 @@ class Samples(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """How many numbers each sample is made of, shape (N,)."""
 
     def __len__(self) -> int: ...
 
@@ -84,6 +88,10 @@ class DenseSamples:
     def dtype(self) -> np.dtype[Any]:
         found: np.dtype[Any] = self.rows.dtype
         return found
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return np.full(len(self.ids), self.rows.shape[1])
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -135,6 +143,10 @@ class SparseSamples:
     def dtype(self) -> np.dtype[Any]:
         found: np.dtype[Any] = self.rows.dtype
         return found
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return np.asarray(1 + 2 * np.diff(self.rows.indptr), np.int64)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -229,6 +241,10 @@ class GramSamples:
         found: np.dtype[Any] = self.rows.dtype
         return found
 
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return np.full(len(self.ids), self.rows.shape[1])
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -265,16 +281,38 @@ _S = TypeVar("_S", bound=Samples)
 _COPIES = 3  # of the samples that a solver keeps, at most
 
 
-def gather_samples(world: World, mine: _S, doing: str) -> _S:
-    """All-gather samples: every rank's on every rank, rank after rank. Collective."""
-    if world.num_ranks == 1:
+def gather_samples(communicator: Communicator, mine: _S, doing: str, most_numbers: int | None = None) -> _S:
+    """All-gather samples: every rank's on every rank, rank after rank. Collective.
+
+    Args:
+        communicator: The ranks.
+        mine: This rank's.
+        doing: For errors.
+        most_numbers: As in `Extent`, if known: then it is one collective, else up to two.
+    """
+    if communicator.num_ranks == 1:
         return mine
-    ids = np.concatenate(world.gather_uneven(mine.ids, doing))
-    arrays = [np.concatenate(world.gather_uneven(part.ravel(), doing)) for part in mine.to_arrays()]
-    return mine.from_arrays(ids, arrays)
+    arrays = [mine.ids, *mine.to_arrays()]
+    lengths = np.array([array.size for array in arrays])
+    parts = [np.ascontiguousarray(array).view(np.uint8).ravel() for array in (lengths, *arrays)]
+    room = None if most_numbers is None else lengths.nbytes + 8 * most_numbers
+    messages = communicator.gather_uneven(np.concatenate(parts), doing, room)
+    found = [_unpacked(message, arrays) for message in messages]
+    ids, *rest = (np.concatenate(of_ranks) for of_ranks in zip(*found, strict=True))
+    return mine.from_arrays(ids, rest)
 
 
-def fits_on_every_rank(world: World, samples: Samples, cache_bytes: float) -> bool:
-    """Whether every rank may hold all samples as part of its cache. Collective."""
-    num_bytes = sum(array.size for array in samples.to_arrays()) * 8.0
-    return bool(world.total(np.array([num_bytes]), "adding up the samples")[0] * _COPIES <= cache_bytes)
+def _unpacked(message: NDArray[np.uint8], like: Sequence[Array]) -> list[Array]:
+    """The arrays that were packed after their lengths; of the types of these."""
+    at = 8 * len(like)
+    found = []
+    for length, array in zip(message[:at].view(np.int64).tolist(), like, strict=True):
+        end = at + length * array.itemsize
+        found.append(message[at:end].view(array.dtype))
+        at = end
+    return found
+
+
+def fits_on_every_rank(num_numbers: float, cache_bytes: float) -> bool:
+    """Whether every rank may hold samples of so many numbers as part of its cache."""
+    return num_numbers * 8.0 * _COPIES <= cache_bytes

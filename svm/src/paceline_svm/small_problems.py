@@ -14,7 +14,7 @@ Rules
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,6 @@ from paceline_svm.kernel_rows import (
     source_of,
 )
 from paceline_svm.kernels import Kernel
-from paceline_svm.next_compiled import compile_prediction
 from paceline_svm.problem import Progress, SolverSettings
 from paceline_svm.sample_forms import DenseSamples, GramSamples, Samples
 from paceline_svm.smo import LaneMemory, Variables, lane_memory, lanes_of, solve_inside
@@ -204,7 +203,8 @@ def num_rows(num: int, cache_bytes: float) -> int:
     return max(3, min(num, int(cache_bytes // (8 * width))))
 
 
-def _solve_some(
+@compiled
+def solve_some(
     source: Source,
     diagonal: NDArray[np.float64],
     problems: SmallProblems,
@@ -239,17 +239,6 @@ def _solve_some(
         if steps >= STEPS_A_CALL:  # so that an interrupt is heard
             return k + 1
     return len(which)
-
-
-def _changes(*arguments: Any) -> list[NDArray[Any]]:
-    problems, which, shared, outcomes = arguments[2], arguments[3], arguments[6], arguments[7]
-    own = [
-        problems.beta[:, problems.first[k] : problems.first[k + 1]] for k in which
-    ]  # others are other threads'
-    return [*own, *(outcomes[k : k + 1] for k in which), shared.slot, shared.num]
-
-
-solve_some = compiled(_solve_some, meanwhile=compile_prediction, changes=_changes)
 
 
 @inner

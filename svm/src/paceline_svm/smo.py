@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from paceline_svm.compiled import FAR, LANES, compiled, hot, inner
 from paceline_svm.kernel_rows import RowStore, Source, fetch
-from paceline_svm.next_compiled import compile_next
 
 LEAST_CURVATURE = 1e-12
 _f64 = np.float64
@@ -150,11 +149,7 @@ def _solve(
         num_values += fetch(source, store, missing)
 
 
-def _changes(source: Any, store: RowStore, variables: Variables, *_: Any) -> list[NDArray[Any]]:
-    return [store.owner, store.slot_of, store.next_slot, variables.F, variables.beta]
-
-
-solve = compiled(_solve, meanwhile=compile_next, changes=_changes)
+solve = compiled(_solve)
 solve_inside = inner(_solve)  # for compiled code
 
 

@@ -1,4 +1,4 @@
-"""The distributed solver: SMO on large working sets, with elimination (shrinking) and a check in double precision.
+"""The distributed solver: SMO on large working sets, with shrinking (shrinking) and a check in double precision.
 
 Each outer iteration optimises one working set:
     1 nominate   every rank names its worst KKT violators                  one all-gather
@@ -20,7 +20,7 @@ Rules
    limits of `Tally`: finite, whatever the problem. The result says how far it is from the optimum.
 
 Source:
-    Narasimhan, Vishnu et al. 2014 (arXiv 1406.5161) for elimination and reconstruction; Fan, Chen & Lin 2005 for the
+    Narasimhan, Vishnu et al. 2014 (arXiv 1406.5161) for shrinking and reconstruction; Fan, Chen & Lin 2005 for the
     working set's solver; the large working set as in ThunderSVM (Wen et al. 2018, section 3).
 """
 
@@ -31,20 +31,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline_svm.communicator import Communicator
 from paceline_svm.gradients import Gradients, rows_dtype
 from paceline_svm.problem import Active, Counters, Problem, Solution, SolverSettings
-from paceline_svm.reconstruction import (
+from paceline_svm.sample_forms import Samples, fits_on_every_rank
+from paceline_svm.shrinking import (
     ChosenSamples,
-    EliminatedSamples,
+    Heuristic,
+    ShrunkSamples,
     balanced,
     is_out_of_balance,
     may_violate,
 )
-from paceline_svm.sample_forms import Samples, fits_on_every_rank
 from paceline_svm.stopping import OptimalityCheck, Tally
-from paceline_svm.sub_problem import SubProblem
-from paceline_svm.working_set import Nominations, WorkingSet, nominate
-from paceline_svm.world import World
+from paceline_svm.working_set import Nominations, SubProblem, WorkingSet, nominate
 
 _RELATIVE = 0.1  # of the largest violation, down to which a working set is optimised
 _CHECKS_IN_SINGLE = 4  # checks that may fail before kernel rows become double
@@ -57,22 +57,23 @@ class Solver:
     Args:
         problem: This rank's part.
         settings: The same on every rank.
-        world: The ranks.
+        communicator: The ranks.
     """
 
-    def __init__(self, problem: Problem, settings: SolverSettings, world: World) -> None:
-        self._problem, self._settings, self._world = problem, settings, world
+    def __init__(self, problem: Problem, settings: SolverSettings, communicator: Communicator) -> None:
+        self._problem, self._settings, self._communicator = problem, settings, communicator
+        self._heuristic = Heuristic.named(settings.shrinking)
         self._num_sides = len(problem.linear)
         num_variables = problem.num_samples * self._num_sides
-        self._dtype: Any = rows_dtype(problem, settings.tol, world)
+        self._dtype: Any = rows_dtype(problem, settings.tol)
         self._own: Samples = problem.samples.astype(self._dtype)
         self._active = Active.of(problem, self._own)
-        self._chosen = ChosenSamples(problem, world, self._own)
-        self._eliminated = EliminatedSamples(problem, world, self._chosen)
-        self._optimality_check = OptimalityCheck(problem, world, self._chosen, settings.tol)
+        self._chosen = ChosenSamples(problem, communicator, self._own)
+        self._shrunk = ShrunkSamples(problem, communicator, self._chosen)
+        self._optimality_check = OptimalityCheck(problem, communicator, self._chosen, settings.tol)
         self._working_set = WorkingSet(num_variables, settings.working_set)
         self._tally = Tally(settings, problem.num_samples, num_variables, self._working_set.size)
-        cache_bytes = settings.cache_bytes, settings.most_cache_bytes / world.num_ranks
+        cache_bytes = settings.cache_bytes, settings.most_cache_bytes / communicator.num_ranks
         self._gradients = Gradients(problem, cache_bytes, self._dtype)
         self._sub_problem = SubProblem(problem.kernel)
         self._steps_at_test = 0
@@ -92,7 +93,7 @@ class Solver:
         while True:
             nominations = self._nominate()
             self._tally.report(
-                nominations.gap, nominations.num_active, nominations.num_support, self._world.rank == 0
+                nominations.gap, nominations.num_active, nominations.num_support, self._communicator.rank == 0
             )
             exhausted = self._tally.is_exhausted
             if nominations.gap <= self._settings.tol or exhausted or stuck:
@@ -107,8 +108,8 @@ class Solver:
                 self._balance(nominations)
                 continue
             chosen = self._working_set.choose(nominations)
-            if self._elimination_is_due(nominations):
-                self._eliminate(nominations, chosen)
+            if self._shrinking_is_due(nominations):
+                self._shrink(nominations, chosen)
             num_kept = len(chosen) - self._working_set.num_new
             if self._improve(chosen, nominations) == 0:
                 # What stayed may leave no room for a violating pair; without it there is one, unless rounding hides it.
@@ -120,15 +121,13 @@ class Solver:
 
     def _start(self) -> None:
         """Fetch the samples that start with a coefficient, and compute the gradients that follow from them."""
-        active, doing = self._active, "exchanging the start"
-        if fits_on_every_rank(self._world, self._problem.samples, _ROWS_RATIO * self._settings.cache_bytes):
+        problem, active = self._problem, self._active
+        if fits_on_every_rank(problem.extent.num_numbers, _ROWS_RATIO * self._settings.cache_bytes):
             self._chosen.fetch_all()
-        mine = np.flatnonzero(active.beta.any(axis=0))
-        ids = np.concatenate(self._world.gather_uneven(active.samples.ids[mine], doing))
-        weights = np.concatenate(self._world.gather_uneven(active.beta.sum(axis=0)[mine], doing))
+        ids = np.flatnonzero(problem.start.any(axis=0))
         if len(ids):
             self._chosen.fetch(ids)
-            self._chosen.add(ids, weights)
+            self._chosen.add(ids, problem.start.sum(axis=0)[ids])
             active.g[:] = self._optimality_check.exact(np.arange(len(active)))
 
     # -- 1: who is worst
@@ -139,24 +138,24 @@ class Solver:
         num_support = int(np.count_nonzero(self._chosen.weights))
         is_short = self._gradients.is_short_of_memory(num_support)
         mine = nominate(self._active, kept, num, num_support, is_short)
-        return Nominations.unpack(self._world.gather(mine.pack(num), "exchanging candidates"), num)
+        return Nominations.unpack(self._communicator.gather(mine.pack(num), "exchanging candidates"), num)
 
     def _local(self, chosen: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Sides and active positions of variables; position -1 where another rank has the sample."""
         side, sample = np.divmod(chosen[:, 1].astype(np.int64), self._problem.num_samples)
         return side, self._active.position_of[sample]
 
-    # -- elimination
+    # -- shrinking
 
-    def _elimination_is_due(self, nominations: Nominations) -> bool:
-        return self._settings.elimination.is_due(
+    def _shrinking_is_due(self, nominations: Nominations) -> bool:
+        return self._heuristic.is_due(
             self._tally.num_steps - self._steps_at_test,
             self._problem.num_samples,
-            self._tally.num_reconstructions,
+            self._tally.num_unshrinks,
             short_of_memory=nominations.is_short,
         )
 
-    def _eliminate(self, nominations: Nominations, chosen: NDArray[np.float64]) -> None:
+    def _shrink(self, nominations: Nominations, chosen: NDArray[np.float64]) -> None:
         """Drop the samples none of whose variables can be in a violating pair; the working set stays.
 
         Collective only where samples have moved between ranks: otherwise each rank decides about its own.
@@ -166,9 +165,9 @@ class Solver:
         _, position = self._local(chosen)
         keep = may_violate(active, nominations.least, nominations.most)
         keep[position[position >= 0]] = True
-        if keep.sum() > (1 - self._settings.elimination.least_gain_ratio) * len(keep):
+        if keep.sum() > (1 - self._heuristic.least_gain_ratio) * len(keep):
             keep[:] = True
-        self._eliminated.add(active.take(np.flatnonzero(~keep)))
+        self._shrunk.add(active.take(np.flatnonzero(~keep)))
         if not keep.all():
             kept = np.flatnonzero(keep)
             self._gradients.compact(kept)
@@ -176,8 +175,8 @@ class Solver:
 
     def _balance(self, nominations: Nominations) -> None:
         """Spread the active samples evenly over the ranks, until they are all brought back. Collective."""
-        self._active = balanced(self._world, self._active, nominations.counts)
-        self._eliminated.has_moved = True
+        self._active = balanced(self._communicator, self._active, nominations.counts)
+        self._shrunk.has_moved = True
         self._gradients.clear(len(self._active))
 
     # -- 3, 4, 5: fetch, solve and apply
@@ -194,14 +193,14 @@ class Solver:
         panel = self._chosen.panel(ids)
         table = np.zeros((4, self._num_sides, len(ids)))
         table[:, sides, which] = chosen[:, [0, 2, 3, 4]].T
-        answer, is_alike = np.zeros(len(chosen) + 2), self._world.rounds_alike
-        if is_alike or self._world.rank == 0:
+        answer, is_alike = np.zeros(len(chosen) + 2), self._communicator.rounds_alike
+        if is_alike or self._communicator.rank == 0:
             found, steps, decrease = self._sub_problem.solve(
                 panel, num_known, table, *self._targets(len(chosen), nominations)
             )
             answer = np.append(found[sides, which], [float(steps), decrease])
         if not is_alike:
-            answer = self._world.broadcast(answer, "exchanging coefficients")
+            answer = self._communicator.broadcast(answer, "exchanging coefficients")
         beta, steps, decrease = answer[:-2], int(answer[-2]), float(answer[-1])
         change: NDArray[np.float64] = np.bincount(which, beta - chosen[:, 2], len(ids)).astype(np.float64)
         changed = np.flatnonzero(change)
@@ -224,11 +223,11 @@ class Solver:
     # -- is it the optimum?
 
     def _check(self, nominations: Nominations) -> float:
-        """Reconstruct eliminated samples, check all samples in double precision; returns the true gap. Collective."""
+        """Reconstruct shrunk samples, check all samples in double precision; returns the true gap. Collective."""
         self._tally.count_check()
         if nominations.num_active < self._problem.num_samples:
-            self._tally.num_reconstructions += 1
-            self._active = self._eliminated.reconstruct(self._active, self._own)
+            self._tally.num_unshrinks += 1
+            self._active = self._shrunk.unshrink(self._active, self._own)
             self._gradients.clear(len(self._active))
             self._working_set.clear()
         return self._optimality_check.check(self._active)
@@ -239,7 +238,7 @@ class Solver:
         if self._dtype != np.float64:
             self._dtype = np.dtype(np.float64)
             self._own = self._problem.samples.astype(self._dtype)
-            self._active.samples = self._own  # nothing is eliminated now
+            self._active.samples = self._own  # nothing is shrunk now
             self._chosen.use(self._own)
             self._gradients.use(self._dtype)
             self._sub_problem.forget()
@@ -251,13 +250,13 @@ class Solver:
             self._tally.num_steps,
             self._gradients.num_kernel_values
             + self._sub_problem.num_kernel_values
-            + self._eliminated.num_kernel_values
+            + self._shrunk.num_kernel_values
             + self._optimality_check.num_kernel_values,
-            self._tally.num_reconstructions,
+            self._tally.num_unshrinks,
             self._tally.least_active,
             self._gradients.num_evictions,
-            self._world.num_collectives,
-            self._world.num_bytes,
+            self._communicator.num_collectives,
+            self._communicator.num_bytes,
         )
         converged = gap <= self._settings.tol
         beta, is_exact = self._active.beta.sum(axis=0), self._dtype == np.float64

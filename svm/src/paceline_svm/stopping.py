@@ -12,10 +12,10 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline_svm.communicator import Communicator
 from paceline_svm.kernels import expand
 from paceline_svm.problem import Active, Problem, Progress, SolverSettings
-from paceline_svm.reconstruction import ChosenSamples
-from paceline_svm.world import World
+from paceline_svm.shrinking import ChosenSamples
 
 _SPOT_CHECKS = 64
 _SAFETY = 8.0
@@ -30,7 +30,7 @@ class OptimalityCheck:
 
     Args:
         problem: This rank's part.
-        world: The ranks.
+        communicator: The ranks.
         chosen: All coefficients that may not be zero, and the samples they belong to.
         tol: Largest violation at the optimum.
 
@@ -38,15 +38,17 @@ class OptimalityCheck:
         num_kernel_values: Kernel values that the checks have computed so far.
     """
 
-    def __init__(self, problem: Problem, world: World, chosen: ChosenSamples, tol: float) -> None:
-        self._problem, self._world, self._chosen, self._tol = problem, world, chosen, tol
+    def __init__(
+        self, problem: Problem, communicator: Communicator, chosen: ChosenSamples, tol: float
+    ) -> None:
+        self._problem, self._communicator, self._chosen, self._tol = problem, communicator, chosen, tol
         self.num_kernel_values = 0
 
     def check(self, everyone: Active) -> float:
         """Correct the gradients of the samples that matter; returns the true largest violation. Collective.
 
         Args:
-            everyone: All of this rank's own samples, none eliminated; its `g` is corrected in place.
+            everyone: All of this rank's own samples, none shrunk; its `g` is corrected in place.
         """
         num = len(everyone)
         checked = np.zeros(num, np.bool_)
@@ -60,7 +62,7 @@ class OptimalityCheck:
             near = (may_grow & (f <= least + margin)).any(axis=0)
             near |= (may_shrink & (f >= most - margin)).any(axis=0)
             near &= ~checked
-            num_near = int(self._world.total(np.array([near.sum()]), _DOING)[0])
+            num_near = int(self._communicator.total(np.array([near.sum()]), _DOING)[0])
             if num_near == 0:
                 return most - least
             deviation = max(deviation, self._correct(everyone, np.flatnonzero(near)))
@@ -71,18 +73,18 @@ class OptimalityCheck:
         f = everyone.g + everyone.linear
         least = f[everyone.beta < everyone.upper].min(initial=np.inf)
         most = f[everyone.beta > everyone.lower].max(initial=-np.inf)
-        extremes = self._world.gather(np.array([least, -most, -deviation]), _DOING).min(axis=0)
+        extremes = self._communicator.gather(np.array([least, -most, -deviation]), _DOING).min(axis=0)
         least, most, deviation = extremes * [1, -1, -1]
         return float(least), float(most), float(deviation)
 
     def conclusion(self, everyone: Active) -> tuple[float, float, float]:
         """Offset of the decision function, dual objective and its linear part, of all ranks' samples. Collective."""
-        linear = self._problem.linear
+        linear = everyone.linear
         f = everyone.g + linear
         free = (everyone.beta > everyone.lower) & (everyone.beta < everyone.upper)
         objective = 0.5 * float((everyone.beta * (f + linear)).sum())
         linear_part = float((everyone.beta * linear).sum())
-        total, num, objective, linear_part = self._world.total(
+        total, num, objective, linear_part = self._communicator.total(
             np.array([f[free].sum(), free.sum(), objective, linear_part]), "summing up"
         )
         least, most, _ = self.extremes(everyone, 0.0)
@@ -122,14 +124,14 @@ class Tally:
         num_steps: Pair updates.
         num_working_sets: Working sets.
         num_checks: Checks of all samples.
-        num_reconstructions: How often eliminated samples were brought back.
+        num_unshrinks: How often shrunk samples were brought back.
         least_active: Smallest number of active samples.
         steps_left: Until the limit of pair updates.
     """
 
     def __init__(self, settings: SolverSettings, num_samples: int, num_variables: int, size: int) -> None:
         self._settings = settings
-        self.num_steps = self.num_working_sets = self.num_checks = self.num_reconstructions = 0
+        self.num_steps = self.num_working_sets = self.num_checks = self.num_unshrinks = 0
         self.least_active = num_samples
         self.steps_left = settings.step_limit(num_variables)
         self._set_limit = max(_LEAST_SETS, _SETS_A_PASS * num_variables // size)

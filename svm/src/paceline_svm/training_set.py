@@ -8,10 +8,11 @@ Rules
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
+from paceline_svm.communicator import Alone, Communicator, GroupCommunicator
+from paceline_svm.problem import Extent
 from paceline_svm.sample_forms import (
     DenseSamples,
     GramSamples,
@@ -27,15 +30,14 @@ from paceline_svm.sample_forms import (
     gather_samples,
     renumbered,
 )
-from paceline_svm.world import Alone, GroupWorld, World
 
 _T = TypeVar("_T")
 ROWS = ("own", "all", "alone")
 
 
-def world_for(rows: str) -> World:
+def communicator_for(rows: str) -> Communicator:
     """The default process group's ranks, or this process alone where there is none or `rows` says so."""
-    return GroupWorld() if rows != "alone" and has_peers() else Alone()
+    return GroupCommunicator() if rows != "alone" and has_peers() else Alone()
 
 
 def has_peers() -> bool:
@@ -43,23 +45,131 @@ def has_peers() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def agreed(world: World, check: Callable[[], _T]) -> _T:
-    """What `check` returns, once it has succeeded on every rank.
+def agreed(
+    gather: Callable[[Any, str], list[Any]], check: Callable[[], tuple[_T, Any]]
+) -> tuple[_T, list[Any]]:
+    """What `check` returns and what all ranks tell, once it has succeeded on every rank.
+
+    Args:
+        gather: Of the communicator.
+        check: Returns what this rank has found, and what it tells the others: what JSON can hold.
 
     Raises:
         ConfigurationError: It raised on another rank. Where it raised here, that exception.
     """
     doing = "checking the arguments"
     try:
-        result = check()
+        found, mine = check()
     except (ValueError, TypeError) as error:
-        world.gather_objects(str(error), doing)
+        gather([str(error), None], doing)
         raise
-    wrong = {rank: words for rank, words in enumerate(world.gather_objects(None, doing)) if words is not None}
+    told = gather([None, mine], doing)
+    wrong = {rank: words for rank, (words, _) in enumerate(told) if words is not None}
     if wrong:
         rank, words = min(wrong.items())
         raise ConfigurationError(f"rank {rank} cannot fit, so none can: {words}")
-    return result
+    return found, [facts for _, facts in told]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank brings to a training set, before it knows of the others.
+
+    Attributes:
+        X: All rows that were passed, checked: dense or CSR, or rows of a Gram matrix.
+        passed_y: Targets of all these rows.
+        samples: Those that take part; their ids are positions in `X`.
+        y: Targets of these, shape (N,).
+        weights: Likewise.
+    """
+
+    X: Any
+    passed_y: NDArray[Any]
+    samples: Samples
+    y: NDArray[Any]
+    weights: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, X: Any, y: NDArray[Any], weights: Any, dealt: slice) -> Part:
+        """Checked rows without those of no weight.
+
+        Args:
+            X: See above.
+            y: Of all rows.
+            weights: Of all rows, or None for ones.
+            dealt: Which rows are this rank's.
+        """
+        weights = np.ones(len(y)) if weights is None else np.asarray(weights, np.float64)
+        at = np.arange(len(y))[dealt]
+        at = at[weights[at] > 0].astype(np.int64)
+        rows = X if len(at) == len(y) else X[at]
+        samples = SparseSamples.of(rows, at) if sp.issparse(X) else DenseSamples.of(rows, at)
+        return cls(X, y, samples, y[at], weights[at])
+
+
+class Facts(NamedTuple):
+    """What every rank tells of its part, before anything else.
+
+    Attributes:
+        num_rows: That were passed to it.
+        num_samples: That take part.
+        squares: Sum of their squared lengths.
+        largest_square: Of these.
+        labels: Of all rows and how often each occurs, where ranks pass rows of their own to a classifier.
+        moments: Of all features of all rows: how many, their sum, and the sum of their squared distances from their
+            mean, or of sparse ones from zero. None where nothing needs their variance.
+        sums: Of each feature over its samples, as `packed_numbers`; empty where nothing needs them.
+    """
+
+    num_rows: int
+    num_samples: int
+    squares: float
+    largest_square: float
+    labels: Any
+    moments: Any
+    sums: str
+
+    @classmethod
+    def of(cls, part: Part, labels: Any, *, with_moments: bool, with_sums: bool) -> Facts:
+        samples = part.samples
+        squares = samples.squares
+        # What overflows is refused once all ranks know of it.
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = samples.rows.sum(axis=0, dtype=np.float64) if with_sums else np.zeros(0)  # type: ignore[attr-defined]
+            return cls(
+                part.X.shape[0],
+                len(samples),
+                float(squares.sum()),
+                float(squares.max(initial=0.0)),
+                labels,
+                moments(part.X) if with_moments else None,
+                base64.b64encode(sums.tobytes()).decode(),
+            )
+
+
+def moments(X: Any) -> tuple[int, float, float]:
+    """As in `Facts`, of one rank's rows."""
+    count, total = X.shape[0] * X.shape[1], float(X.sum(dtype=np.float64))
+    if sp.issparse(X):
+        return count, total, float(X.multiply(X).sum(dtype=np.float64))
+    centred = np.asarray(X, np.float64) - total / count
+    return count, total, float(np.einsum("ij,ij->", centred, centred))
+
+
+def variance(of_ranks: list[tuple[int, float, float]], is_sparse: bool) -> float:
+    """Of the features of all ranks' rows, from each rank's moments (Chan, Golub & LeVeque 1979)."""
+    counts, sums, squares = (np.array(column, np.float64) for column in zip(*of_ranks, strict=True))
+    count = counts.sum()
+    mean = sums.sum() / count
+    if is_sparse:
+        return float(squares.sum() / count - mean**2)
+    return float((squares.sum() + (counts * (sums / counts - mean) ** 2).sum()) / count)
+
+
+def mean_of_features(facts: list[Facts]) -> NDArray[np.float64]:
+    """Over all ranks' samples."""
+    sums = sum(np.frombuffer(base64.b64decode(one.sums), np.float64) for one in facts)
+    return np.asarray(sums / sum(one.num_samples for one in facts))
 
 
 @dataclass(frozen=True)
@@ -67,57 +177,87 @@ class TrainingSet:
     """This rank's part, and what everyone knows.
 
     Attributes:
-        world: The ranks.
+        communicator: The ranks.
         samples: This rank's samples, numbered over all ranks.
         targets: Of this rank's samples, shape (N,), float64.
         weights: Of this rank's samples, shape (N,), float64.
-        all_ids: Numbers of all ranks' samples, ascending.
-        all_targets: In the order of `all_ids`.
         num_rows: Rows that were passed over all ranks, those without weight included.
+        all_ids: Numbers of all ranks' samples, ascending.
+        all_targets: In the order of `all_ids`, as the following.
+        all_weights: Of the samples.
+        all_squares: Squared lengths of what the kernel sees.
+        all_sizes: Of how many numbers that is made.
+        all_ranks: Which rank has each.
     """
 
-    world: World
+    communicator: Communicator
     samples: Samples
     targets: NDArray[np.float64]
     weights: NDArray[np.float64]
+    num_rows: int
     all_ids: NDArray[np.int64]
     all_targets: NDArray[np.float64]
-    num_rows: int
+    all_weights: NDArray[np.float64]
+    all_squares: NDArray[np.float64]
+    all_sizes: NDArray[np.int64]
+    all_ranks: NDArray[np.int64]
 
     @classmethod
     def gathered(
-        cls, world: World, rows: str, X: Any, targets: NDArray[np.float64], weights: NDArray[Any] | None
+        cls,
+        communicator: Communicator,
+        part: Part,
+        matrix: Samples,
+        targets: NDArray[np.float64],
+        num_rows: int,
+        most_samples: int,
     ) -> TrainingSet:
-        """Number the samples over all ranks.
+        """Let every rank know what each sample is, but for its features. Collective: one all-gather.
 
         Args:
-            world: The ranks.
-            rows: `own` (each rank passes its own), `all` (each passes all; they are dealt out) or `alone`.
-            X: Checked features, dense or CSR; or this rank's rows of a Gram matrix.
-            targets: Shape (N,).
-            weights: Shape (N,), or None for ones.
+            communicator: The ranks.
+            part: This rank's; its samples numbered over all ranks.
+            matrix: What the kernel sees of its samples.
+            targets: Of its samples.
+            num_rows: Over all ranks.
+            most_samples: Of a rank.
         """
-        doing = "numbering the samples"
-        counts = world.gather(np.array([len(targets)], np.int64), doing).ravel()
-        weights = np.ones(len(targets)) if weights is None else np.asarray(weights, np.float64)
-        if rows == "all" and world.num_ranks > 1:
-            ids = np.arange(world.rank, len(targets), world.num_ranks)
-            X, targets, weights = X[ids], targets[ids], weights[ids]
-            num_rows = int(counts[0])
-        else:
-            ids = np.arange(len(targets)) + int(counts[: world.rank].sum())
-            num_rows = int(counts.sum())
-        used = weights > 0
-        if not used.all():
-            X, targets, weights, ids = X[used], targets[used], weights[used], ids[used]
-        ids = ids.astype(np.int64)
-        samples = SparseSamples.of(X, ids) if sp.issparse(X) else DenseSamples.of(X, ids)
-        all_ids = np.concatenate(world.gather_uneven(ids, doing))
-        all_targets = np.concatenate(world.gather_uneven(targets, doing))
-        order = np.argsort(all_ids)
-        return cls(world, samples, targets, weights, all_ids[order], all_targets[order], num_rows)
+        samples, weights = part.samples, part.weights
+        columns = np.column_stack([samples.ids, targets, weights, matrix.squares, matrix.sizes])
+        width = columns.shape[1]
+        found = communicator.gather_uneven(columns.ravel(), "numbering the samples", width * most_samples)
+        table = np.concatenate(found).reshape(-1, width)
+        ranks = np.repeat(np.arange(len(found)), [len(one) // width for one in found])
+        order = np.argsort(table[:, 0])
+        ids, all_targets, all_weights, squares, sizes = np.ascontiguousarray(table[order].T)
+        return cls(
+            communicator,
+            samples,
+            targets,
+            weights,
+            num_rows,
+            ids.astype(np.int64),
+            all_targets,
+            all_weights,
+            squares,
+            sizes.astype(np.int64),
+            ranks[order],
+        )
 
-    def part(self, of_all: NDArray[np.bool_], matrix: Samples) -> tuple[NDArray[np.int64], Samples, int]:
+    def extent(self, of_all: NDArray[np.bool_], width: int | None = None) -> Extent:
+        """How large some samples are, as the kernel sees them.
+
+        Args:
+            of_all: Which of `all_ids`.
+            width: Numbers of each, if it is not as in `all_sizes`.
+        """
+        sizes = self.all_sizes[of_all] if width is None else np.full(int(of_all.sum()), width)
+        of_ranks = np.bincount(self.all_ranks[of_all], 1 + sizes, minlength=1)
+        return Extent(
+            float(sizes.sum()), int(of_ranks.max()), float(self.all_squares[of_all].max(initial=0.0))
+        )
+
+    def part(self, of_all: NDArray[np.bool_], matrix: Samples) -> tuple[NDArray[np.int64], Samples, Extent]:
         """Some samples as a problem of their own.
 
         Args:
@@ -125,8 +265,8 @@ class TrainingSet:
             matrix: What the kernel sees of this rank's samples; `samples`, or a form of them.
 
         Returns:
-            Local positions of those that this rank has, those samples numbered from 0 over all ranks, and how many
-            there are over all ranks.
+            Local positions of those that this rank has, those samples numbered from 0 over all ranks, and how large
+            they are over all ranks.
         """
         numbers = np.cumsum(of_all) - 1
         place = np.searchsorted(self.all_ids, self.samples.ids)
@@ -135,8 +275,13 @@ class TrainingSet:
         chosen = matrix.take(mine)
         if isinstance(chosen, GramSamples):
             columns = self.all_ids[of_all]
-            return mine, GramSamples(ids, np.ascontiguousarray(chosen.rows[:, columns])), len(columns)
-        return mine, renumbered(chosen, ids), int(of_all.sum())
+            rows = np.ascontiguousarray(chosen.rows[:, columns])
+            return mine, GramSamples(ids, rows), self.extent(of_all, len(columns))
+        return mine, renumbered(chosen, ids), self.extent(of_all)
+
+    def whole(self, matrix: Samples) -> tuple[NDArray[np.int64], Samples, Extent]:
+        """As `part`, of all samples."""
+        return self.part(np.ones(len(self.all_ids), np.bool_), matrix)
 
     def subset(self, of_all: NDArray[np.bool_]) -> TrainingSet:
         """Some samples as a training set; they keep their numbers."""
@@ -148,6 +293,10 @@ class TrainingSet:
             weights=self.weights[mine],
             all_ids=self.all_ids[of_all],
             all_targets=self.all_targets[of_all],
+            all_weights=self.all_weights[of_all],
+            all_squares=self.all_squares[of_all],
+            all_sizes=self.all_sizes[of_all],
+            all_ranks=self.all_ranks[of_all],
         )
 
     def everywhere(self, samples: Samples, positions: NDArray[np.int64]) -> Samples:
@@ -157,5 +306,5 @@ class TrainingSet:
             samples: This rank's.
             positions: Which of them.
         """
-        everyone = gather_samples(self.world, samples.take(positions), "exchanging support vectors")
+        everyone = gather_samples(self.communicator, samples.take(positions), "exchanging support vectors")
         return everyone.take(np.argsort(everyone.ids))

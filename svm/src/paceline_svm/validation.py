@@ -13,7 +13,8 @@ from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from paceline.errors import ConfigurationError
 from paceline_svm.kernels import Kernel
-from paceline_svm.training_set import ROWS, TrainingSet
+from paceline_svm.shrinking import Heuristic
+from paceline_svm.training_set import ROWS, Facts, TrainingSet
 
 KERNELS = ("linear", "poly", "rbf", "sigmoid", "precomputed")
 _DTYPES = (np.float64, np.float32)
@@ -44,14 +45,21 @@ class Validation(BaseEstimator):  # type: ignore[misc]
         self._check_number("coef0", -np.inf)
         if not isinstance(self.max_iter, numbers.Integral) or self.max_iter < -1:
             self._refuse("max_iter", "an int in the range [-1, inf)")
-        if not isinstance(self.shrinking, (bool, np.bool_)):
-            self._refuse("shrinking", "a bool")
+        if not isinstance(self.shrinking, (bool, np.bool_, str)):
+            self._refuse("shrinking", "a bool or the name of a heuristic")
+        Heuristic.named(self._shrinking())
         if not isinstance(self.verbose, numbers.Integral) and not callable(self.verbose):
             self._refuse("verbose", "a bool, an int or a function that takes a Progress")
         if not isinstance(getattr(self, "warm_start", False), (bool, np.bool_)):
             self._refuse("warm_start", "a bool")
         if self.rows not in ROWS:
             self._refuse("rows", f"a str among {ROWS}")
+
+    def _shrinking(self) -> str:
+        """The name of the heuristic."""
+        if isinstance(self.shrinking, str):
+            return self.shrinking
+        return "adaptive" if self.shrinking else "none"
 
     def _check_number(
         self, name: str, least: float, largest: float | None = None, *, is_open: bool = False
@@ -112,35 +120,40 @@ class Validation(BaseEstimator):  # type: ignore[misc]
     def _checked_targets(self, y: Any) -> Any:
         return np.asarray(y, np.float64)
 
-    def _check_all(self, data: TrainingSet) -> None:
-        """Refuse training sets that cannot be fitted, once all ranks' samples are known; alike on every rank."""
-        if len(data.all_ids) == 0:
+    def _check_facts(self, facts: list[Facts]) -> None:
+        """Refuse training sets that cannot be fitted, once all ranks' facts are known; alike on every rank."""
+        if sum(one.num_samples for one in facts) == 0:
             raise ConfigurationError("Invalid input - all samples have zero or negative weights.")
-        squares = data.world.total(np.array([data.samples.squares.sum()]), "checking the features")[0]
-        if not np.isfinite(squares):
+        if not np.isfinite(sum(one.squares for one in facts)):
             raise ConfigurationError(
                 "Input X has values so large that their squares overflow. Scale the features first, with "
                 "StandardScaler or MinMaxScaler."
             )
-        if self.kernel == "precomputed" and data.num_rows != self.n_features_in_:
+        num_rows = facts[0].num_rows if self.rows == "all" else sum(one.num_rows for one in facts)
+        if self.kernel == "precomputed" and num_rows != self.n_features_in_:
             raise ConfigurationError(
-                "Precomputed matrix must be a square matrix. "
-                f"Input is a {data.num_rows}x{self.n_features_in_} matrix."
+                f"Precomputed matrix must be a square matrix. Input is a {num_rows}x{self.n_features_in_} matrix."
             )
 
-    def _check_kernel(self, data: TrainingSet) -> None:
-        """Refuse kernel values that may overflow, alike on every rank. Collective."""
+    def _check_all(self, data: TrainingSet) -> None:
+        """Refuse training sets that cannot be fitted, once all ranks' samples are known; alike on every rank."""
+
+    def _check_kernel(self, largest_square: float) -> None:
+        """Refuse kernel values that may overflow, alike on every rank.
+
+        Args:
+            largest_square: Squared length of all ranks' samples.
+        """
         kernel = self._kernel
         if kernel.name in ("linear", "precomputed"):
             return
         with np.errstate(over="ignore"):
-            largest = np.float64(kernel.gamma) * data.samples.squares.max(initial=0.0)
+            largest = np.float64(kernel.gamma) * largest_square
             if kernel.name != "rbf":
                 largest += abs(kernel.coef0)
             if kernel.name == "poly":
                 largest = largest**kernel.degree
-        is_wrong = np.array([float(not largest < _LARGEST_VALUE)])
-        if data.world.total(is_wrong, "checking the kernel")[0] > 0:
+        if not largest < _LARGEST_VALUE:
             numbers_given = f"gamma={kernel.gamma:g}, coef0={kernel.coef0:g} and degree={kernel.degree:g}"
             raise ConfigurationError(
                 f"Values of the {kernel.name!r} kernel may overflow with {numbers_given}. Scale the features, with "

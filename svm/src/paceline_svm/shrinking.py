@@ -1,29 +1,35 @@
-"""Eliminated (shrunk) samples, and the coefficients of chosen ones from which their gradients are reconstructed.
+"""Shrinking: samples that can no longer be in a violating pair take no part, until their gradients are reconstructed.
 
 Rules
 1. A sample that was ever in a working set is a chosen one: every rank has its row and its coefficient. No other sample
    has a coefficient, so gradients depend on chosen samples only; support vectors are among them.
-2. An eliminated sample returns to its owner, the rank that passed it, with the g of the moment it was eliminated.
-3. Samples that were eliminated together form a group with one reference: the coefficients of that moment. When
-   reconstructed, a group's g grows by the kernel values times what the coefficients have changed since then, no more
-   and no less: groups of different moments have different references.
+2. A shrunk sample returns to its owner, the rank that passed it, with the g of the moment it was shrunk.
+3. Samples that were shrunk together form a group with one reference: the coefficients of that moment. When unshrunk,
+   a group's g grows by the kernel values times what the coefficients have changed since then, no more and no less:
+   groups of different moments have different references.
+
+Heuristics say when samples are tested. Their names are those of the paper: single or multi (whether shrinking goes on
+after the first unshrinking), and a threshold in pair updates: a number, or per cent of the samples.
 
 Source:
-    Narasimhan, Vishnu et al. 2014 (arXiv 1406.5161), gradient reconstruction. Theirs starts at zero; here only the
-    change since elimination is added.
+    Narasimhan, Vishnu et al. 2014 (arXiv 1406.5161). Theirs reconstructs gradients from zero; here only the change
+    since shrinking is added. Theirs tests each sample while its gradient is updated; here all are tested between two
+    working sets, so a threshold below a working set's updates means "every time".
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.errors import ConfigurationError
+from paceline_svm.communicator import Communicator
 from paceline_svm.kernels import expand
 from paceline_svm.problem import Active, Problem
 from paceline_svm.sample_forms import DenseSamples, Samples, gather_samples
-from paceline_svm.world import World
 
 _IMBALANCE, _IMBALANCE_SAMPLES = 1.25, 64  # most active samples of a rank over the mean; least excess
 
@@ -33,18 +39,18 @@ class ChosenSamples:
 
     Args:
         problem: This rank's part.
-        world: The ranks.
+        communicator: The ranks.
         rows: This rank's samples in the precision of the kernel rows.
 
     Attributes:
         weights: Coefficients summed over a sample's variables, in the order in which the samples were fetched.
     """
 
-    def __init__(self, problem: Problem, world: World, rows: Samples) -> None:
-        self._problem, self._world, self._rows = problem, world, rows
+    def __init__(self, problem: Problem, communicator: Communicator, rows: Samples) -> None:
+        self._problem, self._communicator, self._rows = problem, communicator, rows
         self._own_position = np.full(problem.num_samples, -1, np.int64)
         self._own_position[problem.samples.ids] = np.arange(len(problem.samples))
-        self._is_alone = world.num_ranks == 1
+        self._is_alone = communicator.num_ranks == 1
         self._at = self._own_position if self._is_alone else np.full(problem.num_samples, -1, np.int64)
         self._samples: Samples = problem.samples if self._is_alone else problem.samples.take(slice(0, 0))
         self._room: DenseSamples | None = None
@@ -68,12 +74,14 @@ class ChosenSamples:
         own = self._own_position[missing]
         mine, doing = self._problem.samples.take(own[own >= 0]), "exchanging rows"
         if isinstance(mine, DenseSamples):
-            # One owner each, so the sum is exact: one all-reduce instead of four all-gathers.
+            # One owner each, so the sum is exact.
             rows = np.zeros((len(missing), mine.rows.shape[1]), mine.dtype)
             rows[own >= 0] = mine.rows
-            self._append(DenseSamples.of(self._world.total(rows, doing), missing))
+            self._append(DenseSamples.of(self._communicator.total(rows, doing), missing))
         else:
-            self._append(gather_samples(self._world, mine, doing))
+            is_all = len(missing) == self._problem.num_samples
+            most_numbers = self._problem.extent.most_numbers if is_all else None
+            self._append(gather_samples(self._communicator, mine, doing, most_numbers))
 
     def _append(self, new: Samples) -> None:
         first = len(self._samples)
@@ -115,8 +123,8 @@ class ChosenSamples:
 
 
 @dataclass(frozen=True)
-class EliminatedGroup:
-    """Samples that were eliminated together.
+class ShrunkGroup:
+    """Samples that were shrunk together.
 
     Attributes:
         positions: Among the rank's own.
@@ -127,12 +135,12 @@ class EliminatedGroup:
     reference: NDArray[np.float64]
 
 
-class EliminatedSamples:
-    """A rank's own samples, while some of them are eliminated or worked on by other ranks.
+class ShrunkSamples:
+    """A rank's own samples, while some of them are shrunk or worked on by other ranks.
 
     Args:
         problem: This rank's part.
-        world: The ranks.
+        communicator: The ranks.
         chosen: All coefficients that may not be zero, and the samples they belong to.
 
     Attributes:
@@ -140,25 +148,25 @@ class EliminatedSamples:
         num_kernel_values: Kernel values that reconstruction has computed so far.
     """
 
-    def __init__(self, problem: Problem, world: World, chosen: ChosenSamples) -> None:
-        self._problem, self._world, self._chosen = problem, world, chosen
+    def __init__(self, problem: Problem, communicator: Communicator, chosen: ChosenSamples) -> None:
+        self._problem, self._communicator, self._chosen = problem, communicator, chosen
         self._g = np.zeros(len(problem.samples))
-        self._beta = np.zeros(problem.linear.shape)
-        self._groups: list[EliminatedGroup] = []
+        self._beta = np.zeros((len(problem.linear), len(problem.samples)))
+        self._groups: list[ShrunkGroup] = []
         self.has_moved = False
         self.num_kernel_values = 0
 
     def add(self, going: Active) -> None:
-        """These samples are eliminated now. Collective if samples have moved."""
-        positions = self._return_to_owners(going, "sending eliminated samples home")
+        """These samples are shrunk now. Collective if samples have moved."""
+        positions = self._return_to_owners(going, "sending shrunk samples home")
         if len(positions):
-            self._groups.append(EliminatedGroup(positions, self._chosen.weights.copy()))
+            self._groups.append(ShrunkGroup(positions, self._chosen.weights.copy()))
 
-    def reconstruct(self, active: Active, rows: Samples) -> Active:
+    def unshrink(self, active: Active, rows: Samples) -> Active:
         """All of this rank's own samples, with correct gradients. Collective if samples have moved between ranks.
 
         Args:
-            active: Those that are not eliminated.
+            active: Those that are not shrunk.
             rows: All of this rank's own, in the precision of the kernel rows.
         """
         self._return_to_owners(active, "sending active samples home")
@@ -187,8 +195,8 @@ class EliminatedSamples:
         if self.has_moved:
             is_own = self._chosen.own_position_of(ids) >= 0
             width = values.shape[1]
-            sent_ids = np.concatenate(self._world.gather_uneven(ids[~is_own], doing))
-            numbers = np.concatenate(self._world.gather_uneven(values[~is_own].ravel(), doing))
+            sent_ids = np.concatenate(self._communicator.gather_uneven(ids[~is_own], doing))
+            numbers = np.concatenate(self._communicator.gather_uneven(values[~is_own].ravel(), doing))
             sent = numbers.reshape(-1, width)
             is_mine = self._chosen.own_position_of(sent_ids) >= 0
             ids = np.concatenate([ids[is_own], sent_ids[is_mine]])
@@ -214,7 +222,7 @@ def may_violate(active: Active, least: float, most: float) -> NDArray[np.bool_]:
 
 
 def is_out_of_balance(counts: NDArray[np.int64], num_samples: int) -> bool:
-    """Whether elimination has left some rank with many more active samples than others.
+    """Whether shrinking has left some rank with many more active samples than others.
 
     Args:
         counts: Active samples of every rank.
@@ -225,11 +233,11 @@ def is_out_of_balance(counts: NDArray[np.int64], num_samples: int) -> bool:
     return bool(was_eliminated and excess > max((_IMBALANCE - 1) * counts.mean(), _IMBALANCE_SAMPLES))
 
 
-def balanced(world: World, active: Active, counts: NDArray[np.int64]) -> Active:
+def balanced(communicator: Communicator, active: Active, counts: NDArray[np.int64]) -> Active:
     """Active samples spread evenly: ranks with too many hand over their last ones. Collective.
 
     Args:
-        world: The ranks.
+        communicator: The ranks.
         active: This rank's.
         counts: How many every rank has.
     """
@@ -237,11 +245,73 @@ def balanced(world: World, active: Active, counts: NDArray[np.int64]) -> Active:
     quotas = np.full(len(counts), counts.sum() // len(counts))
     quotas[: counts.sum() % len(counts)] += 1
     gives, takes = np.maximum(counts - quotas, 0), np.maximum(quotas - counts, 0)
-    stay = len(active) - int(gives[world.rank])
+    stay = len(active) - int(gives[communicator.rank])
     moving = active.take(np.arange(stay, len(active)))
-    samples = gather_samples(world, moving.samples, doing)
+    samples = gather_samples(communicator, moving.samples, doing)
     width = moving.columns().shape[1]
-    columns = np.concatenate(world.gather_uneven(moving.columns().ravel(), doing)).reshape(-1, width)
-    first = int(takes[: world.rank].sum())
-    mine = slice(first, first + int(takes[world.rank]))
+    columns = np.concatenate(communicator.gather_uneven(moving.columns().ravel(), doing)).reshape(-1, width)
+    first = int(takes[: communicator.rank].sum())
+    mine = slice(first, first + int(takes[communicator.rank]))
     return active.take(np.arange(stay)).joined(samples.take(mine), columns[mine])
+
+
+_NAME = re.compile(r"(single|multi)-(\d+)(%?)")
+_ADAPTIVE_RATIO = 0.05
+_LEAST_GAIN_RATIO = 0.1
+
+
+@dataclass(frozen=True)
+class Heuristic:
+    """A heuristic.
+
+    Attributes:
+        every: Pair updates between two tests, or the fraction of the samples if `is_ratio`; None: never.
+        is_ratio: What `every` counts.
+        again: Whether to go on shrinking after the first reconstruction.
+        only_short_of_memory: Whether to test only when kernel rows are computed again for want of memory.
+        least_gain_ratio: Shrink only if it drops at least this fraction of a rank's active samples.
+    """
+
+    every: float | None = None
+    is_ratio: bool = False
+    again: bool = True
+    only_short_of_memory: bool = False
+    least_gain_ratio: float = 0.0
+
+    @classmethod
+    def named(cls, name: str) -> Heuristic:
+        """The heuristic of that name.
+
+        Args:
+            name: `adaptive`, `none`, or such as `multi-5%`, `multi-500`, `single-50%`.
+
+        Raises:
+            ConfigurationError: There is none of that name.
+        """
+        if name == "none":
+            return cls()
+        if name == "adaptive":
+            return cls(_ADAPTIVE_RATIO, True, True, True, _LEAST_GAIN_RATIO)
+        match = _NAME.fullmatch(name)
+        if match is None or int(match[2]) == 0:
+            raise ConfigurationError(
+                f"there is no shrinking heuristic {name!r}. Pass 'adaptive', 'none', or single or multi with a "
+                "threshold in pair updates or per cent of the samples: 'multi-5%', 'multi-500', 'single-50%'."
+            )
+        every = float(match[2])
+        return cls(every / 100 if match[3] else every, bool(match[3]), match[1] == "multi")
+
+    def is_due(self, steps_since: int, num_samples: int, num_unshrinks: int, short_of_memory: bool) -> bool:
+        """Whether to test the samples now.
+
+        Args:
+            steps_since: Pair updates since the last test.
+            num_samples: Of the whole problem.
+            num_unshrinks: So far.
+            short_of_memory: Whether that is so, on any rank.
+        """
+        if self.every is None or (num_unshrinks and not self.again):
+            return False
+        if self.only_short_of_memory and not short_of_memory:
+            return False
+        return steps_since >= (self.every * num_samples if self.is_ratio else self.every)

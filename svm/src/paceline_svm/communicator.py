@@ -3,19 +3,19 @@
 Rules
 1. Every method is a collective: every rank calls the same ones in the same order.
 2. A failure is a `PeerLostError` on every rank that still runs, within the group's timeout.
-3. A world of one rank communicates nothing and needs no process group.
+3. A communicator of one rank communicates nothing and needs no process group.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import numba
 import numpy as np
@@ -29,11 +29,10 @@ from paceline.comm.gradient_group import group_beside
 from paceline.comm.peers import Peers, next_name
 from paceline.comm.pending import Pending
 
-_FEW_BYTES = 4096
-_rounding_alike: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+_FEW_BYTES, _FACTS_BYTES = 4096, 16384  # of a first message
 
 
-class World(Protocol):
+class Communicator(Protocol):
     """The ranks of one fit, and the collectives that a fit uses.
 
     Attributes:
@@ -42,25 +41,34 @@ class World(Protocol):
         num_collectives: Collectives so far.
         num_bytes: Bytes this rank has handed to them so far.
         rounds_alike: Whether the same computation gives the same bits on every rank: same processor, same libraries,
-            same number of threads.
+            same number of threads. Known once ranks were introduced, as is the next.
+        num_threads: What torch may use in all ranks of rank 0's host.
     """
 
     rank: int
     num_ranks: int
     num_collectives: int
     num_bytes: int
+    rounds_alike: bool
+    num_threads: int
 
-    @property
-    def rounds_alike(self) -> bool: ...
+    def introduce(self, mine: Any, doing: str) -> list[Any]:
+        """As `gather_objects`, and ranks get to know each other's processors and threads."""
 
     def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         """All-gather: every rank's array, all of one shape, shape (num_ranks, *shape)."""
 
-    def gather_uneven(self, mine: NDArray[Any], doing: str) -> list[NDArray[Any]]:
-        """All-gather of arrays of one dimension, of any lengths."""
+    def gather_uneven(self, mine: NDArray[Any], doing: str, room: int | None = None) -> list[NDArray[Any]]:
+        """All-gather of arrays of one dimension, of any lengths.
 
-    def gather_objects(self, mine: Any, doing: str) -> list[Any]:
-        """All-gather of small objects that JSON can hold."""
+        Args:
+            mine: This rank's.
+            doing: For errors.
+            room: For how many numbers; where no rank has more, it is one collective instead of two. None: for a few.
+        """
+
+    def gather_objects(self, mine: Any, doing: str, room: int | None = None) -> list[Any]:
+        """All-gather of small objects that JSON can hold; room for so many bytes, as in `gather_uneven`."""
 
     def total(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         """All-reduce: the sum over all ranks. `mine` may be written over."""
@@ -69,7 +77,7 @@ class World(Protocol):
         """Rank 0's array, on every rank."""
 
 
-class GroupWorld:
+class GroupCommunicator:
     """The ranks of a process group; through shared memory where they are on one host.
 
     Args:
@@ -84,6 +92,8 @@ class GroupWorld:
         self.num_ranks = group.size()
         self.num_collectives = 0
         self.num_bytes = 0
+        self.rounds_alike = False
+        self.num_threads = torch.get_num_threads()
         self._device = torch.device("cuda" if backend_of(group) == "nccl" else "cpu")
         self._peers = Peers(
             group,
@@ -94,12 +104,14 @@ class GroupWorld:
             "ranks again.",
         )
 
-    @property
-    def rounds_alike(self) -> bool:
-        if self._group not in _rounding_alike:
-            everyone = self.gather_objects(_what_rounds(), "comparing processors")
-            _rounding_alike[self._group] = all(other == everyone[0] for other in everyone)
-        return _rounding_alike[self._group]
+    def introduce(self, mine: Any, doing: str) -> list[Any]:
+        me = _what_rounds(), platform.node(), torch.get_num_threads()
+        told, rounding, hosts, threads = zip(
+            *self.gather_objects([mine, *me], doing, _FACTS_BYTES), strict=True
+        )
+        self.rounds_alike = len(set(rounding)) == 1
+        self.num_threads = sum(num for host, num in zip(hosts, threads, strict=True) if host == hosts[0])
+        return list(told)
 
     def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         row = self._to_device(mine)
@@ -107,16 +119,16 @@ class GroupWorld:
         self._do(lambda: launch_gather(list(rows.unbind(0)), row, self._group, at_once=True), row, doing)
         return rows.cpu().numpy()
 
-    def gather_uneven(self, mine: NDArray[Any], doing: str) -> list[NDArray[Any]]:
-        # The first message holds the length, and the array too if it is small: then there is no second one.
-        few = _FEW_BYTES // mine.itemsize
-        message = np.zeros(8 + few * mine.itemsize, np.uint8)
+    def gather_uneven(self, mine: NDArray[Any], doing: str, room: int | None = None) -> list[NDArray[Any]]:
+        # The first message holds the length, and the array too if there is room: then there is no second one.
+        room = _FEW_BYTES // mine.itemsize if room is None else room
+        message = np.zeros(8 + room * mine.itemsize, np.uint8)
         message[:8] = np.array([len(mine)], np.int64).view(np.uint8)
-        if len(mine) <= few:
+        if len(mine) <= room:
             message[8 : 8 + mine.nbytes] = np.ascontiguousarray(mine).view(np.uint8)
         messages = self.gather(message, doing)
         lengths = np.ascontiguousarray(messages[:, :8]).view(np.int64).ravel()
-        if lengths.max() <= few:
+        if lengths.max() <= room:
             gathered = np.ascontiguousarray(messages[:, 8:]).view(mine.dtype)
         else:
             padded = np.zeros(int(lengths.max()), mine.dtype)
@@ -124,8 +136,8 @@ class GroupWorld:
             gathered = self.gather(padded, doing)
         return [row[:length] for row, length in zip(gathered, lengths, strict=True)]
 
-    def gather_objects(self, mine: Any, doing: str) -> list[Any]:
-        texts = self.gather_uneven(np.frombuffer(json.dumps(mine).encode(), np.uint8), doing)
+    def gather_objects(self, mine: Any, doing: str, room: int | None = None) -> list[Any]:
+        texts = self.gather_uneven(np.frombuffer(json.dumps(mine).encode(), np.uint8), doing, room)
         return [json.loads(text.tobytes()) for text in texts]
 
     def total(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
@@ -154,8 +166,8 @@ class GroupWorld:
 
 
 @functools.cache
-def _what_rounds() -> list[str]:
-    """What decides how this process rounds floating-point sums: processor, libraries and their threads."""
+def _what_rounds() -> str:
+    """A digest of what decides how this process rounds floating-point sums: processor, libraries and their threads."""
     cpu = (
         Path("/proc/cpuinfo").read_text(errors="replace")
         if Path("/proc/cpuinfo").exists()
@@ -165,11 +177,12 @@ def _what_rounds() -> list[str]:
     threads = [
         os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     ]
-    return [platform.machine(), *model, np.__version__, numba.__version__, *threads, str(os.cpu_count())]
+    words = [platform.machine(), *model, np.__version__, numba.__version__, *threads, str(os.cpu_count())]
+    return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
 
 
 class Alone:
-    """A world of one process: collectives return what they are given."""
+    """A communicator of one process: collectives return what they are given."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -177,14 +190,18 @@ class Alone:
         self.num_collectives = 0
         self.num_bytes = 0
         self.rounds_alike = True
+        self.num_threads = torch.get_num_threads()
+
+    def introduce(self, mine: Any, doing: str) -> list[Any]:
+        return [mine]
 
     def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         return mine[None]
 
-    def gather_uneven(self, mine: NDArray[Any], doing: str) -> list[NDArray[Any]]:
+    def gather_uneven(self, mine: NDArray[Any], doing: str, room: int | None = None) -> list[NDArray[Any]]:
         return [mine]
 
-    def gather_objects(self, mine: Any, doing: str) -> list[Any]:
+    def gather_objects(self, mine: Any, doing: str, room: int | None = None) -> list[Any]:
         return [mine]
 
     def total(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
