@@ -15,10 +15,13 @@ from paceline.servers.answers import Answers
 from paceline.servers.link import Link, Rank
 from paceline.servers.wire import DType, Frame, Kind
 
-TIMEOUT_S = {signal.SIGKILL: 60.0, signal.SIGSTOP: 5.0}  # who is killed is named long before
+TIMEOUT_S = {
+    signal.SIGKILL: 600.0,
+    signal.SIGSTOP: 5.0,
+}  # who is killed is named long before: the test ends earlier
 # A rank that pushes to all servers, in turn with the others; its own doing, or the test's, ends it.
 PUSHES = """\
-import os, sys, time
+import os, sys
 import numpy as np
 from paceline.servers import link as links
 from paceline.servers.answers import Answers
@@ -36,13 +39,13 @@ for number in range(10**9):
         input()  # nothing is under way: a server that stops between two answers would make ranks miss each other
     if number == 22 and fatal:  # all have pushed piece 21, so all are ready
         os.kill(os.getpid(), fatal)
-    answers, begun_s = Answers(len(addresses)), time.monotonic()
+    answers = Answers(len(addresses))
     try:
         for server in range(len(addresses)):
             link.ask(server, Frame(Kind.PUSH, number, 0, DType.FLOAT32, (values,)), answers)
         answers.wait()
     except Exception as error:
-        print(round(time.monotonic() - begun_s), type(error).__name__, getattr(error, "peer", None), error)
+        print(type(error).__name__, getattr(error, "peer", None), error)
         break
     assert all((body.view(np.float32) == 6).all() for body in answers.bodies)
 """
@@ -54,7 +57,7 @@ for number in range(10**9):
 def test_all_are_told_who_is_lost(victim, number):
     with as_processes(2) as (addresses, servers):
         # A rank is missed by the servers: however late they are, before the other ranks miss the servers.
-        code = PUSHES.format(timeout=TIMEOUT_S[number], grace=60.0 if victim == "rank" else 2.0)
+        code = PUSHES.format(timeout=TIMEOUT_S[number], grace=600.0 if victim == "rank" else 2.0)
         fatal = [number if victim == "rank" and rank == 1 else 0 for rank in range(3)]
         ranks = [
             subprocess.Popen(
@@ -82,7 +85,7 @@ def test_all_are_told_who_is_lost(victim, number):
                 rank.stdin.close()
                 rank.stdout.close()
         for words in heard:
-            seconds, kind, peer, said = words.split(" ", 3)
+            kind, peer, said = words.split(" ", 2)
             if victim == "server":
                 assert kind == "ServerLostError"
                 assert said.startswith(f"parameter server 1 at {addresses[1]} "), words
@@ -91,9 +94,6 @@ def test_all_are_told_who_is_lost(victim, number):
                 assert f"rank 1 (process {ranks[1].pid} on " in said
             is_killed = number is signal.SIGKILL
             assert ("has closed" in said or "is gone" in said) == is_killed, words
-            assert int(seconds) <= 30, (
-                words
-            )  # neither the timeout of the killed nor the patience at the start
         assert [server.poll() for server in servers if server is not servers[1]] == [None], "servers go on"
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from paceline.reductions import BoundedLoss, ParameterServers
 from paceline.transports.bounded_loss.datagram_loop import compile_all
 
 TIMEOUT_S = 6.0
-SLACK_S = 8.0  # the servers' grace, the roll call, and a busy machine
 
 
 def strike(rank, _num_ranks, addresses, victim, pid, number, by_datagrams=False):
@@ -25,11 +23,11 @@ def strike(rank, _num_ranks, addresses, victim, pid, number, by_datagrams=False)
     reduction = BoundedLoss(0.2, servers=servers) if by_datagrams else servers
     model = DistributedDataParallel(Mlp(), reduction=reduction, bucket_cap_mb=0.0005)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before, begun_s, target = None, 0.0, pid or os.getpid()
+    before, target = None, pid or os.getpid()
     try:
         for step in range(4):
             if step == 2:
-                before, begun_s = digest(list(model.parameters())), time.monotonic()
+                before = digest(list(model.parameters()))
                 if rank == (victim or 0):
                     model.module.layers[1].weight.register_hook(lambda _: os.kill(target, number))
             optimizer.zero_grad()
@@ -37,7 +35,7 @@ def strike(rank, _num_ranks, addresses, victim, pid, number, by_datagrams=False)
             optimizer.step()
     except RuntimeError as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
-        return kinds, str(error), digest(list(model.parameters())) == before, time.monotonic() - begun_s
+        return kinds, str(error), digest(list(model.parameters())) == before
     return "no error"
 
 
@@ -84,8 +82,7 @@ def _all_name(outcomes, who, kind, victim):
         if outcome.rank == victim:
             continue
         assert outcome.clean, outcome.story()
-        kinds, message, untouched, seconds = outcome.value
+        kinds, message, untouched = outcome.value
         assert kind in kinds, outcome.value
         assert who in message.partition("The gradients of this step")[0], message
         assert untouched, message
-        assert seconds < TIMEOUT_S + SLACK_S, (seconds, message)

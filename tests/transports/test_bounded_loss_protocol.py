@@ -177,6 +177,23 @@ def test_a_path_that_drops_long_datagrams_is_told_from_a_silent_peer():
     assert [end.lost_peer for end in ends] == [None, None]
 
 
+def test_a_peer_that_spoke_while_nothing_long_arrived_is_not_only_silent_afterwards():
+    """Rank 1 gives up first: its silence is shorter, so rank 0 sees the path's fault before it misses rank 1."""
+    silence_us = 2_000_000
+    ends = endpoints(2, silence_us=silence_us)
+    mailer, now_us = Mailer(ends[0]), 1000
+    for end in ends:
+        end.begin(np.ones(400, np.float32), Bound(0.5), now_us)
+    while ends[0].stuck_peer is None and ends[0].lost_peer is None:
+        assert now_us < LONGEST_US
+        for end in ends[: 1 if now_us > 0.4 * silence_us else 2]:
+            for peer, datagram in mailer.take(end, now_us):
+                if len(datagram) <= 80:
+                    mailer.hand(ends[peer], [datagram], now_us)
+        now_us += 5_000
+    assert (ends[0].stuck_peer, ends[0].lost_peer) == (1, None)
+
+
 def test_siphash_is_the_published_one_and_keys_agree():
     """The paper's test vector (appendix A): key 00..0f, message 00..0e; what follows the message does not matter."""
     key = np.arange(16, dtype=np.uint8).view(np.uint64)

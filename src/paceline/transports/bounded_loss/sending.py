@@ -173,7 +173,9 @@ def _watch(t: Any, peer: int, now_us: int) -> None:
     if not (is_needed and p[e.P_IS_NEEDED]):
         p[e.P_HEARD_AT] = now_us  # its silence counts from when this rank first looked for it
     elif now_us - p[e.P_HEARD_AT] > n[e.SILENCE_US]:
-        n[e.LOST_PEER] = peer
+        spoke_us = p[e.P_HEARD_AT] - silent_since if silent == n[e.PORTS] else 0
+        # It may have been the first to give up: before, it went on speaking while nothing longer reached it.
+        n[e.STUCK_PEER if spoke_us > n[e.SILENCE_US] // 4 else e.LOST_PEER] = peer
     p[e.P_IS_NEEDED] = 1 if is_needed else 0
 
 
