@@ -179,7 +179,10 @@ print(found.num_functions > 0)
 def test_the_first_fit_has_the_bits_of_every_later_one(tmp_path):
     """With nothing on disk, once compiled, and loaded by another process."""
     (tmp_path / "fits.py").write_text(FITS)
-    command = [str(warm.folder() / "real"), "fits.py"]  # a fresh interpreter: numba reads its variables once
+    command = [
+        str((warm.folder() / "real").readlink()),
+        "fits.py",
+    ]  # a fresh interpreter: numba reads its variables once
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     said = [
         subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
@@ -188,5 +191,5 @@ def test_the_first_fit_has_the_bits_of_every_later_one(tmp_path):
     cold, warmed = (one.stdout.splitlines() for one in said)
     assert (cold[2], warmed[2]) == ("True", "False")
     assert len({*cold[:2], *warmed[:2]}) == 1
-    assert said[0].stderr.count("\n") <= 1  # no more than that it compiles
+    assert len(set(said[0].stderr.splitlines())) <= 1  # that it compiles; the script listens, too
     assert said[1].stderr == ""
