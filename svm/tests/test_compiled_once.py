@@ -182,7 +182,7 @@ def test_the_first_fit_has_the_bits_of_every_later_one(tmp_path):
     command = [
         str((warm.folder() / "real").readlink()),
         "fits.py",
-    ]  # a fresh interpreter: numba reads its variables once
+    ]  # fresh: numba reads variables once
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     said = [
         subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
