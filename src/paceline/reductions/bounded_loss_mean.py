@@ -28,7 +28,7 @@ from paceline.comm.pending import Done, Pending, PendingWork
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.process_group.connections import check_numba
+from paceline.process_group.connections import bounded_loss
 from paceline.reductions.bounded_loss_connection import LossyConnection, over_udp
 from paceline.reductions.error_feedback import RESIDUAL, Memory, Slot
 from paceline.reductions.kept_state import Keeper, check_one_model
@@ -172,7 +172,7 @@ class BoundedLoss(Reduction):
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
         check_one_model(self, self._names, named_parameters)
         if self._connect is None and process_group.size() > 1:
-            check_numba()
+            bounded_loss("lossy_link")
         if process_group is not self._prepared_for:
             self._connection = None  # the other group may have been destroyed
         self._prepared_for = process_group
