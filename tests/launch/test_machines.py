@@ -17,7 +17,7 @@ from paceline.comm import TOKEN
 from paceline.comm.sealed_store import SealedStore
 from paceline.errors import ConfigurationError
 from paceline.launch import machines, parse
-from paceline.launch.machines import Card, MachineRendezvous, MachinesDifferError
+from paceline.launch.machines import MachineRendezvous, MachinesDifferError, NodeInfo
 from paceline.launch.rendezvous_endpoint import be_first, patience_s, without
 
 AGREED = {"--nnodes": "3", "torch": "2.13.0", "Paceline": "0.1.0 (sources ab)", "the script": "train.py"}
@@ -25,8 +25,8 @@ AGREED = {"--nnodes": "3", "torch": "2.13.0", "Paceline": "0.1.0 (sources ab)", 
 
 def machine(name, num_ranks=1, *, num_machines=3, waits=True, latecomers=False, timeout_s=20.0, **facts):
     rank, arguments = facts.pop("node_rank", None), facts.pop("arguments", ())
-    card = Card(name, num_ranks, AGREED | facts, rank, arguments)
-    return MachineRendezvous(card, num_machines, waits, latecomers, "10.0.0.1:29400", "job", timeout_s)
+    node = NodeInfo(name, num_ranks, AGREED | facts, rank, arguments)
+    return MachineRendezvous(node, num_machines, waits, latecomers, "10.0.0.1:29400", "job", timeout_s)
 
 
 def _inside(store):
@@ -35,7 +35,7 @@ def _inside(store):
 
 
 def hold(*coming, store=None, quiet_s=0.0, each_waits=False, notes=None):
-    """Every machine's cards, or the words of its error, and what was said meanwhile.
+    """Every machine's nodes, or the words of its error, and what was said meanwhile.
 
     With `each_waits` one comes only once the one before it has said that it waits.
     """
@@ -48,7 +48,7 @@ def hold(*coming, store=None, quiet_s=0.0, each_waits=False, notes=None):
         while _inside(store).add("machines", 0) < number or len(notes) < num_told:  # in this order
             time.sleep(0.001)
         try:
-            return [card.name for card in rendezvous.hold(store, is_server=number == 0, note=notes.append)]
+            return [node.name for node in rendezvous.hold(store, is_server=number == 0, note=notes.append)]
         except MachinesDifferError as error:
             return str(error)
 
@@ -110,7 +110,7 @@ def test_one_number_given_twice():
 
 @pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1), (2, 1, 0), (1, 2, 0)])
 def test_cards_are_told_apart_by_number_whichever_is_written_first(order):
-    """A machine takes its number, then writes its card: the next may be quicker at that."""
+    """A machine takes its number, then writes its node: the next may be quicker at that."""
     coming = [machine(name, node_rank=rank) for name, rank in (("a", 0), ("b", 1), ("c", 1))]
     store, words = dist.HashStore(), []
     reader = ThreadPoolExecutor(1)
@@ -119,7 +119,7 @@ def test_cards_are_told_apart_by_number_whichever_is_written_first(order):
     with mock.patch.object(machines, "_PAUSE_S", 0.0), mock.patch.object(machines, "_LINGER_S", 0.0), reader:
         waiting = reader.submit(watches.hold, store, is_server=False, note=words.append)
         for number in order:
-            SealedStore(_inside(store), "machines").set(f"machine {number}", coming[number].card.encode())
+            SealedStore(_inside(store), "machines").set(f"machine {number}", coming[number].node.encode())
             time.sleep(0.02)  # so that it is read before the next is written
         with pytest.raises(MachinesDifferError, match="b and c were both given --node-rank 1"):
             waiting.result()
@@ -167,7 +167,7 @@ def test_a_stranger_is_not_counted_and_another_token_is_an_error():
     with mock.patch.dict(os.environ, {TOKEN: "ours"}):
         inside = _inside(store)
         inside.add("machines", 1)
-        machines.SealedStore(inside, "machines").set("machine 0", machine("a").card.encode())
+        machines.SealedStore(inside, "machines").set("machine 0", machine("a").node.encode())
         inside.add("machines", 1)
         inside.set("machine 1", "0123 {}")
         found, notes = hold(machine("b", num_machines=2), store=store)
@@ -179,10 +179,10 @@ def test_a_stranger_is_not_counted_and_another_token_is_an_error():
         "[1]",
         "{}",
         '{"name": 1}',
-        machine("a\x1b[2J").card.encode(),
-        machine("a", num_ranks="x").card.encode(),
+        machine("a\x1b[2J").node.encode(),
+        machine("a", num_ranks="x").node.encode(),
     ):
-        assert Card.decode(nonsense.encode()) is None, nonsense
+        assert NodeInfo.decode(nonsense.encode()) is None, nonsense
     with mock.patch.dict(os.environ, {TOKEN: "theirs"}):
         (words,), _ = hold(machine("c"), store=store)
     assert words.startswith("c has another PACELINE_TOKEN than the machine where the launch began")
@@ -194,14 +194,14 @@ def test_a_card_says_what_this_machine_has(tmp_path, monkeypatch):
     args = parse(
         ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "train.py", "-x"]
     ).torchrun
-    card = Card.of_this_machine(args, 3)
-    assert Card.decode(card.encode().encode()) == card
-    assert (card.num_ranks, card.node_rank, card.arguments) == (3, 1, ("-x",))
-    assert "+" not in card.must_agree["torch"]
+    node = NodeInfo.of_this_machine(args, 3)
+    assert NodeInfo.decode(node.encode().encode()) == node
+    assert (node.num_ranks, node.node_rank, node.arguments) == (3, 1, ("-x",))
+    assert "+" not in node.must_agree["torch"]
     (tmp_path / "train.py").write_text("print(2)")
-    changed = Card.of_this_machine(args, 3)
-    assert changed.must_agree["the script"] != card.must_agree["the script"]
-    assert replace(changed, must_agree=card.must_agree) == card
+    changed = NodeInfo.of_this_machine(args, 3)
+    assert changed.must_agree["the script"] != node.must_agree["the script"]
+    assert replace(changed, must_agree=node.must_agree) == node
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from harness.terminal import DEADLINE_S, REPOSITORY, alive, paceline, run, started
 from paceline.cli import main
 from paceline.launch import parse
-from paceline.launch.keeper import marked
+from paceline.launch.watchdog import marked
 
 HELLO = """\
 import os, sys
@@ -288,7 +288,7 @@ def test_a_stopped_launcher_leaves_nothing(received, code, scripts):
         assert len(alive(process)) >= 5  # launcher, two ranks, their two children
         os.kill(_launcher(scripts), received)
         assert process.wait(timeout=60) == code
-        # After SIGKILL the keeper does it, a moment later. Asking again until a deadline is not a sleep to get lucky.
+        # After SIGKILL the watchdog does it, a moment later. Asking again until a deadline is not a sleep to get lucky.
         deadline_s = time.monotonic() + 30
         while (left := alive(process) or _temporary_files(scripts)) and time.monotonic() < deadline_s:
             select.select([], [], [], 0.05)
@@ -313,7 +313,7 @@ def test_the_example_trains_the_same_under_torchrun_and_paceline_run(tmp_path):
 
 
 def test_what_a_killed_launch_left_goes_with_the_next(scripts):
-    """Launcher and keeper killed together leave a folder; not taken for it: a launch that runs, another container's."""
+    """Launcher and watchdog killed together leave a folder; not taken for it: one that runs, another container's."""
     environment = {"TMPDIR": str(scripts / "tmp")}
     (scripts / "tmp").mkdir(exist_ok=True)
     with started(["paceline", "run", "sleeps.py"], scripts, env=environment) as process:
@@ -323,8 +323,8 @@ def test_what_a_killed_launch_left_goes_with_the_next(scripts):
         assert Path(f"/proc/{pid}/ns/pid").readlink().name == f"pid:[{namespace}]"
         assert paceline("run", "hello.py", cwd=scripts).code == 0
         assert _temporary_files(scripts) == [left]  # its owner lives
-        keepers = [int(p.name) for p in Path("/proc").glob("[0-9]*") if launch_id in _command(p)]
-        for number in [*keepers, int(pid), *marked(launch_id)]:
+        watchdogs = [int(p.name) for p in Path("/proc").glob("[0-9]*") if launch_id in _command(p)]
+        for number in [*watchdogs, int(pid), *marked(launch_id)]:
             with contextlib.suppress(ProcessLookupError):  # it has ended because of another's end
                 os.kill(number, signal.SIGKILL)
         process.wait()

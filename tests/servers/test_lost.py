@@ -11,8 +11,8 @@ import pytest
 
 from harness.running_servers import as_processes, in_threads
 from paceline.errors import PeerLostError, ServerLostError
-from paceline.servers.answers import Answers
 from paceline.servers.link import Link, Rank
+from paceline.servers.response_future import ResponseFuture
 from paceline.servers.wire import DType, Frame, Kind
 
 TIMEOUT_S = {
@@ -24,7 +24,7 @@ PUSHES = """\
 import os, sys
 import numpy as np
 from paceline.servers import link as links
-from paceline.servers.answers import Answers
+from paceline.servers.response_future import ResponseFuture
 from paceline.servers.link import Link, Rank
 from paceline.servers.wire import DType, Frame, Kind
 rank, fatal, addresses = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
@@ -39,7 +39,7 @@ for number in range(10**9):
         input()  # nothing is under way: a server that stops between two answers would make ranks miss each other
     if number == 22 and fatal:  # all have pushed piece 21, so all are ready
         os.kill(os.getpid(), fatal)
-    answers = Answers(len(addresses))
+    answers = ResponseFuture(len(addresses))
     try:
         for server in range(len(addresses)):
             link.ask(server, Frame(Kind.PUSH, number, 0, DType.FLOAT32, (values,)), answers)
@@ -112,7 +112,7 @@ def test_who_is_told_of_a_loss_is_not_blamed_for_leaving(monkeypatch):
         told = Link(addresses, Rank(0, 3, "session", 0.5, ""))
         awaited = []
         for link, num_servers in ((patient, 1), (told, 2)):
-            awaited.append(Answers(num_servers))
+            awaited.append(ResponseFuture(num_servers))
             for server in range(num_servers):
                 link.ask(server, Frame(Kind.PUSH, 0, 0, DType.FLOAT32, (values,)), awaited[-1])
         for answers in awaited[::-1]:
@@ -145,7 +145,7 @@ def test_a_stopped_server_is_named_and_not_the_rank_that_waits_for_it():
         os.kill(servers[1].pid, signal.SIGSTOP)
         awaited = []
         for link, server in ((waiting, 1), (ahead, 0)):
-            awaited.append(Answers(1))
+            awaited.append(ResponseFuture(1))
             link.ask(server, Frame(Kind.PUSH, 0, 0, DType.FLOAT32, (values,)), awaited[-1])
         for answers in awaited:
             with pytest.raises(ServerLostError, match=f"parameter server 1 at {addresses[1]} "):
@@ -160,7 +160,7 @@ def test_a_rank_that_waits_for_the_server_which_misses_it_is_named():
         awaited = []
         for rank in range(2):
             link = Link(addresses, Rank(rank, 2, "session", 1.0, ""))
-            awaited.append((link, Answers(1)))
+            awaited.append((link, ResponseFuture(1)))
             link.ask(0, Frame(Kind.PUSH, rank, 0, DType.FLOAT32, (values,)), awaited[-1][1])
         for _, answers in awaited:
             with pytest.raises(PeerLostError, match=r"rank 1 .* has not pushed piece 0"):

@@ -77,7 +77,7 @@ def test_a_piece_is_answered_to_all_when_all_have_pushed_it_and_pieces_overtake(
 
 def test_while_much_is_held_only_those_who_owe_the_oldest_piece_are_heard():
     at = Session(3, TIMEOUT_S, SteppedKeys, most_held_bytes=60)
-    heard = lambda: [rank for rank in range(3) if at.hears(rank)]  # noqa: E731
+    heard = lambda: [rank for rank in range(3) if at.accepts_from(rank)]  # noqa: E731
     ones = torch.ones(5)  # 20 bytes
     at.receive(2, push(ones, 0), 0.0)
     at.receive(2, push(ones, 1), 0.0)
@@ -248,7 +248,7 @@ def test_what_no_rank_of_ours_says_is_a_fault_of_whoever_says_it():
     joins = said(session().receive(0, Frame(Kind.JOIN, body=(pack({}),)), 0.0))
     assert "this session sums nothing by datagrams" in joins[1]["words"]
     for nonsense in (b"[1]", b"{", b"\xff" * 9):
-        with pytest.raises(ProtocolError, match="words were expected, and something else was received"):
+        with pytest.raises(ProtocolError, match="metadata were expected, and something else was received"):
             unpack(nonsense)
         with pytest.raises(ProtocolError, match="was received"):
             unpack_state(nonsense)

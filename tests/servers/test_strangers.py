@@ -11,7 +11,6 @@ import pytest
 from harness.running_servers import in_threads
 from paceline import version
 from paceline.errors import ConfigurationError, ProtocolError, ServerLostError
-from paceline.servers.answers import Answers
 from paceline.servers.connection import Connection
 from paceline.servers.handshake import (
     CODE_BYTES,
@@ -24,6 +23,7 @@ from paceline.servers.handshake import (
 )
 from paceline.servers.link import Link, Rank
 from paceline.servers.process import listen, serve_on
+from paceline.servers.response_future import ResponseFuture
 from paceline.servers.server import Server
 from paceline.servers.session import Session
 from paceline.servers.wire import HEADER, DType, Frame, Kind, header_of, pack
@@ -53,7 +53,7 @@ def wait_until_still(links):
 
 def push_alone(link, number):
     """Push a piece to one server by its only rank, and have the answer."""
-    answers, body = Answers(1), bytearray(8)
+    answers, body = ResponseFuture(1), bytearray(8)
     link.ask(0, Frame(Kind.PUSH, number, 0, DType.FLOAT64, (b"\0" * 8,)), answers, [body])
     assert answers.wait(LIMIT_S)
 
@@ -298,7 +298,7 @@ def test_ranks_that_are_far_ahead_wait_in_the_network_and_not_in_the_servers_mem
             if number == 2:
                 wait_for(lambda: held and held[-1] >= most)
                 wait_until_still(links)  # or it would hold more
-            waiting.append(Answers(num_pieces))
+            waiting.append(ResponseFuture(num_pieces))
             for piece in range(num_pieces):
                 frame = Frame(Kind.PUSH, piece, 0, DType.FLOAT32, (values,))
                 link.ask(0, frame, waiting[-1], [body])

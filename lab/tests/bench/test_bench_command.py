@@ -91,7 +91,7 @@ def test_step_on_an_emulated_cluster(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_after_sigkill(tmp_path: Path) -> None:
-    """Not a rank, not a temporary file: the keepers see to it a moment later."""
+    """Not a rank, not a temporary file: the watchdogs see to it a moment later."""
     words = [
         "--workload",
         "resnet50",

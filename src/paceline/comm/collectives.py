@@ -6,6 +6,8 @@ the collective anyway: a backend may then perform it on the caller's thread.
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,3 +135,18 @@ def device_for_metadata(group: ProcessGroup, device: torch.device) -> torch.devi
     except (AttributeError, RuntimeError):  # a process group written in Python
         on_host = False
     return torch.device("cpu") if on_host else device
+
+
+def launch_session_name(process_group: ProcessGroup, device: torch.device) -> Callable[[], str]:
+    """Rank 0 draws a name for connections beside the group, and broadcasts it; the result waits and returns it.
+
+    It is rank 0's, so that ranks agree on it whatever failed before on one of them. Collective; does not wait.
+    """
+    number = torch.tensor([secrets.randbits(62)], device=device_for_metadata(process_group, device))
+    sent = launch_broadcast(number, process_group, source=0)
+
+    def name() -> str:
+        sent.wait()
+        return f"{int(number.item()):x}"
+
+    return name

@@ -79,7 +79,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         self._plan_from(0)
 
     def _plan_from(self, start: int) -> None:
-        self._start = self._fetched = start  # what is behind `_fetched` may still change
+        self._start = self._fetched = start  # steps from `_fetched` on may still be cut anew
         self._plan = self._make_plan(start, self._epoch)
 
     def _make_plan(self, start: int, epoch: int) -> EpochPlan:

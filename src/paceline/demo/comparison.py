@@ -24,7 +24,7 @@ from rich.table import Table
 from paceline.demo.images import load_images
 from paceline.demo.training import STEP_PARTS, Job
 from paceline.errors import ConfigurationError, PacelineError
-from paceline.launch import Keeper, launch, num_cores, parse
+from paceline.launch import Watchdog, launch, num_cores, parse
 from paceline.version import __version__
 
 # Summation order changes the last bits of a gradient, and training amplifies them; anything larger than this,
@@ -73,8 +73,8 @@ def run_demo(
     )
     # Both trainings get the same number of threads a process, so that a process is compared with a process.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
-    with Keeper(uuid.uuid4().hex) as keeper:  # removes the folder even if we are killed
-        files = [keeper.folder / "parallel", keeper.folder / "single"]
+    with Watchdog(uuid.uuid4().hex) as watchdog:  # removes the folder even if we are killed
+        files = [watchdog.folder / "parallel", watchdog.folder / "single"]
         jobs = [
             Job(data, epochs, batch, seed, dtype, i == 0, f"{files[i]}.pipe", f"{files[i]}.npz")
             for i in (0, 1)

@@ -1,19 +1,19 @@
 """The launcher behind `paceline run`: starts the ranks of a script on this machine, and ends with all of them gone.
 
 torchrun's own parser, rendezvous and agent do the work; this package adds checks before anything starts, one
-paragraph in place of a banner when a rank fails, and a keeper: a supervisor process that ends the ranks if the
+paragraph in place of a banner when a rank fails, and a watchdog: a supervisor process that ends the ranks if the
 launcher is killed.
 """
 
 from paceline.launch.agent import InterruptedLaunchError, LaunchError, launch
 from paceline.launch.command_line import LaunchArguments, num_cores, parse
-from paceline.launch.keeper import Keeper
+from paceline.launch.watchdog import Watchdog
 
 __all__ = [
     "InterruptedLaunchError",
-    "Keeper",
     "LaunchArguments",
     "LaunchError",
+    "Watchdog",
     "launch",
     "num_cores",
     "parse",

@@ -1,7 +1,7 @@
 """Runs torch's elastic agent, which starts and watches the ranks, and turns its failures into one paragraph.
 
 Rules
-1. Nothing of a launch outlives it: ranks, their children, torch's log folder. Keeper and agent see to it.
+1. Nothing of a launch outlives it: ranks, their children, torch's log folder. Watchdog and agent see to it.
 2. The ranks' own output is the user's: it passes through untouched. The agent's log is silenced unless LOGLEVEL
    is set, because it repeats at length what the paragraph says.
 """
@@ -29,11 +29,11 @@ from paceline.comm import TOKEN
 from paceline.errors import PacelineError
 from paceline.launch import rendezvous_endpoint
 from paceline.launch.command_line import LOCAL_HOSTS, LaunchArguments, num_cores, port_is_taken
-from paceline.launch.keeper import MARK, Keeper
 from paceline.launch.local_servers import LocalServers
-from paceline.launch.machines import Card, MachineRendezvous, MachinesDifferError
+from paceline.launch.machines import MachineRendezvous, MachinesDifferError, NodeInfo
 from paceline.launch.stores import LOOPBACK, bound
 from paceline.launch.tcp_tuning import advice_towards
+from paceline.launch.watchdog import MARK, Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -87,13 +87,13 @@ def launch(arguments: LaunchArguments, note: Callable[[str], None]) -> None:
     started_s = time.monotonic()
     own_address = arguments.torchrun.local_addr
     with (
-        Keeper(launch_id) as keeper,
+        Watchdog(launch_id) as watchdog,
         LocalServers(arguments.num_servers, arguments.servers, own_address, note) as servers,
         bound(arguments.num_machines, note, rendezvous),
     ):
         if arguments.torchrun.log_dir is None:
             # torch would leave a folder in /tmp behind for every run that does not name one.
-            arguments.torchrun.log_dir = _kept_logs(arguments, note) or str(keeper.folder)
+            arguments.torchrun.log_dir = _kept_logs(arguments, note) or str(watchdog.folder)
         try:
             torchrun.run(arguments.torchrun)
         except MachinesDifferError as error:
@@ -148,7 +148,7 @@ def _find_the_others(arguments: LaunchArguments, note: Callable[[str], None]) ->
     if is_spokesman and (advice := advice_towards(where.rpartition(":")[0].strip("[]"))):
         note(advice)
     return MachineRendezvous(
-        card=Card.of_this_machine(args, arguments.num_local_ranks),
+        node=NodeInfo.of_this_machine(args, arguments.num_local_ranks),
         num_machines=most,
         waits=least == most,
         takes_latecomers=args.max_restarts > 0 or least != most,

@@ -1,11 +1,11 @@
 """Makes sure that the machines of a launch fit together, before torch's rendezvous: each says what it has, all compare.
 
 Rules
-1. Every launcher writes a card into the store behind the rendezvous, and reads all others'. The first card is what the
-   others are compared with; whatever differs is an error on every machine that names the machine and both values.
-2. Nothing is started before all cards are there, so what does not fit costs seconds, not a timeout.
-3. Cards are sealed with the job's token (`comm/sealed_store.py`). One with a wrong seal counts as not there, so a
-   stranger cannot end a job; who finds the first card sealed otherwise has another token itself, and ends.
+1. Every launcher writes its node's facts into the store behind the rendezvous, and reads all others'. All are compared
+   with the first node; a difference is an error on every machine, which names the machine and both values.
+2. No rank is started before all nodes are there, so machines that do not fit fail in seconds, not by a timeout.
+3. Node facts are sealed with the job's token (`comm/sealed_store.py`). A wrong seal counts as absent, so a stranger
+   cannot end a job. A launcher that finds the first node sealed otherwise has another token itself, and ends.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 _PAUSE_S = 0.1
 _QUIET_S = 3.0  # so long nothing is said about waiting
-_MOST_CARDS = 10_000  # that are read, whatever a stranger says of their number
-_LINGER_S = 5.0  # so long the store stays open for those who have still to read why
+_MOST_NODES = 10_000  # that are read, whatever a stranger says of their number
+_LINGER_S = 5.0  # keep the store open so that the others can read the error
 
 
 class MachinesDifferError(PacelineError):
@@ -44,7 +44,7 @@ class MachinesDifferError(PacelineError):
 
 
 @dataclass(frozen=True)
-class Card:
+class NodeInfo:
     """What a machine says of itself."""
 
     name: str  # its host name
@@ -55,8 +55,8 @@ class Card:
     arguments: tuple[str, ...] = ()  # the script's; they may differ, but seldom should
 
     @classmethod
-    def of_this_machine(cls, args: argparse.Namespace, num_ranks: int) -> Card:
-        """The card of a launch with these arguments of torch's parser, on this machine."""
+    def of_this_machine(cls, args: argparse.Namespace, num_ranks: int) -> NodeInfo:
+        """The node of a launch with these arguments of torch's parser, on this machine."""
         return cls(
             name=socket.gethostname(),
             num_ranks=num_ranks,
@@ -72,14 +72,14 @@ class Card:
         )
 
     @classmethod
-    def decode(cls, text: bytes | None) -> Card | None:
-        """The card that `encode` wrote; None if it is none: where there is no token, anybody may write anything."""
+    def decode(cls, text: bytes | None) -> NodeInfo | None:
+        """The node that `encode` wrote; None if it is none: where there is no token, anybody may write anything."""
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             fields = json.loads(text or b"")
-            card = cls(**fields | {"arguments": tuple(fields["arguments"])})
-            shown = [card.name, f"{card.num_ranks + 0}", *card.must_agree.values(), *card.arguments]
+            node = cls(**fields | {"arguments": tuple(fields["arguments"])})
+            shown = [node.name, f"{node.num_ranks + 0}", *node.must_agree.values(), *node.arguments]
             if all(words.isprintable() for words in shown):
-                return card
+                return node
         return None
 
     def encode(self) -> str:
@@ -91,7 +91,7 @@ class Card:
 class MachineRendezvous:
     """Where, and how many machines come together."""
 
-    card: Card  # of this machine
+    node: NodeInfo  # of this machine
     num_machines: int  # that have to come
     waits: bool  # whether to wait for all of them; otherwise (an elastic job) each is only compared with the first
     takes_latecomers: bool  # whether a machine may come once all are there, in the place of one that failed
@@ -99,7 +99,7 @@ class MachineRendezvous:
     job: str = "none"  # the launch's --rdzv-id: several may meet in one store
     timeout_s: float = 600.0  # how long to wait for the others
 
-    def hold(self, store: dist.Store, is_server: bool, note: Callable[[str], None]) -> list[Card]:
+    def hold(self, store: dist.Store, is_server: bool, note: Callable[[str], None]) -> list[NodeInfo]:
         """Compare this machine with the others, and return all that are there, in the order in which they came.
 
         Args:
@@ -116,56 +116,56 @@ class MachineRendezvous:
         store = dist.PrefixStore(f"paceline launch {self.job}", store)
         number = store.add(_COUNT, 1) - 1
         sealed = SealedStore(store, "machines")
-        sealed.set(_key(number), self.card.encode())
-        cards: dict[int, Card] = {}
+        sealed.set(_key(number), self.node.encode())
+        nodes: dict[int, NodeInfo] = {}
         try:
-            self._gather(store, sealed, number, cards, note)
+            self._gather(store, sealed, number, nodes, note)
         except MachinesDifferError:
             self._linger(store, is_server)
             raise
         store.add(_HEARD, 1)
-        return list(_told_apart(cards).values())
+        return list(_told_apart(nodes).values())
 
     def _gather(
         self,
         store: dist.Store,
         sealed: SealedStore,
         number: int,
-        cards: dict[int, Card],
+        nodes: dict[int, NodeInfo],
         note: Callable[[str], None],
     ) -> None:
         began_s, has_told = time.monotonic(), False
         strangers: set[int] = set()
         while True:
-            for other in range(min(store.add(_COUNT, 0), _MOST_CARDS)):
-                if other in cards or not store.check([_key(other)]):
+            for other in range(min(store.add(_COUNT, 0), _MOST_NODES)):
+                if other in nodes or not store.check([_key(other)]):
                     continue
-                card = Card.decode(sealed.get(_key(other)))
-                if card is not None:
-                    cards[other] = card
-                    self._compare(_told_apart(cards), other, note)
+                node = NodeInfo.decode(sealed.get(_key(other)))
+                if node is not None:
+                    nodes[other] = node
+                    self._compare(_told_apart(nodes), other, note)
                 elif other == 0:
                     raise MachinesDifferError(self._other_token())
                 elif other not in strangers:
                     strangers.add(other)
                     note(f"somebody came to {self.where} without this job's {TOKEN}; that does not count")
             if number >= self.num_machines + len(strangers) and not self.takes_latecomers:
-                raise MachinesDifferError(self._too_many(cards))
-            missing = self.num_machines - len(cards)
-            if 0 in cards and (missing <= 0 or not self.waits):
+                raise MachinesDifferError(self._too_many(nodes))
+            missing = self.num_machines - len(nodes)
+            if 0 in nodes and (missing <= 0 or not self.waits):
                 break
             waited_s = time.monotonic() - began_s
             if waited_s > self.timeout_s:
-                raise MachinesDifferError(self._too_few(cards))
+                raise MachinesDifferError(self._too_few(nodes))
             if waited_s > _QUIET_S and not has_told:
                 has_told = True
                 note(
-                    f"{_names(cards)} at {self.where}; {missing} more of {self.num_machines} machine(s) to come"
+                    f"{_names(nodes)} at {self.where}; {missing} more of {self.num_machines} machine(s) to come"
                 )
             time.sleep(_PAUSE_S)
         if has_told:
-            ranks = sum(card.num_ranks for card in cards.values())
-            note(f"all {self.num_machines} machines are there, {ranks} ranks: {_names(cards)}")
+            ranks = sum(node.num_ranks for node in nodes.values())
+            note(f"all {self.num_machines} machines are there, {ranks} ranks: {_names(nodes)}")
 
     def _linger(self, store: dist.Store, is_server: bool) -> None:
         """Let the others read what is wrong before the store goes, also those who are about to come."""
@@ -174,62 +174,62 @@ class MachineRendezvous:
         while is_server and store.add(_HEARD, 0) < self.num_machines and time.monotonic() < ends_s:
             time.sleep(_PAUSE_S)
 
-    def _compare(self, cards: Mapping[int, Card], new: int, note: Callable[[str], None]) -> None:
-        """Compare the first machine's card with one that has come, or if that is the first, with all."""
-        first = cards.get(0)
+    def _compare(self, nodes: Mapping[int, NodeInfo], new: int, note: Callable[[str], None]) -> None:
+        """Compare the first machine's node with one that has come, or if that is the first, with all."""
+        first = nodes.get(0)
         if first is None:
             return
-        for number in [new] if new else [other for other in cards if other]:
-            card = cards[number]
+        for number in [new] if new else [other for other in nodes if other]:
+            node = nodes[number]
             for what, value in first.must_agree.items():
-                found = card.must_agree.get(what)
+                found = node.must_agree.get(what)
                 if found != value:
-                    raise MachinesDifferError(self._does_not_fit(card, first, what, found, value))
-            for other in cards:
+                    raise MachinesDifferError(self._does_not_fit(node, first, what, found, value))
+            for other in nodes:
                 if (
                     other != number
                     and not self.takes_latecomers
-                    and card.node_rank is not None
-                    and cards[other].node_rank == card.node_rank
+                    and node.node_rank is not None
+                    and nodes[other].node_rank == node.node_rank
                 ):
-                    raise MachinesDifferError(self._same_number(*(cards[i] for i in sorted((other, number)))))
-            if card.arguments != first.arguments and self.card.name == first.name:
+                    raise MachinesDifferError(self._same_number(*(nodes[i] for i in sorted((other, number)))))
+            if node.arguments != first.arguments and self.node.name == first.name:
                 note(
-                    f"{card.name} gives the script other arguments than {first.name}: {' '.join(card.arguments)!r}"
+                    f"{node.name} gives the script other arguments than {first.name}: {' '.join(node.arguments)!r}"
                 )
 
-    def _does_not_fit(self, card: Card, first: Card, what: str, found: str | None, value: str) -> str:
+    def _does_not_fit(self, node: NodeInfo, first: NodeInfo, what: str, found: str | None, value: str) -> str:
         return (
-            f"{card.name} does not fit {first.name}, where the launch began: {what} is {found} on {card.name}, {value} "
+            f"{node.name} does not fit {first.name}, where the launch began: {what} is {found} on {node.name}, {value} "
             f"on {first.name}. All machines need the same; nothing was started on any of the {self.num_machines}. "
             "See docs/troubleshooting.md#does-not-fit."
         )
 
-    def _same_number(self, one: Card, other: Card) -> str:
+    def _same_number(self, one: NodeInfo, other: NodeInfo) -> str:
         return (
             f"{one.name} and {other.name} were both given --node-rank {one.node_rank}. Each machine needs a number of "
             "its own, from 0; or leave --node-rank out. Nothing was started. See docs/troubleshooting.md#does-not-fit."
         )
 
-    def _too_many(self, cards: Mapping[int, Card]) -> str:
+    def _too_many(self, nodes: Mapping[int, NodeInfo]) -> str:
         return (
-            f"{self.card.name} came too late: the {self.num_machines} machine(s) of --nnodes have met at {self.where} "
-            f"already ({_names(cards)}). If they have ended, name another place (another port or file, or remove the "
+            f"{self.node.name} came too late: the {self.num_machines} machine(s) of --nnodes have met at {self.where} "
+            f"already ({_names(nodes)}). If they have ended, name another place (another port or file, or remove the "
             "file); if this machine belongs to them, start all with a larger --nnodes. "
             "See docs/troubleshooting.md#does-not-fit."
         )
 
-    def _too_few(self, cards: Mapping[int, Card]) -> str:
+    def _too_few(self, nodes: Mapping[int, NodeInfo]) -> str:
         return (
-            f"only {len(cards)} of {self.num_machines} machines came to {self.where} within {self.timeout_s:.0f} s: "
-            f"{_names(cards)}. Look at the others' launchers: they need the same --rdzv-id, and have to be paceline "
+            f"only {len(nodes)} of {self.num_machines} machines came to {self.where} within {self.timeout_s:.0f} s: "
+            f"{_names(nodes)}. Look at the others' launchers: they need the same --rdzv-id, and have to be paceline "
             "run's, not torchrun's; --rdzv-conf join_timeout=3600 waits longer. Nothing was started. "
             "See docs/troubleshooting.md#does-not-fit."
         )
 
     def _other_token(self) -> str:
         return (
-            f"{self.card.name} has another {TOKEN} than the machine where the launch began, at {self.where}: what it "
+            f"{self.node.name} has another {TOKEN} than the machine where the launch began, at {self.where}: what it "
             "wrote there carries another seal. Give every machine the same, or none. Nothing was started here. "
             "See docs/troubleshooting.md#does-not-fit."
         )
@@ -242,22 +242,22 @@ def _key(number: int) -> str:
     return f"machine {number}"
 
 
-def _told_apart(cards: Mapping[int, Card]) -> dict[int, Card]:
-    """In the order in which the machines came, whichever card was read first; a name that came before gets a number."""
-    apart: dict[int, Card] = {}
+def _told_apart(nodes: Mapping[int, NodeInfo]) -> dict[int, NodeInfo]:
+    """In the order in which the machines came, whichever node was read first; a name that came before gets a number."""
+    apart: dict[int, NodeInfo] = {}
     names: set[str] = set()
-    for number in sorted(cards):
-        card = cards[number]
+    for number in sorted(nodes):
+        node = nodes[number]
         # Two containers, or two shells of one machine.
         apart[number] = (
-            replace(card, name=f"{card.name} (number {number + 1} to come)") if card.name in names else card
+            replace(node, name=f"{node.name} (number {number + 1} to come)") if node.name in names else node
         )
-        names.add(card.name)
+        names.add(node.name)
     return apart
 
 
-def _names(cards: Mapping[int, Card]) -> str:
-    return ", ".join(f"{card.name} ({card.num_ranks} rank(s))" for card in _told_apart(cards).values())
+def _names(nodes: Mapping[int, NodeInfo]) -> str:
+    return ", ".join(f"{node.name} ({node.num_ranks} rank(s))" for node in _told_apart(nodes).values())
 
 
 def _script(args: argparse.Namespace) -> str:

@@ -136,9 +136,9 @@ class _Listening:
         """Compare the machines, in the first store of the launch; the ranks are told how many each one has."""
         rendezvous, self._rendezvous = self._rendezvous, None
         if rendezvous is not None:
-            cards = rendezvous.hold(store, is_server, self._note)
-            if len(cards) == self._num_machines:  # else ranks do not know: some may still come
-                os.environ[RANKS_OF_HOST] = ",".join(str(card.num_ranks) for card in cards)
+            nodes = rendezvous.hold(store, is_server, self._note)
+            if len(nodes) == self._num_machines:  # else ranks do not know: some may still come
+                os.environ[RANKS_OF_HOST] = ",".join(str(node.num_ranks) for node in nodes)
 
     def _place(self, host_name: str) -> str | None:
         """The address to listen on; None for every one."""

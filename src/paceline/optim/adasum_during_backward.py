@@ -10,7 +10,7 @@ Rules
    optimizer, after backward is too late, and refused where it can be seen: on all ranks, whichever did it.
 4. After a backward that raised, what it has launched belongs to the step: `finish` completes it, `abort` drops it.
    How far the ranks got may differ, so either is done by all of them. Where nothing was launched, the next begins anew.
-5. What is dropped leaves no trace: the optimizer's state is copied before a bucket is stepped (`KeptState`).
+5. What is dropped leaves no trace: the optimizer's state is copied before a bucket is stepped (`_UndoLog`).
 6. A parameter that is unfrozen gets its hook when the first gradient of a backward arrives, or the step ends.
 
 Source: the form is that of Maleki et al. 2021, section 4; that it can be done tensor by tensor, section 4.3.
@@ -19,7 +19,7 @@ Source: the form is that of Maleki et al. 2021, section 4; that it can be done t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from paceline.comm.backward import Backward
 from paceline.comm.pending import Pending
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.optim.flat_parameters import FlatParameters, flatten
-from paceline.optim.kept_state import KeptState
 
 LEAST_BYTES = 2**20  # of a bucket: less costs more rounds than it hides
 MOST_BUCKETS = 8  # of one dtype: seven eighths can be under way before the last gradient is there
@@ -72,7 +71,7 @@ class DuringBackward:
     def __init__(self, optimizer: Optimizer, flats: Sequence[FlatParameters], launch: Launch) -> None:
         self._optimizer, self._flats, self._launch = optimizer, flats, launch
         self.is_armed = False
-        self._kept = KeptState(optimizer)
+        self._kept = _UndoLog(optimizer)
         self._bucket_of = {id(p): index for index, flat in enumerate(flats) for p in flat.parameters}
         self._hooks: dict[int, RemovableHandle] = {}
         self.remove = weakref.finalize(self, _remove, self._hooks)
@@ -247,3 +246,61 @@ def step_only(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         optimizer.step()
     finally:
         optimizer.param_groups = groups
+
+
+class _UndoLog:
+    """Copies of what `optimizer.state` holds for parameters, in memory that is used again for the next step.
+
+    Args:
+        optimizer: Its state of a parameter is a dictionary of tensors and numbers, as that of torch's.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        # The objects that were there; what tensors held is in `_copies`.
+        self._before: dict[Tensor, dict[str, Any]] = {}
+        self._copies: dict[tuple[Tensor, str], Tensor] = {}
+
+    def take(self, parameters: Iterable[Tensor]) -> None:
+        """Copy the state of these parameters, besides those taken before, of which the first copy counts."""
+        state = self._optimizer.state
+        sources, targets = [], []
+        for parameter in parameters:
+            if parameter in self._before:
+                continue  # its step raised, and is tried again
+            held = self._before[parameter] = dict(state.get(parameter, {}))
+            for name, value in held.items():
+                if isinstance(value, Tensor):
+                    sources.append(value)
+                    targets.append(self._copy_for((parameter, name), value))
+        if sources:
+            torch._foreach_copy_(targets, sources)
+
+    def _copy_for(self, key: tuple[Tensor, str], value: Tensor) -> Tensor:
+        found = self._copies.get(key)
+        if found is None or _layout(found) != _layout(value):
+            found = self._copies[key] = torch.empty_like(value)
+        return found
+
+    def put_back(self) -> None:
+        """Make the state that of `take`, for all parameters that were taken: the same objects, with the same values."""
+        state = self._optimizer.state
+        with torch.no_grad():
+            for parameter, held in self._before.items():
+                for name, value in held.items():
+                    if isinstance(value, Tensor):
+                        value.copy_(self._copies[parameter, name])
+                if held:
+                    state[parameter].clear()
+                    state[parameter].update(held)
+                else:
+                    state.pop(parameter, None)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was taken: the step counts."""
+        self._before.clear()
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device

@@ -95,21 +95,13 @@ def compare_efficiency(
 
 @dataclass(frozen=True)
 class ServerAnswers:
-    """How many parameter servers hide the traffic.
+    """How many parameter servers hide the traffic."""
 
-    Attributes:
-        lemma: By lemma 3.2.
-        half_duplex: By the simulator, with servers that send or receive; None: no number hides it.
-        duplex: By the simulator, with servers that do both at once; None likewise.
-        worker_limit_s: How long the fullest worker's own link takes each way, whatever the servers do.
-        window_s: What the traffic can overlap with: backward after the first gradient.
-    """
-
-    lemma: int
-    half_duplex: int | None
-    duplex: int | None
-    worker_limit_s: float
-    window_s: float
+    lemma: int  # by lemma 3.2
+    half_duplex: int | None  # by the simulator, with servers that send or receive; None: no number hides it
+    duplex: int | None  # by the simulator, with servers that do both at once; None likewise
+    worker_limit_s: float  # how long the fullest worker's own link takes each way, whatever the servers do
+    window_s: float  # what the traffic can overlap with: backward after the first gradient
 
 
 def compare_servers(

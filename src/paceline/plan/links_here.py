@@ -15,22 +15,14 @@ _LONG_ENOUGH_S = 0.1  # of the message that measures the rate: TCP fills a link 
 
 @dataclass(frozen=True)
 class LinkHere:
-    """What was measured over TCP while all ranks sent at once.
+    """What was measured over TCP while all ranks sent at once."""
 
-    Attributes:
-        num_hosts: Between which.
-        ranks_per_host: Of the host with most.
-        bytes_per_s: Of a host, in each direction.
-        latency_s: From the start of a round to the arrival of a short message.
-        message_s: Of a further message in the same round.
-        on_one_machine: Whether the hosts are emulated, or containers: then it contains what sharing a machine costs.
-    """
-
-    num_hosts: int
-    ranks_per_host: int
-    bytes_per_s: float
-    latency_s: float
-    message_s: float
+    num_hosts: int  # between which
+    ranks_per_host: int  # of the host with most
+    bytes_per_s: float  # of a host, in each direction
+    latency_s: float  # from the start of a round to the arrival of a short message
+    message_s: float  # of a further message in the same round
+    # Whether the hosts are emulated, or containers: then it contains what sharing a machine costs.
     on_one_machine: bool = False
 
 

@@ -27,49 +27,27 @@ _MESSAGE_S = 5e-6  # of a further message in a round
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the command line says; None: not said, so measured on the hosts that it runs on, or `ASSUMED`.
+    """What the command line says; None: not said, so measured on the hosts that it runs on, or `ASSUMED`."""
 
-    Attributes:
-        source: A script, a file with a workload, a trace or a profile, or the name of a shipped workload.
-        arguments: Of the script.
-        to: The largest number of devices.
-        steps: To record; None: `DEFAULT_STEPS`.
-        ranks_per_host: Devices a host.
-        rate: Of each host's link, in words.
-        latency: Of a round between hosts, in words.
-        within: Rate within a host, all its devices together, in words.
-        loss: Of packets, in words.
-        bucket_cap_mb: None: torch's default, 1 and then 25 MiB.
-        algorithm: Of the all-reduce.
-        half: Gradients travel in 16 bits.
-        sync_every: Micro-steps a synchronization, which is a step; None: as recorded.
-        servers: Parameter servers; 0: an all-reduce.
-        server_rate: Of each server's link, in words; None: as the hosts'.
-        batch: Samples a device and forward; None: as recorded.
-        epoch_samples: None: epochs are not asked for.
-        price: Of a device and hour.
-        link_here: Measured between the hosts that it runs on; None: they are one.
-    """
-
-    source: str
-    arguments: tuple[str, ...] = ()
-    to: int = 256
-    steps: int | None = None
-    ranks_per_host: int | None = None
-    rate: str | None = None
-    latency: str | None = None
-    within: str | None = None
-    loss: str | None = None
-    bucket_cap_mb: float | None = None
-    algorithm: str = "ring"
-    half: bool = False
-    sync_every: int | None = None
-    servers: int = 0
-    server_rate: str | None = None
-    batch: int | None = None
-    epoch_samples: int | None = None
-    price: float | None = None
-    link_here: LinkHere | None = None
+    source: str  # a script, a file with a workload, a trace or a profile, or the name of a shipped workload
+    arguments: tuple[str, ...] = ()  # of the script
+    to: int = 256  # the largest number of devices
+    steps: int | None = None  # to record; None: `DEFAULT_STEPS`
+    ranks_per_host: int | None = None  # devices a host
+    rate: str | None = None  # of each host's link, in words
+    latency: str | None = None  # of a round between hosts, in words
+    within: str | None = None  # rate within a host, all its devices together, in words
+    loss: str | None = None  # of packets, in words
+    bucket_cap_mb: float | None = None  # none: torch's default, 1 and then 25 MiB
+    algorithm: str = "ring"  # of the all-reduce
+    half: bool = False  # gradients travel in 16 bits
+    sync_every: int | None = None  # micro-steps a synchronization, which is a step; None: as recorded
+    servers: int = 0  # parameter servers; 0: an all-reduce
+    server_rate: str | None = None  # of each server's link, in words; None: as the hosts'
+    batch: int | None = None  # samples a device and forward; None: as recorded
+    epoch_samples: int | None = None  # none: epochs are not asked for
+    price: float | None = None  # of a device and hour
+    link_here: LinkHere | None = None  # measured between the hosts that it runs on; None: they are one
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> PlanRequest:

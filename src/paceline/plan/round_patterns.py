@@ -30,21 +30,13 @@ _HIERARCHICAL = "hierarchical_"
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Rounds that are alike.
+    """Rounds that are alike."""
 
-    Attributes:
-        sources: Rank that sends, one a message.
-        targets: Rank that receives.
-        ratios: Fraction of the whole message that travels.
-        repeat: How many such rounds follow each other.
-        folds: Whether what arrives is added.
-    """
-
-    sources: Ranks
-    targets: Ranks
-    ratios: Ratios
-    repeat: int
-    folds: bool
+    sources: Ranks  # rank that sends, one a message
+    targets: Ranks  # rank that receives
+    ratios: Ratios  # fraction of the whole message that travels
+    repeat: int  # how many such rounds follow each other
+    folds: bool  # whether what arrives is added
 
 
 @lru_cache(maxsize=128)

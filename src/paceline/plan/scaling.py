@@ -68,71 +68,41 @@ class Saving:
 
 @dataclass(frozen=True)
 class Point:
-    """A prediction for one number of devices.
+    """A prediction for one number of devices."""
 
-    Attributes:
-        num_ranks: Devices.
-        step_s: Median; of a step with all its micro-steps.
-        low_s: The tenth percentile of the band.
-        high_s: The ninetieth.
-        exposed_s: Of the step, the communication that backward does not hide.
-        efficiency: The step of one device over this one.
-        speed_up: Throughput over that of one device.
-        samples_per_s: None if nobody said how many a step has.
-        epoch_s: None likewise, or if nobody said how many an epoch has.
-        epoch_cost: In the price's currency; None likewise.
-        limit: What limits, in words.
-        savings: What would help, the most first.
-    """
-
-    num_ranks: int
-    step_s: float
-    low_s: float
-    high_s: float
-    exposed_s: float
-    efficiency: float
-    speed_up: float
-    samples_per_s: float | None
-    epoch_s: float | None
-    epoch_cost: float | None
-    limit: str
-    savings: tuple[Saving, ...]
+    num_ranks: int  # devices
+    step_s: float  # median; of a step with all its micro-steps
+    low_s: float  # the tenth percentile of the band
+    high_s: float  # the ninetieth
+    exposed_s: float  # of the step, the communication that backward does not hide
+    efficiency: float  # the step of one device over this one
+    speed_up: float  # throughput over that of one device
+    samples_per_s: float | None  # none if nobody said how many a step has
+    epoch_s: float | None  # none likewise, or if nobody said how many an epoch has
+    epoch_cost: float | None  # in the price's currency; None likewise
+    limit: str  # what limits, in words
+    savings: tuple[Saving, ...]  # what would help, the most first
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be predicted.
+    """What is to be predicted."""
 
-    Attributes:
-        workload: One device's step.
-        grow: The cluster of N devices.
-        plan: How gradients are reduced.
-        counts: Numbers of devices, ascending.
-        epoch_samples: None if epochs are not asked for.
-        price_per_hour: Of one device.
-        seed: Of everything drawn.
-    """
-
-    workload: RecordedWorkload
-    grow: Grow
-    plan: ReductionPlan
-    counts: tuple[int, ...]
-    epoch_samples: int | None = None
-    price_per_hour: float | None = None
-    seed: int = 0
+    workload: RecordedWorkload  # one device's step
+    grow: Grow  # the cluster of N devices
+    plan: ReductionPlan  # how gradients are reduced
+    counts: tuple[int, ...]  # numbers of devices, ascending
+    epoch_samples: int | None = None  # none if epochs are not asked for
+    price_per_hour: float | None = None  # of one device
+    seed: int = 0  # of everything drawn
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Predictions, and where they stop being worth it.
+    """Predictions, and where they stop being worth it."""
 
-    Attributes:
-        points: One a number of devices.
-        knee: The largest number at which a device added still brings half of what the first one brings.
-    """
-
-    points: tuple[Point, ...]
-    knee: int
+    points: tuple[Point, ...]  # one a number of devices
+    knee: int  # the largest number at which a device added still brings half of what the first one brings
 
 
 def doubling_counts(most: int) -> tuple[int, ...]:

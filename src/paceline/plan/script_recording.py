@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.errors import ConfigurationError, PacelineError
-from paceline.launch.keeper import MARK, Keeper
+from paceline.launch.watchdog import MARK, Watchdog
 from paceline.plan.workload import RecordedWorkload
 
 _OF_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -48,8 +48,8 @@ def record_script(script: Path, arguments: Sequence[str], num_steps: int) -> Rec
     if num_steps < 1:
         raise ConfigurationError(f"--steps {num_steps} records nothing. Pass 1 or more.")
     launch_id = uuid.uuid4().hex
-    with Keeper(launch_id) as keeper:
-        trace = keeper.folder / "trace.jsonl"
+    with Watchdog(launch_id) as watchdog:
+        trace = watchdog.folder / "trace.jsonl"
         words = [sys.executable, "-m", "paceline.plan.script_recording"]
         words += [str(trace), str(num_steps), str(script), *arguments]
         with _one_rank() as environment:

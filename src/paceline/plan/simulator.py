@@ -275,17 +275,11 @@ def _cut_into_buckets(
 
 @dataclass(frozen=True)
 class _Load:
-    """A bucket, or a piece of one, as the fullest link sees it.
+    """A bucket, or a piece of one, as the fullest link sees it."""
 
-    Attributes:
-        ready_s: When it may be pushed.
-        way_s: How long it fills the link, in each direction.
-        num_pieces: That are pulled one by one.
-    """
-
-    ready_s: float
-    way_s: float
-    num_pieces: int = 1
+    ready_s: float  # when it may be pushed
+    way_s: float  # how long it fills the link, in each direction
+    num_pieces: int = 1  # that are pulled one by one
 
 
 def pulled(loads: Sequence[_Load], latency_s: float, two_way_ratio: float = 1.0) -> list[float]:

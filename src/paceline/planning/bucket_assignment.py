@@ -39,31 +39,21 @@ MANY_RANKS_BYTES_EACH = MEBIBYTE // 2  # of a bucket, for each rank
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """What planning has to know about one gradient: its size and what it may share a bucket with.
+    """What planning has to know about one gradient: its size and what it may share a bucket with."""
 
-    Attributes:
-        size_bytes: Of the gradient.
-        key: Gradients of different keys share no bucket.
-        sparse: It has a bucket of its own.
-        unit: The number of what can be left out of a step as a whole, and which this belongs to (rule 4).
-    """
-
-    size_bytes: int
-    key: Hashable
-    sparse: bool = False
+    size_bytes: int  # of the gradient
+    key: Hashable  # gradients of different keys share no bucket
+    sparse: bool = False  # it has a bucket of its own
+    # The number of what can be left out of a step as a whole, and which this belongs to (rule 4).
     unit: int | None = None
 
 
 @dataclass(frozen=True)
 class BucketCaps:
-    """How many bytes close a bucket: the first, the second, ...; the last cap repeats.
+    """How many bytes close a bucket: the first, the second, ...; the last cap repeats."""
 
-    Attributes:
-        caps_bytes: In the order in which buckets are cut.
-        from_end: Buckets are cut from the last gradient on: the first cap is that of the last bucket.
-    """
-
-    caps_bytes: tuple[float, ...]
+    caps_bytes: tuple[float, ...]  # in the order in which buckets are cut
+    # Buckets are cut from the last gradient on: the first cap is that of the last bucket.
     from_end: bool = False
 
     @classmethod

@@ -41,19 +41,14 @@ class Rules:
 
 @dataclass(frozen=True)
 class Option:
-    """The prediction for one codec.
+    """The prediction for one codec."""
 
-    Attributes:
-        name: Of the codec.
-        step_s: The predicted duration of a step, in seconds.
-        saved_ratio: The fraction of the predicted step without it that it saves; negative where it costs time.
-        crossover_bytes_per_s: The link rate below which steps are shorter with it; 0: at no rate; infinity: at every
-            rate; None: not known, because the link's own rate could not be measured.
-    """
-
-    name: str
-    step_s: float
+    name: str  # of the codec
+    step_s: float  # the predicted duration of a step, in seconds
+    # The fraction of the predicted step without it that it saves; negative where it costs time.
     saved_ratio: float
+    # The link rate below which steps are shorter with it; 0: at no rate; infinity: at every rate; None: not known,
+    # because the link's own rate could not be measured.
     crossover_bytes_per_s: float | None
 
 

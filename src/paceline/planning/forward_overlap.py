@@ -57,25 +57,17 @@ def cut(num_elements: Sequence[int], element_bytes: Sequence[int]) -> list[Piece
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What a plan is made from.
+    """What a plan is made from."""
 
-    Attributes:
-        ready_s: Of each bucket: seconds from the beginning of backward until its gradients are there.
-        needed_s: Of each bucket: seconds of forward before the first use of its parameters.
-        backward_s: Of the whole backward.
-        forward_s: Of the whole forward.
-        reduced_s: From the beginning of backward until all gradients were there, as it was measured without overlap.
-        rate_bytes_per_s: Bytes of gradients that are reduced in a second while the link is busy.
-        piece_latency_s: What each piece takes besides.
-    """
-
+    # Of each bucket: seconds from the beginning of backward until its gradients are there.
     ready_s: tuple[float, ...]
-    needed_s: tuple[float, ...]
-    backward_s: float
-    forward_s: float
+    needed_s: tuple[float, ...]  # of each bucket: seconds of forward before the first use of its parameters
+    backward_s: float  # of the whole backward
+    forward_s: float  # of the whole forward
+    # From the beginning of backward until all gradients were there, as it was measured without overlap.
     reduced_s: float
-    rate_bytes_per_s: float
-    piece_latency_s: float = PIECE_LATENCY_S
+    rate_bytes_per_s: float  # bytes of gradients that are reduced in a second while the link is busy
+    piece_latency_s: float = PIECE_LATENCY_S  # what each piece takes besides
 
     def __post_init__(self) -> None:
         times = [*self.ready_s, *self.needed_s, self.backward_s, self.forward_s, self.reduced_s]

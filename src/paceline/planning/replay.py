@@ -71,17 +71,11 @@ class AlphaBetaCost:
 
 @dataclass(frozen=True)
 class Wire:
-    """One collective as the wire sees it.
+    """One collective as the wire sees it."""
 
-    Attributes:
-        fixed_s: Before anything flows: latencies, software. Does not use up the link.
-        link_s: How long its bytes fill the link.
-        alone_s: How long they flow when nothing else does: more than `link_s` where one connection cannot fill it.
-    """
-
-    fixed_s: float
-    link_s: float
-    alone_s: float
+    fixed_s: float  # Before anything flows: latencies, software. Does not use up the link.
+    link_s: float  # how long its bytes fill the link
+    alone_s: float  # how long they flow when nothing else does: more than `link_s` where one connection cannot fill it
 
     @property
     def total_s(self) -> float:
@@ -90,17 +84,11 @@ class Wire:
 
 @dataclass(frozen=True)
 class Replay:
-    """When everything happened, in seconds from the start of backward.
+    """When everything happened, in seconds from the start of backward."""
 
-    Attributes:
-        computed_s: Backward was done.
-        arrivals_s: Each bucket had been reduced.
-        end_s: All had been finished.
-    """
-
-    computed_s: float
-    arrivals_s: tuple[float, ...]
-    end_s: float
+    computed_s: float  # backward was done
+    arrivals_s: tuple[float, ...]  # each bucket had been reduced
+    end_s: float  # all had been finished
 
     @property
     def exposed_s(self) -> float:

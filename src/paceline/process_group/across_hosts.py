@@ -28,7 +28,7 @@ from paceline.transports.c10d import C10dTransport
 from paceline.transports.link_probe import find_links
 
 if TYPE_CHECKING:
-    from paceline.process_group.path_between_hosts import Path
+    from paceline.transports import Transport
 
 CHOICE = "PACELINE_ALLREDUCE"  # environment variable: the name of a schedule, to be used whatever it costs
 
@@ -55,7 +55,7 @@ class AcrossHosts:
         wanted: str,
     ) -> None:
         self._inner, self._store, self._timeout = inner, store, timeout
-        self._path: Path | None = None
+        self._path: Transport | None = None
         self._hosts, self._index = hosts, index
         host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
         self._places = Topology(tuple(host_of[rank] for rank in range(len(host_of))))
@@ -91,7 +91,7 @@ class AcrossHosts:
         if self._links is None:
             self._links = find_links(self._open(), self._places, self._timeout_s)
 
-    def _open(self) -> Path:
+    def _open(self) -> Transport:
         """The path, opened at the first use. Collective over all ranks of the group."""
         if self._path is None:
             self._path = open_path(self._inner, self._store, self._timeout, self._wanted)
@@ -142,5 +142,5 @@ class AcrossHosts:
 
     def close(self) -> None:
         """Let go of connections of its own. Local."""
-        if self._path is not None and not isinstance(self._path, C10dTransport):
-            self._path.close()
+        if close := getattr(self._path, "close", None):  # that of datagrams
+            close()

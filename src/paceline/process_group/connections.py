@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,10 +17,6 @@ from paceline.transports import Transport
 from paceline.transports.c10d import C10dTransport
 from paceline.transports.lossy_transport import LossyTransport
 from paceline.transports.shared_memory import SharedMemoryTransport, join_host
-
-if TYPE_CHECKING:
-    from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
-    from paceline.transports.bounded_loss.udp_socket import Introduction, Met
 
 Gloo = Any  # a ProcessGroupGloo; torch's stubs know none of its methods
 
@@ -80,6 +77,20 @@ def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timede
     return C10dTransport(make_gloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout, address))
 
 
+def bounded_loss(module: str) -> Any:
+    """A module of the transport with bounded loss, loaded when it is used: numba takes half a second to import. Local.
+
+    Raises:
+        ConfigurationError: numba is not installed.
+    """
+    try:
+        return importlib.import_module(f"paceline.transports.bounded_loss.{module}")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"a transport over UDP needs the package numba: pip install 'paceline[lossy]'. ({error})"
+        ) from error
+
+
 def open_lossy_transport(
     store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, num_ports: int = 1
 ) -> LossyTransport:
@@ -94,10 +105,8 @@ def open_lossy_transport(
     """
     meeting = Rendezvous(store, rank, num_ranks, timeout, "connecting to sum gradients over UDP")
     try:
-        check_numba()
-        from paceline.transports.bounded_loss.lossy_link import LossyLink  # noqa: PLC0415  as there
-
-        return LossyLink(rank, _meet(meeting, num_ranks, num_ports), timeout)
+        met = _meet(meeting, num_ranks, num_ports)
+        return open_met_transport(rank, met, timeout)
     except PeerLostError:
         raise
     except Exception as error:  # whatever it is, the others would wait for this rank
@@ -105,61 +114,29 @@ def open_lossy_transport(
         raise
 
 
-def check_numba() -> None:
-    """Make sure that this rank has what a transport with bounded loss needs. Local; the first time half a second.
-
-    Raises:
-        ConfigurationError: numba is not installed.
-    """
-    try:
-        from paceline.transports.bounded_loss.lossy_link import LossyLink  # noqa: F401, PLC0415  numba takes a while
-    except ImportError as error:
-        raise _without_numba("a transport with bounded loss", error) from error
+def introduce(address: str, num_ports: int = 1) -> Any:
+    """Open sockets for sums over UDP with others than a group's ranks: an `Introduction`. Raises as `bounded_loss`."""
+    bounded_loss("datagram_loop").compile_all()  # before anyone waits for this rank; takes seconds only once
+    return bounded_loss("udp_socket").Introduction(address, num_ports)
 
 
-def introduce(address: str, num_ports: int = 1) -> Introduction:
-    """Open sockets for sums over UDP with others than a group's ranks. Local; compiles, which takes seconds only once.
-
-    Raises:
-        ConfigurationError: numba is not installed, or no socket can listen on `address`.
-    """
-    try:
-        from paceline.transports.bounded_loss.datagram_loop import compile_all  # noqa: PLC0415  as above
-        from paceline.transports.bounded_loss.udp_socket import Introduction  # noqa: PLC0415
-    except ImportError as error:
-        raise _without_numba("a transport with bounded loss", error) from error
-    compile_all()  # before anyone waits for this rank
-    return Introduction(address, num_ports)
-
-
-def open_met_transport(place: int, met: Met, timeout: timedelta, num_servers: int) -> LossyTransport:
+def open_met_transport(place: int, met: Any, timeout: timedelta, num_servers: int = 0) -> LossyTransport:
     """The lossy transport of who is at `place` of a group that has met, of which the first ones are servers. Local."""
-    from paceline.transports.bounded_loss.lossy_link import LossyLink  # noqa: PLC0415  as above
+    made: LossyTransport = bounded_loss("lossy_link").LossyLink(place, met, timeout, num_servers)
+    return made
 
-    return LossyLink(place, met, timeout, num_servers)
 
-
-def open_datagram_transport(
-    store: dist.Store, rank: int, num_ranks: int, timeout: timedelta
-) -> DatagramTransport:
+def open_datagram_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> Any:
     """Connect the ranks for messages over UDP of which nothing is lost. As `open_lossy_transport`."""
-    try:
-        from paceline.transports.bounded_loss.datagram_transport import (  # noqa: PLC0415  as above
-            DatagramTransport,
-        )
-    except ImportError as error:
-        raise _without_numba("a transport over UDP", error) from error
+    kind = bounded_loss("datagram_transport").DatagramTransport
     meeting = Rendezvous(store, rank, num_ranks, timeout, "connecting over UDP")
-    return DatagramTransport(rank, _meet(meeting, num_ranks), timeout)
+    return kind(rank, _meet(meeting, num_ranks), timeout)
 
 
-def _meet(rendezvous: Rendezvous, num_ranks: int, num_ports: int = 1) -> Met:
+def _meet(rendezvous: Rendezvous, num_ranks: int, num_ports: int = 1) -> Any:
     """As `udp_socket.meet`, on the address on which this rank takes datagrams."""
-    from paceline.transports.bounded_loss.datagram_loop import compile_all  # noqa: PLC0415  as above
-    from paceline.transports.bounded_loss.udp_socket import meet  # noqa: PLC0415  as above
-
-    compile_all()  # before anyone waits for this rank
-    return meet(rendezvous, datagram_address(num_ranks), num_ports)
+    bounded_loss("datagram_loop").compile_all()  # before anyone waits for this rank
+    return bounded_loss("udp_socket").meet(rendezvous, datagram_address(num_ranks), num_ports)
 
 
 def check_datagrams(num_ranks: int) -> None:
@@ -169,25 +146,16 @@ def check_datagrams(num_ranks: int) -> None:
         ConfigurationError: numba is not installed, or there is no such interface.
         Exception: numba cannot compile it here.
     """
-    try:
-        from paceline.transports.bounded_loss.datagram_loop import compile_all  # noqa: PLC0415  as above
-        from paceline.transports.bounded_loss.udp_socket import check_address  # noqa: PLC0415
-    except ImportError as error:
-        raise _without_numba("a transport over UDP", error) from error
-    compile_all()
-    check_address(datagram_address(num_ranks))
+    bounded_loss("datagram_loop").compile_all()
+    bounded_loss("udp_socket").check_address(datagram_address(num_ranks))
 
 
 def datagram_address(num_ranks: int) -> str:
     """The address of this host on which to take datagrams. Local. Raises as `udp_socket.address_of`."""
-    from paceline.transports.bounded_loss.udp_socket import address_of  # noqa: PLC0415  as above
-
     interface = os.environ.get(INTERFACE, "").split(",")[0]
-    return address_of(interface) if interface else address_towards(num_ranks) or "127.0.0.1"
-
-
-def _without_numba(what: str, error: ImportError) -> ConfigurationError:
-    return ConfigurationError(f"{what} needs the package numba: pip install 'paceline[lossy]'. ({error})")
+    if not interface:
+        return address_towards(num_ranks) or "127.0.0.1"
+    return str(bounded_loss("udp_socket").address_of(interface))
 
 
 def timeout_of(process_group: dist.ProcessGroup) -> timedelta:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import warnings
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,8 @@ import torch.distributed as dist
 from paceline.errors import ConfigurationError
 from paceline.process_group.connections import Gloo, check_datagrams, open_datagram_transport
 from paceline.process_group.options import TCP, UDP
+from paceline.transports import Transport
 from paceline.transports.c10d import C10dTransport
-
-if TYPE_CHECKING:
-    from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
-
-    Path: TypeAlias = C10dTransport | DatagramTransport
 
 PATH = "PACELINE_BETWEEN_HOSTS"
 """Environment variable: "tcp", the default, or "udp"; rank 0's counts."""
@@ -46,7 +42,7 @@ def wanted_path(option: str = "") -> str:
     return wanted
 
 
-def open_path(inner: Gloo, store: dist.Store, timeout: timedelta, wanted: str) -> Path:
+def open_path(inner: Gloo, store: dist.Store, timeout: timedelta, wanted: str) -> Transport:
     """Open the path that rank 0 wants, or TCP if datagrams do not get through.
 
     Args:
@@ -72,7 +68,7 @@ def open_path(inner: Gloo, store: dist.Store, timeout: timedelta, wanted: str) -
         transport, trouble = _greet_all(inner, store, timeout)
         troubles = _gathered(inner, trouble)
     if transport is not None and not troubles:
-        return transport
+        return cast("Transport", transport)
     if transport is not None:
         transport.close(0.0)
     _say_why(inner, troubles[0])
@@ -105,7 +101,7 @@ def _obstacle(inner: Gloo) -> str:
     return ""
 
 
-def _greet_all(inner: Gloo, store: dist.Store, timeout: timedelta) -> tuple[DatagramTransport | None, str]:
+def _greet_all(inner: Gloo, store: dist.Store, timeout: timedelta) -> tuple[Any, str]:
     """Exchange a datagram of full size with every other rank; return the transport, and what went wrong if anything."""
     transport = None
     try:

@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.lane import LaneWork
+from paceline.comm.collectives import launch_session_name
+from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.pending import Done, Pending, PendingWork
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.process_group.connections import check_numba
-from paceline.reductions.bounded_loss_connection import LossyConnection, over_udp
+from paceline.process_group.connections import bounded_loss, open_lossy_transport, store_of_job, timeout_of
 from paceline.reductions.error_feedback import RESIDUAL, Memory, Slot
 from paceline.reductions.kept_state import Keeper, check_one_model
 from paceline.reductions.loss_report import LossReport
@@ -131,7 +133,7 @@ class BoundedLoss(Reduction):
         self._class_of: dict[int, int] = {}  # by a parameter's id
         self.losses = LossReport()
         self.loss_scale: Callable[[], float] = _one
-        self._connection: LossyConnection | None = None
+        self._connection: _Connection | None = None
         self._prepared_for: ProcessGroup | None = None
         self._sums: list[_Reduced] = []
         self._residuals = Memory()
@@ -172,7 +174,7 @@ class BoundedLoss(Reduction):
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
         check_one_model(self, self._names, named_parameters)
         if self._connect is None and process_group.size() > 1:
-            check_numba()
+            bounded_loss("lossy_link")
         if process_group is not self._prepared_for:
             self._connection = None  # the other group may have been destroyed
         self._prepared_for = process_group
@@ -200,8 +202,8 @@ class BoundedLoss(Reduction):
             elif self._servers is not None:
                 connect = over_servers(group, device, self._servers.addresses, self._paths)
             else:
-                connect = over_udp(group, device, self._paths)
-            self._connection = LossyConnection(group, connect)
+                connect = _over_udp(group, device, self._paths)
+            self._connection = _Connection(group, connect)
         names = tuple(self._names[id(parameter)] for parameter in message.parameters)
         sizes = {name: self._sizes[name] for name in names}
         residual = None
@@ -277,7 +279,7 @@ class _Reduced:
         self._lock = threading.Lock()
         self._is_finished = False
 
-    def start(self, connection: LossyConnection, bound: Bound) -> None:
+    def start(self, connection: _Connection, bound: Bound) -> None:
         def perform() -> None:
             if self._body.device.type != "cpu" or self._body.dtype not in _NATIVE:
                 dtype = self._body.dtype if self._body.dtype in _NATIVE else torch.float32
@@ -348,3 +350,36 @@ def _is_whole(paths: Any) -> bool:
 
 def _one() -> float:
     return 1.0
+
+
+class _Connection:
+    """The link over one process group, and the lane on which it is opened and handed its buckets."""
+
+    def __init__(self, group: ProcessGroup, connect: Callable[[ProcessGroup], LossyTransport]) -> None:
+        self._open, self._group = connect, group
+        self._link: LossyTransport | None = None
+        self.lane = Lane(f"paceline bounded-loss lane of rank {group.rank()}")
+        self._let_go = weakref.finalize(self, self.lane.close, 0.0)
+
+    def counters(self) -> dict[str, int]:
+        return {} if self._link is None else self._link.counters
+
+    def link(self) -> LossyTransport:
+        """The link, opened at its first use. Collective the first time; blocks; on the lane."""
+        if self._link is None:
+            self._link = self._open(self._group)
+        return self._link
+
+
+def _over_udp(
+    group: ProcessGroup, device: torch.device, paths: int
+) -> Callable[[ProcessGroup], LossyTransport]:
+    """Launch what the ranks must know of each other to connect; the returned function connects them."""
+    timeout, store = timeout_of(group), store_of_job("BoundedLoss")
+    name = launch_session_name(group, device)
+
+    def connect(group: ProcessGroup) -> LossyTransport:
+        prefixed = dist.PrefixStore(f"paceline/bounded_loss/{name()}", store)
+        return open_lossy_transport(prefixed, group.rank(), group.size(), timeout, paths)
+
+    return connect

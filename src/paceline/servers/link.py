@@ -25,9 +25,9 @@ from paceline import version
 from paceline.errors import ConfigurationError, PacelineError, PeerLostError, ProtocolError, ServerLostError
 from paceline.host.exit import end_before_exit
 from paceline.host.processes import ProcessCard
-from paceline.servers.answers import Answers
 from paceline.servers.connection import Connection, Place, fresh_place
 from paceline.servers.handshake import enter
+from paceline.servers.response_future import ResponseFuture
 from paceline.servers.wire import Frame, Kind, pack, unpack
 
 _TICK_S = 0.25
@@ -40,7 +40,7 @@ PATIENCE_S = 60.0  # for connecting and setting up, at least: a server that is t
 class _Asked:
     """A request that is answered."""
 
-    answers: Answers
+    answers: ResponseFuture
     place: Sequence[Any] | None
     since_s: float
     until_s: float
@@ -91,7 +91,9 @@ class Link:
         self._selector = selectors.DefaultSelector()
         self._servers: list[_Server] = []
         self._todo: deque[tuple[_Server, Frame]] = deque()
-        self._lock = threading.RLock()  # whoever holds it may collect what closes this link
+        self._lock = (
+            threading.RLock()
+        )  # re-entrant: the garbage collector may call `close()` while we hold it
         self._error: Exception | None = None
         self._given_up: ServerLostError | None = None
         self._is_closing = False
@@ -122,7 +124,7 @@ class Link:
             "timeout_s": who.timeout_s,
             "name": str(ProcessCard.of_this_process()),
         }
-        answers = Answers(len(addresses))
+        answers = ResponseFuture(len(addresses))
         for number in range(len(addresses)):
             self.ask(number, Frame(Kind.HELLO, body=(pack(hello),)), answers, patience_s=PATIENCE_S)
         answers.wait()
@@ -145,7 +147,7 @@ class Link:
         self,
         server: int,
         frame: Frame,
-        answers: Answers | None = None,
+        answers: ResponseFuture | None = None,
         place: Sequence[Any] | None = None,
         patience_s: float = 0.0,
     ) -> None:

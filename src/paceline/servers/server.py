@@ -207,11 +207,11 @@ class Server:
                 self._want(client)
 
     def _want(self, client: _Client) -> None:
-        """Watch for what is wanted of a connection. Whom a session hears changes with what it receives and answers."""
+        """Watch for what is wanted of a connection. Backpressure changes with what the session receives and answers."""
         if client.connected not in self._clients or client.connection is None:
             return
-        is_heard = client.session is None or client.session.hears(client.rank)
-        wanted = selectors.EVENT_READ if is_heard else 0
+        is_accepted = client.session is None or client.session.accepts_from(client.rank)
+        wanted = selectors.EVENT_READ if is_accepted else 0
         wanted |= selectors.EVENT_WRITE if client.connection.wants_to_send else 0
         is_watched = client.connected in self._selector.get_map()
         if is_watched and wanted:

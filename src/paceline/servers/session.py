@@ -6,11 +6,11 @@ Rules
    session is over: nothing is answered but that.
 3. With an optimizer, a step is provisional until the next one begins, or state is fetched: then ranks say whether they
    have used it. So ranks may abandon a step whose backward failed on one of them (`SteppedKeys`).
-4. Once `most_held_bytes` of unanswered pieces are held, only ranks that owe the oldest of them are heard: so it is
-   answered sooner or later, and what is held is limited by that and one turn of each connection. A rank that is not
-   heard and dies is missed when it is heard again.
-5. A rank that is late because it waits for another server is not blamed: that server is, `DOUBT_S` later than a rank
-   would be, for it may itself wait for a rank, and says so then.
+4. Backpressure: once `most_held_bytes` of unanswered pieces are held, frames are read only from ranks that owe the
+   oldest piece. So that piece is answered, and memory is bounded by the limit and one turn of each connection. The
+   death of a rank that is not read from is noticed when it is read from again.
+5. A rank that is late because it waits for another server is not blamed. The silent server is, `DOUBT_S` later than a
+   rank would be: it may be waiting for a rank, and then reports that first.
 6. Of sums by datagrams (`DatagramSums`) ranks announce what they are, in the same order; the rest is not for here.
 """
 
@@ -122,9 +122,7 @@ class Session:
         self._left: dict[int, str] = {}
         self._awaited: dict[int, str] = {}  # by rank: the other server that it waits for
         self._missed: dict[int, str] = {}  # by datagrams: which rank, and what is said of it
-        self._in_doubt_s: float | None = (
-            None  # since when nobody is late but those who wait for another server
-        )
+        self._in_doubt_s: float | None = None  # since when every late rank reports a silent server
 
     def receive(self, rank: int, frame: Frame, now_s: float) -> Outgoing:
         """Take a frame of a rank; what is to be sent."""
@@ -263,8 +261,8 @@ class Session:
         """Whether as much is held as may be."""
         return self._held_bytes >= self._most_held_bytes
 
-    def hears(self, rank: int) -> bool:
-        """Whether to read what a rank sends, or to leave it in the network for now: rule 4."""
+    def accepts_from(self, rank: int) -> bool:
+        """Backpressure (rule 4): whether to read what a rank sends, or to leave it in the network for now."""
         oldest = next(iter(self._pushes.values()), None)
         return oldest is None or not self.is_full or rank not in oldest.total.arrived
 

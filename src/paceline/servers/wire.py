@@ -1,4 +1,4 @@
-"""Frames between ranks and servers: a header of fixed length, then bytes that are gradients, or words in JSON.
+"""Frames between ranks and servers: a header of fixed length, then bytes that are gradients, or metadata in JSON.
 
 Nothing that arrives is ever executed or unpickled: a frame is numbers, or JSON of which known fields are read.
 """
@@ -22,20 +22,19 @@ KEY = struct.Struct("<I")
 class Kind(IntEnum):
     """What a frame is. The first four, JOIN and SUM go to a server and back, by their number; others have no answer."""
 
-    HELLO = 1  # words: who a rank is, in which session; the answer: words
+    HELLO = 1  # metadata: who a rank is, in which session; the answer: metadata
     PUSH = 2  # keys, then gradients; the answer: sums, or stepped parameters
-    SET_UP = 3  # words: an optimizer and its keys; the answer: nothing, once it is there
-    FETCH = 4  # words; the answer: words, then state
-    BEGIN = 5  # words: a step begins, and whether the one before was used
+    SET_UP = 3  # metadata: an optimizer and its keys; the answer: nothing, once it is there
+    FETCH = 4  # metadata; the answer: metadata, then state
+    BEGIN = 5  # metadata: a step begins, and whether the one before was used
     PARAMETERS = 6  # keys, then their values
-    LOAD = 7  # words, then state
-    FAILED = 8  # words: from a server, the session is over; from a rank, it has lost a server, or been told of a rank
+    LOAD = 7  # metadata, then state
+    FAILED = 8  # metadata: from a server, the session is over; from a rank, it lost a server, or was told of a rank
     BYE = 9  # from a rank that ends well
-    JOIN = 10  # words: where a rank's datagrams come from; the answer, once all have joined: where the server's do
-    SUM = 11  # words: a sum by datagrams; the answer, once it is done: nothing
-    WAITS = (
-        12  # from a rank, words: which other server it has waited for, for half of its timeout; or that none
-    )
+    JOIN = 10  # metadata: where a rank's datagrams come from; the answer, once all have joined: where the server's do
+    SUM = 11  # metadata: a sum by datagrams; the answer, once it is done: nothing
+    # From a rank, metadata: which other server it has waited for, for half of its timeout; or that none.
+    WAITS = 12
 
 
 class DType(IntEnum):
@@ -87,9 +86,9 @@ def header_of(received: bytes) -> tuple[Frame, int]:
     return frame, num_bytes
 
 
-def pack(words: Mapping[str, Any]) -> bytes:
-    """Words for a frame's body."""
-    return json.dumps(words, separators=(",", ":")).encode()
+def pack(metadata: Mapping[str, Any]) -> bytes:
+    """Metadata for a frame's body."""
+    return json.dumps(metadata, separators=(",", ":")).encode()
 
 
 def unpack(body: Any) -> dict[str, Any]:
@@ -99,22 +98,22 @@ def unpack(body: Any) -> dict[str, Any]:
         ProtocolError: It is something else.
     """
     try:
-        words = json.loads(bytes(body))
+        metadata = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"words were expected, and something else was received: {error}") from error
-    if not isinstance(words, dict):
-        raise ProtocolError("words were expected, and something else was received")
-    return words
+        raise ProtocolError(f"metadata were expected, and something else was received: {error}") from error
+    if not isinstance(metadata, dict):
+        raise ProtocolError("metadata were expected, and something else was received")
+    return metadata
 
 
-def pack_state(words: Mapping[str, Any]) -> bytes:
-    """Words that bytes follow: with their length in front."""
-    packed = pack(words)
+def pack_state(metadata: Mapping[str, Any]) -> bytes:
+    """Metadata that bytes follow: with their length in front."""
+    packed = pack(metadata)
     return KEY.pack(len(packed)) + packed
 
 
 def unpack_state(body: Any) -> tuple[dict[str, Any], memoryview]:
-    """Words of `pack_state`, and the bytes behind them."""
+    """Metadata of `pack_state`, and the bytes behind them."""
     view = memoryview(body).cast("B")
     if len(view) < KEY.size or (length := KEY.unpack(view[: KEY.size])[0]) > len(view) - KEY.size:
         raise ProtocolError("a state was expected, and something else was received")

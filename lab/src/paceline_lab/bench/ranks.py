@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
-from paceline.launch import Keeper, launch, parse
-from paceline.launch.keeper import MARK
+from paceline.launch import Watchdog, launch, parse
+from paceline.launch.watchdog import MARK
 from paceline_lab.bench import mpi, rank_program
 from paceline_lab.bench.protocol import RanksFailedError
 from paceline_lab.bench.rank_program import TellProgress
@@ -122,10 +122,10 @@ class Ranks(ABC):
     def _prepared(self, task: Task[Any, Any], config: Any, title: str) -> Iterator[tuple[Path, str]]:
         """A folder with the task in it, watched for progress, and the mark of what is to end with us."""
         launch_id = uuid.uuid4().hex
-        with Keeper(launch_id) as keeper, progress_bar(title) as show:
-            rank_program.save_task(keeper.folder, task, config)
-            with _watched(keeper.folder, show):
-                yield keeper.folder, launch_id
+        with Watchdog(launch_id) as watchdog, progress_bar(title) as show:
+            rank_program.save_task(watchdog.folder, task, config)
+            with _watched(watchdog.folder, show):
+                yield watchdog.folder, launch_id
 
     def _results(self, folder: Path, title: str) -> list[Any]:
         try:

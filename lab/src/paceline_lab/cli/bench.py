@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from paceline_lab.cli.cluster_options import LINKS, cluster_options
 
 bench = typer.Typer(
     name="bench",
@@ -17,38 +19,22 @@ bench = typer.Typer(
 Hosts = Annotated[
     int | None, typer.Option(help="Hosts of an emulated cluster.", show_default="none: loopback")
 ]
-RanksPerHost = Annotated[str, typer.Option(help="Ranks on each of the --hosts; or one number a host: 4,2,1.")]
 NumRanks = Annotated[
     int | None, typer.Option("--ranks", help="Processes on loopback, without --hosts.", show_default="2")
 ]
-Rate = Annotated[
-    str | None, typer.Option(help="Of each host's link, such as 1Gbit.", show_default="unlimited")
-]
-Loss = Annotated[str | None, typer.Option(help="Of packets at random, such as 0.1%.")]
-Queue = Annotated[str | None, typer.Option(help="Of each switch port, such as 256KiB.")]
-Delay = Annotated[str | None, typer.Option(help="One way, such as 1ms.")]
-Jitter = Annotated[str | None, typer.Option(help="The delay's largest deviation, such as 200us.")]
-Cpu = Annotated[str | None, typer.Option(help="Share of a core for each host, such as 100%,50%.")]
-CongestionControl = Annotated[str | None, typer.Option(help="Of TCP.", show_default="cubic")]
 Rounds = Annotated[int, typer.Option(help="Every side takes two turns in each.")]
 ReportFolder = Annotated[Path, typer.Option("--report", help="Folder for the JSON and the figure.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, progress to stderr.")]
 
 
 @bench.command()
+@cluster_options(*LINKS)
 def step(
+    cluster: dict[str, Any],
     workload: Annotated[str, typer.Option(help="`paceline bench workloads` lists them.")] = "resnet50",
     vs: Annotated[str, typer.Option(help="Sides to measure ours against, comma-separated.")] = "torch",
     hosts: Hosts = None,
-    ranks_per_host: RanksPerHost = "1",
     ranks: NumRanks = None,
-    rate: Rate = None,
-    loss: Loss = None,
-    queue: Queue = None,
-    delay: Delay = None,
-    jitter: Jitter = None,
-    cpu: Cpu = None,
-    congestion_control: CongestionControl = None,
     rounds: Rounds = 5,
     steps: Annotated[int, typer.Option(help="Timed steps at a turn.")] = 1,
     compute: Annotated[str, typer.Option(help="timed: layers sleep; real: they compute.")] = "timed",
@@ -65,38 +51,21 @@ def step(
     from paceline_lab.bench.commands import StepOptions, bench_step
     from paceline_lab.bench.ranks import choose_place
 
-    place = choose_place(
-        hosts,
-        ranks,
-        ranks_per_host=ranks_per_host,
-        rate=rate,
-        loss=loss,
-        queue=queue,
-        delay=delay,
-        jitter=jitter,
-        cpu=cpu,
-        congestion_control=congestion_control,
-    )
+    place = choose_place(hosts, ranks, **cluster)
     options = StepOptions(workload, vs, rounds, steps, compute, compute_s, profile, scale)
     bench_step(options, place, report, as_json)
 
 
 @bench.command()
+@cluster_options(*LINKS)
 def allreduce(
+    cluster: dict[str, Any],
     sizes: Annotated[str, typer.Option(help="Of the buffers, comma-separated.")] = "64KiB,1MiB,25MiB",
     vs: Annotated[
         str, typer.Option(help="Sides, comma-separated; the first is the baseline.")
     ] = "gloo,paceline",
     hosts: Hosts = None,
-    ranks_per_host: RanksPerHost = "1",
     ranks: NumRanks = None,
-    rate: Rate = None,
-    loss: Loss = None,
-    queue: Queue = None,
-    delay: Delay = None,
-    jitter: Jitter = None,
-    cpu: Cpu = None,
-    congestion_control: CongestionControl = None,
     rounds: Rounds = 6,
     explain: Annotated[bool, typer.Option("--explain", help="Which algorithm ours took, and why.")] = False,
     report: ReportFolder = Path("paceline-report"),
@@ -106,18 +75,7 @@ def allreduce(
     from paceline_lab.bench.commands import bench_allreduce
     from paceline_lab.bench.ranks import choose_place
 
-    place = choose_place(
-        hosts,
-        ranks,
-        ranks_per_host=ranks_per_host,
-        rate=rate,
-        loss=loss,
-        queue=queue,
-        delay=delay,
-        jitter=jitter,
-        cpu=cpu,
-        congestion_control=congestion_control,
-    )
+    place = choose_place(hosts, ranks, **cluster)
     bench_allreduce(sizes, vs, rounds, place, report, as_json, explain=explain)
 
 

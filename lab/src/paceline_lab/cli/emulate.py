@@ -11,72 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline_lab.cli.cluster_options import ALL, cluster_options
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline_lab.emulation import EmulatedCluster, Outcome
+    from paceline_lab.emulation import ClusterSpec, EmulatedCluster, Outcome, Scenario
 
 SETTINGS: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": False, "allow_interspersed_args": False},
 }
 
 
+@cluster_options(*ALL)
 def emulate(
+    cluster: dict[str, Any],
     script: Annotated[
         list[str] | None,
         typer.Argument(help="The script and its arguments, or -m, a module and its own; after --."),
     ] = None,
-    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
-    ranks_per_host: Annotated[str, typer.Option(help="Ranks on each; or one number a host: 4,2,1.")] = "1",
-    rate: Annotated[
-        str | None,
-        typer.Option(help="Of a host's link, for example 1Gbit; one, or one a host: 1Gbit,100Mbit."),
-    ] = None,
-    port_rate: Annotated[
-        str | None, typer.Option(help="Of the switch's port towards a host, where it differs from --rate.")
-    ] = None,
-    loss: Annotated[
-        str | None,
-        typer.Option(help="Packets of a host that the switch loses, for example 0.1%; or one a host."),
-    ] = None,
-    queue: Annotated[
-        str | None, typer.Option(help="What a switch port holds.", show_default="256KiB")
-    ] = None,
-    cpu: Annotated[
-        str | None, typer.Option(help="Cores of a host; 50% is half of one. One, or one a host: 100%,50%.")
-    ] = None,
-    delay: Annotated[str | None, typer.Option(help="One way between two hosts, for example 1ms.")] = None,
-    jitter: Annotated[str | None, typer.Option(help="Largest deviation from --delay.")] = None,
-    mtu: Annotated[int, typer.Option(help="Largest IP packet in bytes.")] = 1500,
-    offload: Annotated[
-        bool | None,
-        typer.Option(
-            "--offload/--no-offload",
-            help="Let segments of up to 64 KiB cross the links: far cheaper, but no longer single packets.",
-            show_default="off where packets matter or are cheap",
-        ),
-    ] = None,
-    congestion_control: Annotated[str, typer.Option(help="TCP's.")] = "cubic",
-    min_rto: Annotated[
-        str | None,
-        typer.Option(help="TCP's smallest retransmission timeout.", show_default="the kernel's 200ms"),
-    ] = None,
-    priority: Annotated[
-        bool, typer.Option("--priority", help="Switch ports serve by DSCP class selector, strictly.")
-    ] = False,
-    mark: Annotated[
-        str | None, typer.Option(help="Switch ports ECN-mark packets above this backlog, for example 60KiB.")
-    ] = None,
-    drop: Annotated[
-        str | None,
-        typer.Option(
-            help="Switch ports drop packets without ECN above this backlog; one value, or eight by class selector."
-        ),
-    ] = None,
-    racks: Annotated[int, typer.Option(help="Divide the hosts into racks, joined by a spine.")] = 1,
-    uplink: Annotated[str | None, typer.Option(help="Rate between a rack and the spine.")] = None,
-    links: Annotated[int, typer.Option(help="Links per host; flows are spread over them.")] = 1,
     timeout: Annotated[
         str | None, typer.Option(help="End the job after this long, for example 90s; exit code 124.")
     ] = None,
@@ -98,62 +52,68 @@ def emulate(
     from rich.console import Console
 
     from paceline import quantities
-    from paceline.errors import ConfigurationError
-    from paceline_lab.emulation import ClusterSpec, EmulatedCluster, Scenario, owned_resources
-    from paceline_lab.emulation.cluster import print_line
-    from paceline_lab.emulation.cluster_job import check_script
+    from paceline_lab.emulation import ClusterSpec, EmulatedCluster, owned_resources
     from paceline_lab.report import table
 
     if clean:
         removed = owned_resources.remove_orphans()
         print("\n".join(["removed:", *removed]) if removed else "nothing was left behind")
         return 0
-    changes = None if scenario is None else Scenario.read(scenario)
-    if changes is not None and changes.needs_packets and offload is None:
-        offload = False
+    changes = _changes(scenario, check=check)
+    if changes is not None and changes.needs_packets:
+        cluster.setdefault("offload", False)
     timeout_s = None if timeout is None else quantities.seconds(timeout, "--timeout")
-    spec = ClusterSpec.parse(
-        hosts=hosts,
-        ranks_per_host=ranks_per_host,
-        rate=rate,
-        port_rate=port_rate,
-        loss=loss,
-        queue=queue,
-        cpu=cpu,
-        delay=delay,
-        jitter=jitter,
-        mtu=mtu,
-        offload=offload,
-        congestion_control=congestion_control,
-        min_rto=min_rto,
-        priority=priority,
-        mark=mark,
-        drop=drop,
-        racks=racks,
-        uplink=uplink,
-        links=links,
-    )
-    if check and hosts < 2:
-        raise ConfigurationError("--check measures between hosts. Pass --hosts 2 or more.")
-    if check and changes is not None:
-        raise ConfigurationError("--check measures what stays as it is. Leave out --scenario, or --check.")
-    if not check:
-        check_script(script or [])
-    if changes is not None:
-        changes.check(spec)
+    spec = ClusterSpec.parse(**cluster)
+    _check_work(spec, script or [], changes, check=check)
     console = Console(stderr=as_json)
     _end_on_signals()
-    with EmulatedCluster(spec) as cluster:
+    with EmulatedCluster(spec) as emulated:
         console.print(table("Emulated cluster", ("", "asked"), spec.describe()))
         if check:
-            return _check(cluster, console, as_json=as_json)
-        console.print(f"{hosts} host(s) are up; starting {spec.num_ranks} rank(s)...")
-        outcome = cluster.run(
-            script or [],
-            on_line=partial(print_line, stream=console.file),
-            timeout_s=timeout_s,
-            scenario=changes,
-        )
+            return _check(emulated, console, as_json=as_json)
+        console.print(f"{spec.hosts} host(s) are up; starting {spec.num_ranks} rank(s)...")
+        outcome = _run(emulated, script or [], console, timeout_s, changes)
+    return _show(outcome, console, as_json=as_json)
+
+
+def _changes(scenario: str | None, *, check: bool) -> Scenario | None:
+    """Read the file of timed changes, if there is one."""
+    from paceline.errors import ConfigurationError
+    from paceline_lab.emulation import Scenario
+
+    if check and scenario is not None:
+        raise ConfigurationError("--check measures what stays as it is. Leave out --scenario, or --check.")
+    return None if scenario is None else Scenario.read(scenario)
+
+
+def _check_work(spec: ClusterSpec, script: list[str], changes: Scenario | None, *, check: bool) -> None:
+    """Refuse what cannot run on this cluster, before anything is set up."""
+    from paceline.errors import ConfigurationError
+    from paceline_lab.emulation.cluster_job import check_script
+
+    if check and spec.hosts < 2:
+        raise ConfigurationError("--check measures between hosts. Pass --hosts 2 or more.")
+    if not check:
+        check_script(script)
+    if changes is not None:
+        changes.check(spec)
+
+
+def _run(
+    cluster: EmulatedCluster,
+    script: list[str],
+    console: Console,
+    timeout_s: float | None,
+    changes: Scenario | None,
+) -> Outcome:
+    from paceline_lab.emulation.cluster import print_line
+
+    show = partial(print_line, stream=console.file)
+    return cluster.run(script, on_line=show, timeout_s=timeout_s, scenario=changes)
+
+
+def _show(outcome: Outcome, console: Console, *, as_json: bool) -> int:
+    """Print what came of a job; returns its exit code."""
     console.print(_traffic(outcome))
     for remark in outcome.remarks():
         console.print(remark, markup=False)

@@ -35,7 +35,7 @@ def environment(options: Mapping[str, str]) -> dict[str, str]:
     return {VARIABLE: json.dumps(dict(options)), _PYTHONPATH: os.pathsep.join(folders)}
 
 
-def obey() -> None:
+def apply_environment() -> None:
     """Patch torch as soon as this process has imported it, if its environment says so. Imports no torch."""
     if os.environ.get(VARIABLE):
         options: dict[str, str] = json.loads(os.environ[VARIABLE])

@@ -16,7 +16,7 @@ sys.path.append(str(_FOLDER.parents[2]))  # where paceline lies, also if it is i
 from paceline.integrations import at_start  # noqa: E402
 
 sys.path[:] = _found_on
-at_start.obey()
+at_start.apply_environment()
 
 _ourselves = sys.modules.pop(__name__)
 try:

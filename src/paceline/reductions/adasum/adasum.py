@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import secrets
 import threading
 import warnings
 import weakref
@@ -29,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import device_for_metadata, launch_broadcast
+from paceline.comm.collectives import launch_session_name
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.pending import Done, Pending, PendingWork
 from paceline.errors import ConfigurationError
@@ -185,9 +184,7 @@ class Connection:
         self._find_topology = find_topology
         self._timeout = timeout_of(process_group)
         self._store = store_of_job("Adasum")
-        token_device = device_for_metadata(process_group, device)
-        self._token = torch.tensor([secrets.randbits(62)], device=token_device)
-        self._token_sent = launch_broadcast(self._token, process_group, source=0)
+        self._session_name = launch_session_name(process_group, device)
         self._over_ranks: AdasumOverRanks | None = None
         self._lane = Lane(f"paceline adasum lane of rank {process_group.rank()}")
         self._let_go = weakref.finalize(self, self._lane.close, 0.0)
@@ -212,8 +209,7 @@ class Connection:
     def _connect(self) -> AdasumOverRanks:
         """Connect to the other ranks at the first use. Collective; runs on the lane's thread."""
         if self._over_ranks is None:
-            self._token_sent.wait()
-            store = dist.PrefixStore(f"paceline/adasum/{int(self._token.item())}", self._store)
+            store = dist.PrefixStore(f"paceline/adasum/{self._session_name()}", self._store)
             group = self.process_group
             transport = open_transport(store, group.rank(), group.size(), self._timeout)
             timeout_s = self._timeout.total_seconds()

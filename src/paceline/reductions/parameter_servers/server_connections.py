@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 import weakref
@@ -18,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm import SERVERS, TOKEN
-from paceline.comm.collectives import device_for_metadata, launch_broadcast
+from paceline.comm.collectives import launch_session_name
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.pending import PendingWork
 from paceline.comm.rendezvous import Rendezvous
@@ -26,8 +25,8 @@ from paceline.errors import ConfigurationError
 from paceline.process_group.connections import store_of_job, timeout_of
 from paceline.reductions.parameter_servers.pieces import Cutting, spans_of
 from paceline.reductions.reduction import Message
-from paceline.servers.answers import Answers
 from paceline.servers.link import Link, Rank
+from paceline.servers.response_future import ResponseFuture
 from paceline.servers.wire import DType, Frame, Kind
 
 _DTYPES = {
@@ -67,10 +66,7 @@ class ServerConnections:
         self._on_open = on_open
         self._timeout: timedelta = timeout_of(process_group)
         self._store = store_of_job("ParameterServers")
-        self._token = torch.tensor(
-            [secrets.randbits(62)], device=device_for_metadata(process_group, device)
-        )  # rank 0's, so it is the same whatever failed before on one of the ranks
-        self._token_sent = launch_broadcast(self._token, process_group, source=0)
+        self._session_name = launch_session_name(process_group, device)
         self._num_pushed = 0
         self._link: Link | None = None
         self._cutting: Cutting | None = None
@@ -114,10 +110,10 @@ class ServerConnections:
         pushed.start(self, before)
         return pushed
 
-    def push(self, message: Message, body: Tensor, answer: Tensor) -> Answers:
+    def push(self, message: Message, body: Tensor, answer: Tensor) -> ResponseFuture:
         """Hand a bucket in the host's memory to the link. On the lane."""
         pieces = self.cutting.pieces_of(message)
-        answers = Answers(len(pieces))
+        answers = ResponseFuture(len(pieces))
         dtype = _DTYPES[body.dtype]
         for piece in pieces:
             parts = (piece.keys, *spans_of(body, piece))
@@ -130,8 +126,7 @@ class ServerConnections:
         """Find the servers and connect. Collective; blocks; on the lane."""
         if self._link is not None:
             return
-        self._token_sent.wait()
-        session = f"{int(self._token.item()):x}"
+        session = self._session_name()
         rank, size = self._group.rank(), self._group.size()
         timeout_s = self._timeout.total_seconds()
         store = dist.PrefixStore(f"paceline/servers/{session}", self._store)
@@ -165,7 +160,7 @@ class Pushed:
         self._message = message
         self._answer = answer
         self._on_host = answer
-        self._answers: Answers | None = None
+        self._answers: ResponseFuture | None = None
         self._work: PendingWork | None = None
         self._lock = threading.Lock()
         self._is_finished = False
@@ -217,7 +212,7 @@ class Pushed:
 
 def ask_all(link: Link, frame_of: Callable[[int], Frame]) -> list[Any]:
     """Ask every server; the answers' bodies by server. Blocks; on the lane."""
-    asked = [Answers(1) for _ in range(link.num_servers)]
+    asked = [ResponseFuture(1) for _ in range(link.num_servers)]
     for number, answers in enumerate(asked):
         link.ask(number, frame_of(number), answers)
     for answers in asked:

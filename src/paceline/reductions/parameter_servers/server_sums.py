@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,12 +23,12 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from paceline.comm import TOKEN
-from paceline.comm.collectives import device_for_metadata, launch_broadcast
+from paceline.comm.collectives import launch_session_name
 from paceline.errors import PeerLostError, ServerLostError
 from paceline.process_group.connections import introduce, open_met_transport, store_of_job, timeout_of
 from paceline.reductions.parameter_servers.server_connections import of_all_launchers
-from paceline.servers.answers import Answers
 from paceline.servers.link import GRACE_S, PATIENCE_S, Link, Rank
+from paceline.servers.response_future import ResponseFuture
 from paceline.servers.wire import Frame, Kind, pack, unpack
 from paceline.transports import Bound, Losses, LossyTransport, Sum
 
@@ -78,7 +77,7 @@ class ServerSums(LossyTransport):
         asked = []
         for number in range(self._num_servers):
             words = card | {"number": number, "servers": self._num_servers}
-            asked.append(Answers(1))
+            asked.append(ResponseFuture(1))
             self._over_tcp.ask(
                 number, Frame(Kind.JOIN, body=(pack(words),)), asked[-1], patience_s=PATIENCE_S
             )
@@ -94,7 +93,7 @@ class ServerSums(LossyTransport):
             "payload_bytes": self._payload_bytes,
             "bound": dataclasses.asdict(bound),
         }
-        answers = Answers(self._num_servers)
+        answers = ResponseFuture(self._num_servers)
         frame = Frame(Kind.SUM, number, body=(pack(words),))
         for server in range(self._num_servers):
             self._over_tcp.ask(server, frame, answers)
@@ -129,7 +128,7 @@ class ServerSums(LossyTransport):
 class _Both:
     """Ends a sum when its datagrams are through, or when either connection has failed."""
 
-    def __init__(self, sums: ServerSums, inner: Sum, answers: Answers, outer: Sum) -> None:
+    def __init__(self, sums: ServerSums, inner: Sum, answers: ResponseFuture, outer: Sum) -> None:
         self._sums, self._inner, self._answers, self._outer = sums, inner, answers, outer
         self._lock = threading.Lock()
         self._has_ended = False
@@ -172,12 +171,10 @@ def over_servers(
     """
     timeout = timeout_of(process_group)
     store = store_of_job("BoundedLoss")
-    token = torch.tensor([secrets.randbits(62)], device=device_for_metadata(process_group, device))
-    sent = launch_broadcast(token, process_group, source=0)
+    name = launch_session_name(process_group, device)
 
     def connect(group: ProcessGroup) -> LossyTransport:
-        sent.wait()
-        session = f"datagrams {int(token.item()):x}"
+        session = f"datagrams {name()}"
         prefixed = dist.PrefixStore(f"paceline/servers/{session}", store)
         found = addresses or of_all_launchers(prefixed, group.rank(), group.size(), timeout)
         who = Rank(group.rank(), group.size(), session, timeout.total_seconds(), os.environ.get(TOKEN, ""))

@@ -26,8 +26,8 @@ from paceline.comm.pending import Pending
 from paceline.errors import ConfigurationError
 from paceline.reductions.parameter_servers.server_connections import ServerConnections, ask_all
 from paceline.reductions.reduction import Message
-from paceline.servers.answers import Answers
 from paceline.servers.link import PATIENCE_S
+from paceline.servers.response_future import ResponseFuture
 from paceline.servers.wire import Frame, Kind, pack, pack_state, unpack_state
 
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # state of a parameter, not of its elements
@@ -73,7 +73,7 @@ class Stepped:
         """Tell the servers what they step. On the lane, when they have answered."""
         self._connection = connection
         groups = self.settings()
-        answers = Answers(connection.link.num_servers)
+        answers = ResponseFuture(connection.link.num_servers)
         for server in range(connection.link.num_servers):
             keys = [
                 [

@@ -1,4 +1,4 @@
-"""`Answers`: the handle of what was asked of servers together."""
+"""`ResponseFuture`: the handle of what was asked of servers together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Answers:
+class ResponseFuture:
     """What has been asked together: a `Pending`."""
 
     def __init__(self, num_expected: int) -> None:

@@ -1,12 +1,12 @@
-"""The keeper: a supervisor process that ends a launch's ranks if the launcher dies, even by SIGKILL.
+"""The watchdog: a supervisor process that ends a launch's ranks if the launcher dies, even by SIGKILL.
 
 Rules
-1. The keeper reads its standard input, a pipe whose other end only the launcher holds. The kernel closes
+1. The watchdog reads its standard input, a pipe whose other end only the launcher holds. The kernel closes
    that end however the launcher dies, SIGKILL included.
-2. `done` before the end of the pipe means that every rank ended well: the keeper exits without searching for any.
+2. `done` before the end of the pipe means that every rank ended well: the watchdog exits without searching for any.
 3. Otherwise it ends every process that carries the launch's mark in its environment, descendants of ranks
    (data loaders, say) included: SIGTERM, a grace, SIGKILL.
-4. Either way it then removes the launch's folder of temporary files. If keeper and launcher are killed together, the
+4. Either way it then removes the launch's folder of temporary files. If watchdog and launcher are killed together, the
    next launch does: the folder's name says who owned it.
 5. This file runs as a plain script and imports only the standard library: it costs milliseconds.
 
@@ -36,8 +36,8 @@ _PAUSE_S = 0.02
 _PREFIX = "paceline-run-"
 
 
-class Keeper:
-    """The launcher's handle on its keeper; a context manager around the launch."""
+class Watchdog:
+    """The launcher's handle on its watchdog; a context manager around the launch."""
 
     def __init__(self, launch_id: str) -> None:
         self._launch_id = launch_id
@@ -65,13 +65,13 @@ class Keeper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The keeper may be gone if someone killed it; then nobody reads the pipe.
+        # The watchdog may be gone if someone killed it; then nobody reads the pipe.
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate(b"done" if kind is None else b"")
 
 
 def remove_orphans() -> None:
-    """Remove the folders of launches whose launcher, keeper and ranks are gone."""
+    """Remove the folders of launches whose launcher, watchdog and ranks are gone."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*.*.*.*"):
         namespace, pid, _, launch_id = folder.name.removeprefix(_PREFIX).split(".", 3)
         owner = folder.name.removeprefix(_PREFIX).rpartition(".")[0]
