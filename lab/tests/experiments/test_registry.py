@@ -56,7 +56,7 @@ def test_the_list_says_what_each_asks_and_imports_none_of_them(tmp_path):
     )
     from harness.terminal import run
 
-    assert run(["python", "-c", script], cwd=tmp_path, temporary=tmp_path).out.endswith("[]\n")
+    assert run(["python", "-c", script], cwd=tmp_path, temporary=tmp_path, cold=True).out.endswith("[]\n")
 
 
 def test_what_only_a_checkout_has_is_asked_for_in_words(monkeypatch):

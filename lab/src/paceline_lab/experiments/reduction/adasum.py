@@ -82,10 +82,10 @@ def _measure_bucket(group: Any, sizes: tuple[int, ...], dtype: torch.dtype, num_
         _seconds(reduction, message)
         _seconds(reduction, message)
     seconds: list[list[float]] = [[], []]
-    before = _bytes_sent(adasum)
+    before = adasum.bytes_sent
     for turn in turns(len(SIDES), num_rounds):
         seconds[turn.side_index].append(_seconds(reductions[turn.side_index], message))
-    return Timed(seconds, (_bytes_sent(adasum) - before) // len(seconds[1]))
+    return Timed(seconds, (adasum.bytes_sent - before) // len(seconds[1]))
 
 
 def _seconds(reduction: Any, message: Message) -> float:
@@ -96,12 +96,6 @@ def _seconds(reduction: Any, message: Message) -> float:
     reduction.begin_step()
     reduction.launch(message).wait()
     return time.perf_counter() - start
-
-
-def _bytes_sent(adasum: Adasum) -> int:
-    if adasum._connection is None:
-        return 0  # in shared memory
-    return adasum._connection._over_ranks.transport.bytes_sent  # type: ignore[union-attr]
 
 
 def report(config: Config, results: dict[str, Timed], ranks: Ranks) -> Report:

@@ -39,7 +39,7 @@ from paceline_lab.experiments.runner import cluster_or_loopback, conclude, refus
 from paceline_lab.experiments.step.forward_overlap import PAYLOAD_RATIO
 from paceline_lab.experiments.step.forward_overlap_floor import Layer, least_step_s
 from paceline_lab.experiments.step.forward_overlap_sides import FORWARD
-from paceline_lab.experiments.unequal.shares import _sleep
+from paceline_lab.experiments.unequal.shares import sleep_in_backward
 from paceline_lab.experiments.unequal.time_to_loss_outcome import smoothed
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import LIMIT, look_of
@@ -96,7 +96,7 @@ class SlowLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.timing.forward_s)
-        output: Tensor = _sleep(super().forward(x), self.timing.backward_s)
+        output: Tensor = sleep_in_backward(super().forward(x), self.timing.backward_s)
         return output
 
 

@@ -129,7 +129,7 @@ class _Sleep(torch.autograd.Function):
         return gradient, None
 
 
-_sleep: Any = _Sleep.apply
+sleep_in_backward: Any = _Sleep.apply
 
 
 class Slow(nn.Module):
@@ -144,7 +144,7 @@ class Slow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         seconds = self.speed.step_s(len(x))
         time.sleep(seconds / 3)
-        output: Tensor = self.layers(_sleep(x.requires_grad_(), seconds * 2 / 3))
+        output: Tensor = self.layers(sleep_in_backward(x.requires_grad_(), seconds * 2 / 3))
         return output
 
 

@@ -14,7 +14,7 @@ from paceline.errors import ConfigurationError
 from paceline.planning import Speed
 from paceline_lab.bench.layer_profile import default_profile
 from paceline_lab.bench.timed_model import SleepingOptimizer, TimedLayer, TimedModel
-from paceline_lab.experiments.unequal.shares import _sleep
+from paceline_lab.experiments.unequal.shares import sleep_in_backward
 from paceline_lab.workloads import load_images, load_text
 
 IGNORED = -100
@@ -82,7 +82,7 @@ class Paced(nn.Module):
             return output
         left_s = max(0.0, self.speed.step_s(len(x)) / 3 - (time.perf_counter() - began_s))
         time.sleep(left_s)
-        slowed: Tensor = _sleep(output, 2 * left_s)
+        slowed: Tensor = sleep_in_backward(output, 2 * left_s)
         return slowed
 
 
