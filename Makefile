@@ -11,13 +11,13 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make demo    train on real images over 2 processes, and compare with 1 (about a minute)"
 	@echo "make test    run the tests (about 6 minutes on two cores)"
-	@echo "make test-lab    run the long tests of benchmarks and studies (minutes)"
+	@echo "make test-lab    run the long tests of the experiments (minutes)"
 	@echo "make test-quick  run the quick ones (about a minute): no commands, clusters or compilers"
 	@echo "make test-newest  run the tests of frameworks with their newest releases, in an environment of its own"
 	@echo "make release-check  install the wheel into empty environments and use it: PYTHONS='python3.10 python3.13'"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff format and fix what it can"
-	@echo "make bench   run the benchmarks (minutes; results land in benchmarks/results)"
+	@echo "make bench   run the experiments (an hour or more; results land in lab/results)"
 	@echo "make docs    build the docs site into build/site, strictly"
 	@echo "make clean   remove .venv and caches"
 
@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE  # or each of some 500 interpreters compiles th
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not lab" $(ARGS)
 
-# The long tests of `lab`: whole benchmarks, peers, papers' studies. Nothing in the product imports what they test.
+# The long tests of `lab`: whole experiments, peers. Nothing in the product imports what they test.
 test-lab: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --hypothesis-profile=explore -m lab $(ARGS)
 
@@ -70,7 +70,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/paceline study all --report lab/results $(ARGS)
 
 # A link or an anchor that leads nowhere fails the build. What the pages' code blocks do is tested by `make test`.
 docs: $(STAMP)

@@ -1,6 +1,6 @@
 """A hook of mkdocs: links that leave `docs/` lead somewhere on the site too.
 
-Pages link to files of the repository (`../benchmarks/LOG.md`, `../../examples/train_digits.py`), which GitHub and a
+Pages link to files of the repository (`../lab/LOG.md`, `../../examples/train_digits.py`), which GitHub and a
 checkout follow. The site holds `docs/` only, so each such file is put on it under its own path, markdown as a page, and
 the link is changed to lead there. A link to what does not exist stays as it is, and the strict build fails.
 """

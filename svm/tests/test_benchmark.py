@@ -8,7 +8,7 @@ from harness.terminal import REPOSITORY, run
 
 
 def test_the_benchmark_reports_every_side(tmp_path):
-    command = ["python", "-m", "benchmarks.svm", "--quick", "--json", "--results-folder", str(tmp_path)]
+    command = ["paceline", "study", "svm", "--quick", "--json", "--report", str(tmp_path)]
     done = run([*command, "--sides", "sklearn,one,ranks", "--ranks", "2"], cwd=REPOSITORY, temporary=tmp_path)
     assert done.code == 0, done.err
     record = json.loads(done.out)
@@ -22,8 +22,8 @@ def test_the_benchmark_reports_every_side(tmp_path):
 
 def test_every_heuristic_is_counted_on_both_caches(tmp_path):
     """Shrinking can only save kernel values by dropping samples, and without a cache there is no other way."""
-    command = ["python", "-m", "benchmarks.svm_elimination", "--quick", "--json", "--parts", str(tmp_path)]
-    command += ["--clock", "cpu", "--results-folder", str(tmp_path)]
+    command = ["paceline", "study", "svm-elimination", "--quick", "--json", "--parts", str(tmp_path)]
+    command += ["--clock", "cpu", "--report", str(tmp_path)]
     first = run(command, cwd=REPOSITORY, temporary=tmp_path)
     assert first.code == 0, first.err
     record = json.loads(first.out)

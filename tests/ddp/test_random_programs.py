@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fuzz import Found, store, stored
 from harness.program_model import HEADS
 from harness.program_oracle import explain, find_failures
 from harness.random_programs import Program, draw, shrink
 from harness.ranks import pool
+from paceline_lab.experiments.fuzz import Found, store, stored
 
-FIRST_SEED, NUM_PROGRAMS = 1000, 60  # `python -m benchmarks.fuzz` draws thousands
+FIRST_SEED, NUM_PROGRAMS = 1000, 60  # `paceline study fuzz` draws thousands
 
 
 @pytest.mark.slow

@@ -187,7 +187,7 @@ def noise_of_changing_shares(rank, num_ranks):
 def short_soak(rank, num_ranks):
     """The benchmark's, with everything it does, for some epochs."""
     sys.path.insert(0, str(REPOSITORY))
-    from benchmarks.unequal_soak import Config, soak
+    from paceline_lab.experiments.unequal.soak import Config, soak
 
     return soak(Config(num_steps=90, seed=2), lambda _: None)
 

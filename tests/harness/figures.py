@@ -1,9 +1,9 @@
-"""Reads the figures that pages print, and the measured values in `benchmarks/results` that they are figures of.
+"""Reads the figures that pages print, and the measured values in `lab/results` that they are figures of.
 
 A page that prints figures holds tables whose first column is `#`, a row's name, and at its end the table
 `# | figure | value of`, which says for each figure of a row where it was measured:
 
-    a path         `step_time-tiny-2ranks > ours > step_s in ms`: a file of `benchmarks/results`, then keys below its
+    a path         `step_time-tiny-2ranks > ours > step_s in ms`: a file of `lab/results`, then keys below its
                    `summaries` (or below the file itself). In a list, a key is an index, or `name=value` for the
                    record that has it, or the first cell of a row. A summary stands for its median, a text for the
                    number it begins with, `*` for every key.
@@ -23,7 +23,7 @@ from typing import Any
 
 from harness.terminal import REPOSITORY
 
-RESULTS = REPOSITORY / "benchmarks" / "results"
+RESULTS = REPOSITORY / "lab" / "results"
 UNITS = {"ms": 1e3, "µs": 1e6, "%": 100.0, "MB": 1e-6, "million": 1e-6}
 PROSE_COLUMNS = frozenset(
     {"#", "measured", "unit", "better", "claim", "published", "verdict", "command", "file"}

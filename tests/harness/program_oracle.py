@@ -89,6 +89,6 @@ def explain(
             f"smallest: {smallest.kind} on {smallest.num_ranks} ranks, {smallest.blocks}, {smallest.options}",
             *[f"  {name} ({seed})" for name, seed in smallest.operations],
             *[f"  -> {line[:1500]}" for line in last],
-            "repeat: python -m benchmarks.fuzz --program " + shlex.quote(smallest.to_json()),
+            "repeat: paceline study fuzz --program " + shlex.quote(smallest.to_json()),
         ]
     )

@@ -200,3 +200,50 @@ def test_every_package_has_a_row_and_every_row_its_contracts():
     named = {contract.strip() for _, cell in rows for contract in cell.split(",")}
     assert named <= contracts | {"test_architecture"}
     assert contracts - {"paceline"} <= named, "a contract that no row names"
+
+
+def private_names(source):
+    """Every `_name` of paceline that a source imports, or reaches through a module or class it has imported."""
+    tree = ast.parse(source)
+    names = {name: full for name, full in imported(tree).items() if full.split(".")[0] == "paceline"}
+    found = [full for full in names.values() if is_private(full)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (text := dotted(node)):
+            first, _, rest = text.partition(".")
+            if first in names and is_private(rest):
+                found.append(f"{names[first]}.{rest}")
+    return found
+
+
+def is_private(name):
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def test_the_laboratory_and_the_svm_use_no_private_name_of_paceline():
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for folder in OTHERS.values()
+        for path in sorted(folder.rglob("*.py"))
+        for name in private_names(path.read_text())
+    ]
+    assert not found, "make the name public where it is, or move what needs it"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from paceline.transports.bounded_loss.datagram_loop import _room",
+        "from paceline.transports._raw import read",
+        "import paceline.ddp.plan as plan\nplan._caps(1)",
+        "from paceline.transports.bounded_loss import datagram_loop as loop\nloop.Io._fields",
+        "import paceline.ddp\npaceline.ddp._reducer",
+    ],
+)
+def test_a_private_name_is_noticed(source):
+    assert private_names(source)
+
+
+def test_public_names_and_other_packages_private_ones_are_no_offence():
+    assert not private_names(
+        "import os\nfrom paceline.ddp import plan\nos._exit(0)\nplan.__doc__\nself._x = plan.BucketCaps"
+    )

@@ -13,7 +13,7 @@ from paceline.errors import ConfigurationError
 from paceline.reductions import BoundedLoss
 from paceline.reductions.bounded_loss_mean import _classes
 from paceline_lab.doubles.lossy_in_memory import LossyMemory
-from paceline_lab.studies.in_process_ranks import RankReductions
+from paceline_lab.experiments.accuracy.in_process_ranks import RankReductions
 
 RANKS, PER_CHUNK = 4, 8
 SIZES = {"first": (5, 8), "second": (40,)}  # 80 elements: shards of 20, chunks of 8, 8 and 4

@@ -43,12 +43,12 @@ def test_sixteen_that_push_into_one_small_port_do_not_collapse():
 def test_the_host_s_own_queue_is_timed_by_how_fast_it_drains():
     """12.5 bytes a microsecond; a queue that ran empty, or was filled meanwhile, says nothing."""
     drain = np.zeros(3)
-    assert loop._note_drain(drain, 30_000, 1000) == 0
-    assert loop._note_drain(drain, 17_500, 2000) == 1400
-    assert loop._note_drain(drain, 0, 9000) == 0
-    assert loop._note_drain(drain, 25_000, 9000) == 2000
-    assert loop._note_drain(drain, 27_500, 9500) == 2200
-    assert loop._note_drain(drain, 90_000, 9500) == 2500  # no more is left out
+    assert loop.note_drain(drain, 30_000, 1000) == 0
+    assert loop.note_drain(drain, 17_500, 2000) == 1400
+    assert loop.note_drain(drain, 0, 9000) == 0
+    assert loop.note_drain(drain, 25_000, 9000) == 2000
+    assert loop.note_drain(drain, 27_500, 9500) == 2200
+    assert loop.note_drain(drain, 90_000, 9500) == 2500  # no more is left out
 
 
 def test_the_rest_is_longer_while_the_host_s_own_queue_lasts():

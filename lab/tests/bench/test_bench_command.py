@@ -122,7 +122,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_peer_gets_the_mean(peer: str, tmp_path: Path) -> None:
     """Where it is installed: its gradients are the mean, on every rank."""
     if importlib.util.find_spec(peer) is None:
-        pytest.skip(f"{peer} is not installed (benchmarks/peers-requirements.txt)")
+        pytest.skip(f"{peer} is not installed (lab/peers-requirements.txt)")
     words = ["--vs", peer, "--report", str(tmp_path / "report"), "--json"]
     done = paceline("bench", "step", *TIMED, *words, cwd=tmp_path)
     assert done.code == 0, done.err
@@ -133,7 +133,7 @@ def test_peer_gets_the_mean(peer: str, tmp_path: Path) -> None:
 def test_mpi_gets_the_sum(tmp_path: Path) -> None:
     """Where it is installed: under mpirun, in launches of its own between Gloo's."""
     if importlib.util.find_spec("mpi4py") is None:
-        pytest.skip("mpi4py is not installed (benchmarks/peers-requirements.txt)")
+        pytest.skip("mpi4py is not installed (lab/peers-requirements.txt)")
     words = ["--sizes", "64KiB", "--vs", "gloo,mpi4py", "--rounds", "2", "--report", str(tmp_path / "report")]
     done = paceline("bench", "allreduce", *words, cwd=tmp_path)
     assert done.code == 0, done.err
@@ -208,7 +208,7 @@ def test_a_peer_that_is_not_installed_is_named(
     with pytest.raises(SystemExit):
         main([*STEP, "--vs", "torch,deepspeed"])
     message = capsys.readouterr().err
-    assert "deepspeed is not installed; pip install -r benchmarks/peers-requirements.txt" in message
+    assert "deepspeed is not installed; pip install -r lab/peers-requirements.txt" in message
 
 
 def test_workloads_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.terminal import REPOSITORY, Finished, run
+from harness.terminal import Finished, run
 
 SHAPE = {
     "name",
@@ -24,37 +24,37 @@ ORIGIN = {"command", "date", "git_hash", "git_dirty", "torch_version", "cpu_mode
 
 
 def benchmark(*arguments: str, folder: Path) -> Finished:
-    return run(["python", "-m", *arguments], cwd=REPOSITORY, temporary=folder)
+    return run(["paceline", "study", *arguments], cwd=folder, temporary=folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["step_time", "--workload", "tiny", "--ranks", "2"],
+        ["step-time", "--workload", "tiny", "--ranks", "2"],
         ["overhead", "--sides", "torch,ours,ours-unused"],
         ["memory", "--sides", "torch,ours"],
         ["overlap"],
-        ["forward_overlap"],
-        ["forward_overlap_loss"],
-        ["bucket_caps"],
-        ["skipped_layers"],
+        ["forward-overlap"],
+        ["forward-overlap-loss"],
+        ["bucket-caps"],
+        ["skipped-layers"],
         ["compression"],
-        ["auto_compression"],
+        ["auto-compression"],
         ["unequal"],
-        ["time_to_loss"],
-        ["hetseq_table"],
+        ["time-to-loss"],
+        ["hetseq-table"],
     ],
     ids="-".join,
 )
 def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     """A row for every side, raw samples, a figure, and where it all comes from; the same JSON on stdout and on disk."""
     done = benchmark(
-        f"benchmarks.{arguments[0]}",
+        arguments[0],
         *arguments[1:],
         "--quick",
         "--json",
-        "--results-folder",
+        "--report",
         str(tmp_path),
         folder=tmp_path,
     )
@@ -67,11 +67,11 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     assert all(len(row) == len(record["columns"]) for row in record["rows"])
     baseline = {
         "compression": {"memcpy", "int8"},
-        "skipped_layers": {"torch", "ours-skip"},
-        "auto_compression": {"light", "loopback"},
+        "skipped-layers": {"torch", "ours-skip"},
+        "auto-compression": {"light", "loopback"},
         "unequal": {"1:4", "2"},
-        "time_to_loss": {"text 1:3"},
-        "hetseq_table": {"1", "4", "2.600"},
+        "time-to-loss": {"text 1:3"},
+        "hetseq-table": {"1", "4", "2.600"},
     }.get(arguments[0], {"torch", "ours"})
     assert baseline <= {cell for row in record["rows"] for cell in row}
     assert json.loads((tmp_path / f"{record['name']}.json").read_text()) == record
@@ -80,9 +80,7 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
 
 def test_the_benchmark_of_optimizers_reports(tmp_path: Path) -> None:
     """A row for LARS and one for LAMB, each with its peer."""
-    done = benchmark(
-        "benchmarks.optimizers", "--quick", "--json", "--results-folder", str(tmp_path), folder=tmp_path
-    )
+    done = benchmark("optimizers", "--quick", "--json", "--report", str(tmp_path), folder=tmp_path)
     assert done.code == 0, done.err
     record = json.loads(done.out)
     assert set(record) >= SHAPE
@@ -92,9 +90,7 @@ def test_the_benchmark_of_optimizers_reports(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_adasum_benchmark_reports(tmp_path: Path) -> None:
     """Over Gloo no more bytes than the limit, but for dot products and headers; in shared memory none."""
-    done = benchmark(
-        "benchmarks.adasum", "--quick", "--json", "--results-folder", str(tmp_path), folder=tmp_path
-    )
+    done = benchmark("adasum", "--quick", "--json", "--report", str(tmp_path), folder=tmp_path)
     assert done.code == 0, done.err
     record = json.loads(done.out)
     assert set(record) >= SHAPE
@@ -106,9 +102,7 @@ def test_adasum_benchmark_reports(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_benchmark_of_collectives_reports(tmp_path: Path) -> None:
     """A row for each collective and way to call it, and FSDP2's step."""
-    done = benchmark(
-        "benchmarks.collectives", "--quick", "--json", "--results-folder", str(tmp_path), folder=tmp_path
-    )
+    done = benchmark("collectives", "--quick", "--json", "--report", str(tmp_path), folder=tmp_path)
     assert done.code == 0, done.err
     record = json.loads(done.out)
     assert set(record) >= SHAPE
@@ -119,7 +113,7 @@ def test_the_benchmark_of_collectives_reports(tmp_path: Path) -> None:
 
 def test_flags_have_no_type_in_a_benchmarks_help(tmp_path: Path) -> None:
     """They take no value, as those of `paceline`'s commands."""
-    done = benchmark("benchmarks.overhead", "--help", folder=tmp_path)
+    done = benchmark("overhead", "--help", folder=tmp_path)
     assert done.code == 0
     assert "--quick" in done.out
     assert "bool" not in done.out
@@ -127,8 +121,8 @@ def test_flags_have_no_type_in_a_benchmarks_help(tmp_path: Path) -> None:
 
 def test_an_unknown_name_is_one_paragraph(tmp_path: Path) -> None:
     """No traceback for a typing mistake; the message lists what there is."""
-    done = benchmark("benchmarks.step_time", "--workload", "resnet5", folder=tmp_path)
-    assert done.code == 1
+    done = benchmark("step-time", "--workload", "resnet5", folder=tmp_path)
+    assert done.code == 2
     assert "resnet50" in done.err
     assert "Traceback" not in done.err
 

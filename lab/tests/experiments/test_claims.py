@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 
@@ -13,7 +12,7 @@ from harness.figures import figures_of, numbers_in, rounds_to, tables, value_of
 from harness.terminal import REPOSITORY
 from paceline.cli.app import app
 from paceline.errors import ConfigurationError
-from paceline_lab.studies.catalogue import find_study
+from paceline_lab.experiments.registry import EXPERIMENTS
 
 README, BENCHMARKS, CLAIMS, OPTIONS = (
     REPOSITORY / name
@@ -98,8 +97,7 @@ def test_every_claim_has_a_verdict_and_a_command_or_a_reason():
 
 
 @pytest.mark.parametrize("page", [README, BENCHMARKS, CLAIMS], ids=lambda page: page.stem)
-def test_every_command_exists(page, monkeypatch):
-    monkeypatch.syspath_prepend(str(REPOSITORY))
+def test_every_command_exists(page):
     found = [
         command
         for table in _tables(page)
@@ -116,15 +114,14 @@ def test_every_command_exists(page, monkeypatch):
     [
         "paceline bench stop",
         "paceline bench step --speed 3",
-        "paceline bench study sloth",
-        "python -m benchmarks.overlord",
-        "python -m benchmarks.memory --rate 1gbit",
+        "paceline study paper-overlap",
+        "paceline study overlord",
+        "paceline study memory --rate 1gbit",
         "python -m pytest tests/oracles/test_nothing.py",
         "make coffee",
     ],
 )
-def test_a_command_that_does_not_exist_is_caught(command, monkeypatch):
-    monkeypatch.syspath_prepend(str(REPOSITORY))
+def test_a_command_that_does_not_exist_is_caught(command):
     with pytest.raises((USAGE_ERROR, ConfigurationError, ImportError, AssertionError)):
         _resolve(shlex.split(command))
 
@@ -151,10 +148,6 @@ def _resolve(words):
         assert words[3:], "tests are named"
         for path in words[3:]:
             assert (REPOSITORY / path).exists(), path
-    elif words[:2] == ["python", "-m"]:
-        alone = typer.Typer()
-        alone.command()(importlib.import_module(words[2]).main)
-        _take(typer.main.get_command(alone), words[3:])
     else:
         raise AssertionError(f"no test knows how to look up {words[0]}")
 
@@ -163,7 +156,6 @@ def _take(command, words):
     """Go down the groups by name, then let the command take the other words."""
     while hasattr(command, "commands"):
         assert words[0] in command.commands, words[0]
-        command, words = command.commands[words[0]], words[1:]
-    context = command.make_context(command.name, list(words))
-    if "name" in context.params and command.name == "study":
-        find_study(context.params["name"])
+        named = words[0] in EXPERIMENTS and hasattr(command, "loaded")
+        command, words = command.loaded(words[0]) if named else command.commands[words[0]], words[1:]
+    command.make_context(command.name, list(words))

@@ -11,12 +11,12 @@ import pytest
 
 from harness.terminal import REPOSITORY
 from paceline.errors import ConfigurationError
+from paceline_lab.experiments.datagrams import network_check, network_scale
+from paceline_lab.experiments.datagrams.network_check import CheckOptions, CheckStudy
+from paceline_lab.experiments.datagrams.network_scale import QUICK, ScaleOptions, ScaleStudy
 from paceline_lab.packet_network.sides import SIDES, Times
-from paceline_lab.studies import network_check, network_scale
-from paceline_lab.studies.network_check import CheckOptions, CheckStudy
-from paceline_lab.studies.network_scale import QUICK, ScaleOptions, ScaleStudy
 
-STORED = REPOSITORY / "benchmarks/results/emulated-network.json"
+STORED = REPOSITORY / "lab/results/emulated-network.json"
 
 
 def test_every_emulated_row_has_a_simulated_side():
@@ -34,7 +34,7 @@ def test_the_check_says_how_far_off_it_is(tmp_path):
     assert findings.summaries["within"] == 1
     assert findings.summaries["rows"]["sum, 0% loss: cubic"]["error"] == pytest.approx(-0.05)
     assert findings.rows[1][4] == "+30 %"
-    with pytest.raises(ConfigurationError, match="emulated_network"):
+    with pytest.raises(ConfigurationError, match="study emulated-network"):
         CheckOptions(tmp_path / "missing.json")
 
 

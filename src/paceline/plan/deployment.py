@@ -223,7 +223,7 @@ class Servers:
         duplex: Whether it sends and receives at once. Lemma 3.2's do not.
         piece_bytes: At most so much is pushed to a server before it may be pulled.
         two_way_ratio: What a link that several connections share carries of its rate in each direction while both are
-            in use; measured with TCP (`benchmarks.parameter_servers`).
+            in use; measured with TCP (`paceline study parameter-servers`).
     """
 
     number: int

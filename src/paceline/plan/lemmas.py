@@ -13,7 +13,7 @@ Lemma 3.2: N_w workers whose gradients are S bytes hide their traffic in the com
 
 parameter servers of B bytes a second. It assumes half-duplex servers with equal shards, that traffic overlaps with
 the whole of T_C (it can only overlap with what comes after the first gradient), and workers' links that never limit.
-Real servers send and receive at once, and have backward only to hide behind: `benchmarks/parameter_servers.py`.
+Real servers send and receive at once, and have backward only to hide behind: `paceline study parameter-servers`.
 
 Source: Zou et al. 2017, "Distributed Training Large-Scale Deep Architectures", lemmas 3.1 and 3.2; the formulas are
 the paper's, read from summaries of it: its full text was not to be had.

@@ -84,7 +84,7 @@ class BucketCaps:
         costs an nth of the overlap, so n should be large; what bounds it is the size at which a reduction is
         efficient. NCCL's keeps growing; Gloo is saturated at 2 MB (section 2.3, figure 2), and section 5.2
         (figures 7 and 8) finds 5 MB best for Gloo and 25 MB for NCCL. On one host there is no wire: Gloo takes
-        the cores that compute, overlap gains nothing, and many reductions cost some (benchmarks/LOG.md).
+        the cores that compute, overlap gains nothing, and many reductions cost some (lab/LOG.md).
 
         Between hosts every reduction costs rounds of messages, however small it is, twice as many for twice the ranks.
         So the more ranks cut it into messages, the larger is a bucket. Backward hides rounds, but not those of what is

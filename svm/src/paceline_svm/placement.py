@@ -50,7 +50,7 @@ LARGEST = 3_000  # variables of a small problem
 _ON_ONE, _SMALL = "solving on one rank", "solving small problems"  # what a rank that loses a peer was doing
 _PIECES = 4  # pieces of work for each thread
 _VALUE_S, _FEATURE_S = 0.6e-9, 0.02e-9  # of a kernel value, and of each of its features
-_LEAST_ROW_S = 10e-6  # a kernel row of all samples, from which sharing pays (measured: benchmarks/LOG.md)
+_LEAST_ROW_S = 10e-6  # a kernel row of all samples, from which sharing pays (measured: lab/LOG.md)
 
 
 def solve(problem: Problem, settings: SolverSettings, communicator: Communicator) -> Solution:

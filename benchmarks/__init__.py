@@ -1,1 +1,0 @@
-"""Benchmarks: one question per file, torch's DistributedDataParallel in the same run."""

@@ -1,0 +1,218 @@
+"""How long does a sum over emulated hosts take where packets are lost: bounded loss over UDP, and Gloo over TCP?
+
+Sides alternate call by call within one job. Gloo runs with the cluster's TCP: cubic as the kernel has it, or BBR with a
+smallest retransmission timeout of 5 ms; each is a cluster of its own (`--tcp` for one), ours is measured in both.
+
+    paceline study bounded-loss --hosts 4 --rate 100mbit --loss 1% --megabytes 1
+
+With `--layers 6` it is instead how long the first layer's gradient takes, which is launched last, behind so many
+others of `--megabytes` each, while a TCP connection loads the network: with priorities, and without; where ports do not
+know them (`--without-switch`) that connection takes most of a port, and all layers take some 4 s: few `--repeats`. With
+`--compute-s 0.4` it is a training step of a VGG-16 whose layers sleep so long, with `--megabytes` of gradients. With
+`--second-rate 40mbit` hosts have two links, among which the kernel chooses by ports, the second one of that rate: by
+one port of each rank, and by eight.
+
+Every case is kept beside the others', under a name that says what it is. The wire's time is that of the bytes that
+every rank of an all-reduce has to send, without any header.
+
+What it cannot show: all hosts share this machine's cores; see "busy" in the output, and repeat what is above 90 %.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.errors import ConfigurationError
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.emulation import Change, ClusterSpec, EmulatedCluster
+from paceline_lab.experiments.options import REPORT_FOLDER, ReportFolder
+
+NAME = "bounded_loss"
+TCP: dict[str, dict[str, Any]] = {
+    "cubic": {"congestion_control": "cubic"},
+    "tuned": {"congestion_control": "bbr", "min_rto": "5ms"},
+}
+_RANK_PROGRAM = str(Path(__file__).with_name("bounded_loss_rank.py"))
+_BASELINES = ("Gloo", "torch over Gloo", "without priorities")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured, on which cluster.
+
+    Attributes:
+        hosts: Of one rank each.
+        rate: Of each link.
+        loss: Of each link, at random.
+        delay: One way; "" for none.
+        mtu: In bytes.
+        megabytes: Of the vector; of a layer, with layers; of all gradients, with a step.
+        repeats: Of every side.
+        layers: 0, or behind how many the first one waits.
+        compute_s: 0, or how long a step computes.
+        has_switch: Whether ports know priorities.
+        second_rate: Of every host's second link; "" if there is none.
+    """
+
+    hosts: int
+    rate: str
+    loss: str
+    delay: str
+    mtu: int
+    megabytes: float
+    repeats: int
+    layers: int
+    compute_s: float
+    has_switch: bool
+    second_rate: str
+
+    @property
+    def kind(self) -> str:
+        if self.layers or self.compute_s:
+            return "layers" if self.layers else "step"
+        return "paths" if self.second_rate else "sum"
+
+    @property
+    def name(self) -> str:
+        """What it is called among the results."""
+        what = {
+            "sum": f"{self.megabytes:g} MB",
+            "paths": f"{self.megabytes:g} MB over two links",
+            "layers": f"first of {self.layers + 1} layers",
+            "step": f"VGG-16 step of {self.compute_s:g} s and {self.megabytes:g} MB",
+        }[self.kind]
+        rates = " and ".join(filter(None, (self.rate, self.second_rate)))
+        parts = [what, f"{self.hosts} hosts", rates, f"loss {self.loss}"]
+        parts += [f"delay {self.delay}"] if self.delay else []
+        parts += [f"MTU {self.mtu}"] if self.mtu != 1500 else []
+        parts += ["without switch"] if self.layers and not self.has_switch else []
+        return ", ".join(parts)
+
+    def spec(self, tcp: str) -> ClusterSpec:
+        """The cluster, with one of the TCPs."""
+        threshold = "60KB" if self.layers and self.has_switch else None
+        return ClusterSpec.parse(
+            hosts=self.hosts,
+            rate=self.rate,
+            loss=self.loss,
+            delay=self.delay or None,
+            mtu=self.mtu,
+            priority=threshold is not None,
+            mark=threshold,
+            drop=threshold,
+            links=2 if self.second_rate else 1,
+            **TCP[tcp],
+        )
+
+    @property
+    def slower_link(self) -> Change | None:
+        """What makes the second link differ from the first."""
+        return Change.parse("rate", None, self.second_rate, link=1) if self.second_rate else None
+
+    @property
+    def wire_ms(self) -> float:
+        """What the bytes of one sum take on the wire."""
+        first = self.spec("cubic").rate_bits_per_s[0]
+        assert first is not None
+        rate = first + (self.slower_link.value if self.slower_link else 0)
+        return 2e3 * (self.hosts - 1) / self.hosts * self.megabytes * 8e6 / rate
+
+
+def summarise(samples: Sequence[dict[str, float]], wire_ms: float) -> dict[str, float]:
+    """Medians, the worst time, the 99th percentile (of fewer than 100 the worst), the share of the wire's rate."""
+    found = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
+    ordered = sorted(sample["ms"] for sample in samples)
+    return {
+        **found,
+        "worst_ms": ordered[-1],
+        "p99_ms": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        "num_samples": len(ordered),
+        "of_wire": wire_ms / found["ms"],
+    }
+
+
+def main(
+    hosts: Annotated[int, typer.Option(help="Of one rank each.")] = 4,
+    rate: Annotated[str, typer.Option(help="Of each link.")] = "100mbit",
+    loss: Annotated[str, typer.Option(help="Of each link, at random.")] = "1%",
+    delay: Annotated[str, typer.Option(help="One way.")] = "",
+    mtu: Annotated[int, typer.Option(help="Bytes of an IP packet.")] = 1500,
+    megabytes: Annotated[float, typer.Option(help="Of the vector.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Of every side.")] = 11,
+    tcp: Annotated[str, typer.Option(help="cubic or tuned.", show_default="both")] = "",
+    layers: Annotated[int, typer.Option(help="Measure priorities, behind so many layers.")] = 0,
+    compute_s: Annotated[float, typer.Option(help="Measure steps that compute so long.")] = 0.0,
+    without_switch: Annotated[
+        bool, typer.Option("--without-switch", help="Priorities that ports do not know.")
+    ] = False,
+    second_rate: Annotated[str, typer.Option(help="Of a second link of each host.")] = "",
+    report_folder: ReportFolder = REPORT_FOLDER,
+) -> None:
+    """Run one job for each TCP; print medians, and keep all samples."""
+    if tcp not in ("", *TCP):
+        raise ConfigurationError(f"--tcp {tcp!r} is none of {', '.join(TCP)}.")
+    case = Case(
+        hosts,
+        rate,
+        loss,
+        delay,
+        mtu,
+        megabytes,
+        repeats,
+        layers,
+        compute_s,
+        has_switch=not without_switch,
+        second_rate=second_rate,
+    )
+    for kind in [tcp] if tcp else list(TCP):
+        load = load_average()
+        samples, busy = _measure(case, kind)
+        summary = {side: summarise(taken, case.wire_ms) for side, taken in samples.items()}
+        baseline = next(summary[side]["ms"] for side in _BASELINES if side in summary)
+        for row in summary.values():
+            row["times_as_fast"] = baseline / row["ms"]
+        name = f"{case.name}, {kind}"
+        record = {"case": asdict(case), "busy": round(busy, 2), "sides": samples}
+        _keep(report_folder, name, record | {"provenance": asdict(collect(hosts, load))}, summary)
+        print(f"{name}; busy {busy:.0%}, load {load}")
+        for side, row in summary.items():
+            print(f"  {side:22s} " + "  ".join(f"{column} {value:.4g}" for column, value in row.items()))
+
+
+def _keep(folder: Path, name: str, record: dict[str, Any], summary: dict[str, Any]) -> None:
+    """Write a case beside those that were measured before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{NAME}.json"
+    stored: dict[str, Any] = (
+        json.loads(path.read_text()) if path.exists() else {"samples": {}, "summaries": {}}
+    )
+    stored["samples"][name], stored["summaries"][name] = record, summary
+    path.write_text(json.dumps(stored) + "\n")
+
+
+def _measure(case: Case, tcp: str) -> tuple[dict[str, list[dict[str, float]]], float]:
+    """Run a job; returns its first rank's samples by side, and how busy this machine was."""
+    found: list[dict[str, list[dict[str, float]]]] = []
+
+    def take(host: int, rank: int | None, text: str) -> None:
+        if text.startswith("{"):
+            found.append(json.loads(text))
+        elif rank is not None:
+            print(f"[host{host}] {text}", file=sys.stderr)
+
+    told = json.dumps(asdict(case) | {"kind": case.kind})
+    with EmulatedCluster(case.spec(tcp)) as cluster:
+        if case.slower_link:
+            cluster.change(case.slower_link)
+        outcome = cluster.run([_RANK_PROGRAM, told], on_line=take, timeout_s=500)
+    if outcome.exit_code or not found:
+        raise ConfigurationError(outcome.failure() or "a rank failed.")
+    return found[0], outcome.busy_ratio

@@ -1,0 +1,195 @@
+"""A rank of `bounded_loss`: sums, over two links, layers with priorities, or steps, by each side in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.process_group.connections import open_lossy_transport
+from paceline.transports import Bound
+from paceline.transports.lossy_transport import LossyTransport
+
+BOUNDS = {"ours, bound 0": 0.0, "ours, bound 5 %": 0.05}
+GLOO, DATAGRAMS = "Gloo", "backend by datagrams"
+FRONT_BYTES = 250_000
+STEP_SIDES = ("torch over Gloo", "Paceline over Gloo", *BOUNDS)
+_WARM_UP_STEPS = 3
+
+Samples = dict[str, list[dict[str, float]]]
+
+
+def main() -> None:
+    """Read the case from the command line; rank 0 prints what each side took."""
+    case = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("benchmark", dist.distributed_c10d._get_default_store())
+    link = open_lossy_transport(store, rank, ranks, timedelta(seconds=120))
+    measure = {"sum": _sums, "paths": _paths, "layers": _layers, "step": _steps}[case["kind"]]
+    samples = measure(link, case)
+    if rank == 0:
+        print(json.dumps(samples), flush=True)
+    link.close(5.0)
+    dist.destroy_process_group()
+
+
+def _begin_together(link: LossyTransport) -> None:
+    link.launch(torch.zeros(1).numpy(), Bound(0)).wait()
+
+
+@contextmanager
+def _timed(into: list[dict[str, float]], is_counted: bool) -> Iterator[dict[str, float]]:
+    """Append milliseconds, and those of the processor, if they count."""
+    begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
+    sample: dict[str, float] = {}
+    yield sample
+    sample["ms"] = round((time.perf_counter() - begun_s) * 1e3, 2)
+    sample["cpu_ms"] = round((time.process_time() - begun_cpu_s) * 1e3, 2)
+    if is_counted:
+        into.append(sample)
+
+
+def _sums(link: LossyTransport, case: dict[str, Any]) -> Samples:
+    """Sum a vector by each side in turn."""
+    os.environ["PACELINE_BETWEEN_HOSTS"] = "udp"
+    backend = dist.new_group(backend="paceline", timeout=timedelta(seconds=120))
+    vector = torch.ones(int(case["megabytes"] * 250_000))
+    samples: Samples = {side: [] for side in (GLOO, DATAGRAMS, *BOUNDS)}
+    for repeat in range(case["repeats"] + 1):  # the first is a warm-up
+        for side, taken in samples.items():
+            vector.fill_(1.0)
+            _begin_together(link)
+            with _timed(taken, repeat > 0):
+                if side == GLOO:
+                    dist.all_reduce(vector)
+                elif side == DATAGRAMS:
+                    dist.all_reduce(vector, group=backend)
+                else:
+                    link.launch(vector.numpy(), Bound(BOUNDS[side])).wait()
+            assert bool((vector == dist.get_world_size()).all())
+    return samples
+
+
+def _paths(link: LossyTransport, case: dict[str, Any]) -> Samples:
+    """Sum a vector by one port of each rank, by eight, and by Gloo, whose connections each have one."""
+    store = dist.PrefixStore("eight ports", dist.distributed_c10d._get_default_store())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    by_eight = open_lossy_transport(store, rank, ranks, timedelta(seconds=120), 8)
+    sides = {GLOO: None, "ours, one port": link, "ours, eight ports": by_eight}
+    vector = torch.ones(int(case["megabytes"] * 250_000))
+    samples: Samples = {side: [] for side in sides}
+    for repeat in range(case["repeats"] + 1):
+        for side, transport in sides.items():
+            vector.fill_(1.0)
+            _begin_together(link)
+            with _timed(samples[side], repeat > 0):
+                if transport is None:
+                    dist.all_reduce(vector)
+                else:
+                    transport.launch(vector.numpy(), Bound(0)).wait()
+            assert bool((vector == ranks).all())
+    by_eight.close(5.0)
+    return samples
+
+
+def _layers(link: LossyTransport, case: dict[str, Any]) -> Samples:
+    """Launch a step's gradients, the first layer's last, and time that one; the same without priorities in turn."""
+    rank, num_layers = dist.get_rank(), case["layers"]
+    load = dist.new_group(backend="gloo")
+    is_over = threading.Event()
+
+    def load_the_port() -> None:  # rank 1 sends to rank 0, and so into a port that all send to
+        block = torch.zeros(64 * 1024)
+        while rank == 0 and not block[0]:
+            dist.recv(block, 1, group=load)
+        while rank == 1 and not block[0]:
+            block.fill_(float(is_over.is_set()))  # the last one says so
+            dist.send(block, 0, group=load)
+
+    threads = [threading.Thread(target=load_the_port)] if rank < 2 else []
+    for thread in threads:
+        thread.start()
+    backs = [torch.ones(int(case["megabytes"] * 250_000)).numpy() for _ in range(num_layers)]
+    front = torch.ones(FRONT_BYTES // 4).numpy()
+    classes = [1 + i * 3 // num_layers for i in range(num_layers)]
+    samples: Samples = {"without priorities": [], "with priorities": []}
+    for repeat in range(case["repeats"] + 1):
+        for name, taken in samples.items():
+            has_classes = name == "with priorities"
+            _begin_together(link)
+            begun_s = time.perf_counter()
+            with _timed(taken, repeat > 0) as sample:
+                launched = [
+                    link.launch(back, Bound(0.05, priority=level * has_classes))
+                    for back, level in zip(backs, classes, strict=True)
+                ]
+                link.launch(front, Bound(0.05, priority=5 * has_classes)).wait()
+                sample["first_layer_ms"] = round((time.perf_counter() - begun_s) * 1e3, 2)
+                for one in launched:
+                    one.wait()
+    _begin_together(link)
+    is_over.set()
+    for thread in threads:
+        thread.join(20)
+    return samples
+
+
+def _steps(link: LossyTransport, case: dict[str, Any]) -> Samples:
+    """Train a VGG-16 whose layers sleep, by each side in turn; its gradients and their traffic are real."""
+    from paceline_lab.bench.layer_profile import default_profile
+    from paceline_lab.bench.timed_model import SleepingOptimizer, TimedModel, gradient_bytes
+
+    profile = default_profile("vgg16").taking(case["compute_s"])
+    scale = gradient_bytes(profile) / (case["megabytes"] * 1e6)
+    trainees = {}
+    for side in STEP_SIDES:
+        module = TimedModel(profile, dist.get_rank(), scale)
+        model = _wrapped(side, module, scale)
+        trainees[side] = (module, model, SleepingOptimizer(module.parameters(), profile.optimizer_s))
+    samples: Samples = {side: [] for side in STEP_SIDES}
+    for repeat in range(-_WARM_UP_STEPS, case["repeats"]):
+        for side, (_, model, optimizer) in trainees.items():
+            _begin_together(link)
+            with _timed(samples[side], repeat >= 0):
+                optimizer.zero_grad(set_to_none=True)
+                model(torch.zeros(1, requires_grad=True)).sum().backward()
+                optimizer.step()
+                _begin_together(link)  # the slowest rank's step
+    for side, (module, *_) in trainees.items():
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        error = module.expected_error(gradients, dist.get_world_size())
+        assert error <= (0.2 if side == "ours, bound 5 %" else 1e-6), f"{side} is {error:.2g} off"
+    return samples
+
+
+def _wrapped(side: str, module: Any, scale: float) -> Any:
+    """A model under data parallelism, with its wrapper's default buckets, scaled like its gradients."""
+    from paceline import DistributedDataParallel
+    from paceline.planning.bucket_assignment import BucketCaps
+    from paceline.reductions import BoundedLoss, Mean
+
+    mebibyte = 2**20
+    if side == STEP_SIDES[0]:
+        caps: list[Any] = [cap / scale for cap in (1.0, 25.0)]  # torch says int, and takes parts of one
+        return torch.nn.parallel.DistributedDataParallel(module, init_sync=False, bucket_cap_mb_list=caps)
+    whole = sum(4 * p.numel() for p in module.parameters()) * scale
+    num_ranks = torch.distributed.get_world_size()
+    found = BucketCaps.default(int(whole), any_on_cpu=True, on_one_host=False, num_ranks=num_ranks)
+    caps = [cap / scale / mebibyte for cap in found.caps_bytes]
+    reduction = BoundedLoss(BOUNDS[side]) if side in BOUNDS else Mean()
+    return DistributedDataParallel(module, init_sync=False, bucket_cap_mb_list=caps, reduction=reduction)
+
+
+if __name__ == "__main__":
+    main()

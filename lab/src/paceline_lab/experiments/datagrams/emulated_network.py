@@ -1,0 +1,125 @@
+"""How long do sums and pushes take on emulated hosts, by bounded loss over UDP and over TCP?
+
+What the simulated network (`paceline study network-check`) is held to. Sides alternate call by call within one job;
+TCP is the cluster's: cubic as the kernel has it, and tuned, BBR with a smallest retransmission timeout of 5 ms, each a
+cluster of its own. A push is what workers send a parameter server: everybody to rank 0, timed there from a barrier
+until all of it is in.
+
+    paceline study emulated-network --case sum-1MB
+
+What it cannot show: all hosts share this machine's cores; see `busy` in the output, and repeat what is above 90 %.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.errors import ConfigurationError
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.emulation import ClusterSpec, EmulatedCluster
+from paceline_lab.experiments.options import REPORT_FOLDER, ReportFolder
+
+_RANK_PROGRAM = str(Path(__file__).with_name("emulated_network_rank.py"))
+NAME = "emulated-network"
+BOUNDS = {"ours, bound 0": 0.0, "ours, bound 5 %": 0.05}
+TCP: dict[str, dict[str, Any]] = {
+    "cubic": {"congestion_control": "cubic"},
+    "tuned": {"congestion_control": "bbr", "min_rto": "5ms"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is sent between which hosts.
+
+    Attributes:
+        hosts: How many, of one rank each.
+        num_bytes: Of the vector.
+        is_push: Whether it is sent to rank 0; else it is summed for all.
+        repeats: Of every side.
+        loss: As `--loss` of `paceline emulate`; one cluster each.
+        queue: What a switch port holds.
+        rate: Of each link.
+    """
+
+    hosts: int
+    num_bytes: int
+    is_push: bool
+    repeats: int
+    loss: tuple[str, ...] = ("0%",)
+    queue: str = "256KB"
+    rate: str = "100mbit"
+
+
+CASES = {
+    "sum-1MB": Case(4, 1_000_000, False, 25, ("0%", "1%", "3%")),
+    "sum-25MB": Case(4, 25_000_000, False, 3, ("0%", "1%")),
+    "push": Case(9, 100_000, True, 120, queue="64KB"),
+    "push-shallow": Case(9, 100_000, True, 100, queue="16KB"),
+}
+
+
+def main(
+    case: Annotated[str, typer.Option(help=f"One of {', '.join(CASES)}.")] = "sum-1MB",
+    tcp: Annotated[str, typer.Option(help="cubic or tuned.", show_default="both")] = "",
+    report_folder: ReportFolder = REPORT_FOLDER,
+) -> None:
+    """Measure one case, and keep its samples beside those of the others."""
+    if case not in CASES or tcp not in ("", *TCP):
+        raise ConfigurationError(f"--case {case} or --tcp {tcp} is none of {', '.join([*CASES, *TCP])}.")
+    load = load_average()
+    path = report_folder / f"{NAME}.json"
+    chosen = CASES[case]
+    for kind in [tcp] if tcp else list(TCP):
+        for loss in chosen.loss:
+            samples, busy = _measure(chosen, kind, loss)
+            stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"samples": {}}
+            key = f"{case}, loss {loss}, {kind}"
+            stored["samples"][key] = {
+                "case": asdict(chosen),
+                "busy": round(busy, 2),
+                "ms": {side: [round(ms, 2) for ms in values] for side, values in samples.items()},
+            }
+            stored["summaries"] = {
+                name: {side: _summary(ms) for side, ms in record["ms"].items()}
+                for name, record in stored["samples"].items()
+            }
+            stored["provenance"] = asdict(collect(chosen.hosts, load))
+            path.write_text(json.dumps(stored) + "\n")
+            print(f"{key}; busy {busy:.0%}")
+            for side, values in samples.items():
+                print(
+                    f"  {side:16s} median {statistics.median(values):8.1f} ms   worst {max(values):8.1f} ms"
+                )
+
+
+def _summary(ms: list[float]) -> dict[str, float]:
+    ordered = sorted(ms)
+    return {"median_ms": statistics.median(ms), "p99_ms": ordered[min(len(ms) - 1, int(0.99 * len(ms)))]}
+
+
+def _measure(case: Case, tcp: str, loss: str) -> tuple[dict[str, list[float]], float]:
+    """Run one job; returns milliseconds by side, and how busy this machine was."""
+    spec = ClusterSpec.parse(hosts=case.hosts, rate=case.rate, loss=loss, queue=case.queue, **TCP[tcp])
+    found: list[dict[str, list[float]]] = []
+
+    def take(host: int, rank: int | None, text: str) -> None:
+        if text.startswith("{"):
+            found.append(json.loads(text))
+        elif rank is not None:
+            print(f"[host{host}] {text}", file=sys.stderr)
+
+    with EmulatedCluster(spec) as cluster:
+        outcome = cluster.run(
+            [_RANK_PROGRAM, json.dumps(asdict(case) | {"bounds": BOUNDS})], on_line=take, timeout_s=500
+        )
+    if outcome.exit_code:
+        raise ConfigurationError(outcome.failure() or "a rank failed.")
+    return found[0], outcome.busy_ratio

@@ -1,0 +1,75 @@
+"""How do sums by bounded loss and a TCP connection (cubic) share a port that both send into, on emulated hosts?
+
+All ranks but the last host's sum vectors without a pause; that one sends to the first by TCP. Counted is what arrives
+at the first host's port, second by second: of `--ranks` - 1 pairs, and of the one connection.
+
+    paceline study shared-port --ranks 2
+    paceline study shared-port --ranks 4
+
+What it cannot show: how evenly pairs share among themselves (a sum waits for all of them). All hosts share this
+machine's cores; see "busy".
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.errors import ConfigurationError
+from paceline_lab.bench.provenance import collect, load_average
+from paceline_lab.emulation import ClusterSpec, EmulatedCluster
+from paceline_lab.experiments.options import REPORT_FOLDER, ReportFolder
+
+NAME = "shared_port"
+_RANK_PROGRAM = str(Path(__file__).with_name("shared_port_rank.py"))
+
+
+def main(
+    ranks: Annotated[int, typer.Option(min=2, help="Of hosts that sum; one more sends by TCP.")] = 4,
+    rate: Annotated[str, typer.Option(help="Of each link.")] = "100mbit",
+    queue: Annotated[str, typer.Option(help="Of a port.")] = "256KB",
+    delay: Annotated[str, typer.Option(help="One way.")] = "",
+    megabytes: Annotated[float, typer.Option(help="Of a vector.")] = 1.0,
+    seconds: Annotated[int, typer.Option(min=6, help="How long; the first third does not count.")] = 20,
+    report_folder: ReportFolder = REPORT_FOLDER,
+) -> None:
+    """Run one job; print the shares, and keep every second."""
+    spec = ClusterSpec.parse(
+        hosts=ranks + 1, rate=rate, queue=queue, delay=delay or None, congestion_control="cubic"
+    )
+    case = {"ranks": ranks, "megabytes": megabytes, "seconds": seconds}
+    lines: list[str] = []
+    load = load_average()
+    with EmulatedCluster(spec) as cluster:
+        outcome = cluster.run(
+            [_RANK_PROGRAM, json.dumps(case)],
+            on_line=lambda _host, _rank, text: lines.append(text),
+            timeout_s=seconds + 60,
+        )
+    told = [json.loads(line) for line in lines if line.startswith("[{")]
+    if outcome.exit_code or not told:
+        raise ConfigurationError(outcome.failure() or "\n".join(lines))
+    every_second: list[dict[str, float]] = told[0]
+    summary = summarise(every_second, ranks - 1)
+    name = f"{ranks} ranks, {rate}, queue {queue}" + (f", delay {delay}" if delay else "")
+    path = report_folder / f"{NAME}.json"
+    stored = json.loads(path.read_text()) if path.exists() else {"samples": {}, "summaries": {}}
+    kept = {"case": case, "busy": outcome.busy_ratio, "provenance": asdict(collect(ranks + 1, load))}
+    stored["samples"][name], stored["summaries"][name] = kept | {"every_second": every_second}, summary
+    path.write_text(json.dumps(stored) + "\n")
+    print(f"{name}; busy {outcome.busy_ratio:.0%}, load {load}")
+    print("  ".join(f"{key} {value:.3g}" for key, value in summary.items()))
+
+
+def summarise(every_second: list[dict[str, float]], pairs: int) -> dict[str, float]:
+    """Means of the last two thirds, and Jain's index with what each pair has on average."""
+    counted = every_second[len(every_second) // 3 :]
+    ours, tcp = (sum(second[key] for second in counted) / len(counted) for key in ("ours_mbit", "tcp_mbit"))
+    shares = [tcp] + [ours / pairs] * pairs
+    jain = sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
+    fair = (ours + tcp) / (pairs + 1)
+    return {"ours_mbit": ours, "tcp_mbit": tcp, "tcp_of_fair": tcp / fair, "jain": jain}

@@ -1,0 +1,167 @@
+"""Which shrinking heuristic is cheapest, on which set? The paper's question, on every set, in one table.
+
+None, each static heuristic (single and multi, thresholds in pair updates and per cent of the samples) and `adaptive`,
+all to the same optimum: with no kernel-row cache, which is the paper's setting, and with the default one. One process,
+one thread; heuristics take turns, after a fit of each that is not counted. Ratios are over `none`: of the medians of
+times, and of the numbers of kernel values computed, which are the same in every run.
+
+`--clock cpu` counts processor time, for a busy machine. With `--parts` it can be stopped, or called for some sets at a
+time: a call that names them all reports what is there. Sets named with `--once` take minutes: each heuristic fits once,
+four in a process, and the first fit counts.
+"""
+
+import statistics
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline_lab.bench.protocol import WrongAnswerError
+from paceline_lab.bench.provenance import collect
+from paceline_lab.bench.rank_program import TellProgress
+from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.experiments.kernel_svm.data_sets import HELP, load
+from paceline_lab.experiments.kernel_svm.fitting import CLOCKS, NO_CACHE_MEGABYTES, OBJECTIVE_RTOL, TOL, Clock
+from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, PartsFolder, Quick, ReportFolder, Rounds
+from paceline_lab.experiments.runner import conclude, measured
+from paceline_lab.report.publication import Report
+
+HEURISTICS = (
+    "none",
+    *(
+        f"{kind}-{threshold}"
+        for kind in ("single", "multi")
+        for threshold in ("500", "1000", "5%", "10%", "50%")
+    ),
+    "adaptive",
+)
+_AT_ONCE = 4  # heuristics in a process that fit once
+CACHES: dict[str, float | str] = {"no cache": NO_CACHE_MEGABYTES, "default": "auto"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is measured."""
+
+    data: str
+    folder: str | None
+    num_rounds: int
+    clock: str
+    cache: str = ""
+    heuristics: tuple[str, ...] = HEURISTICS
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What fits with one heuristic took, and where they ended."""
+
+    times_s: list[float]
+    objective: float
+    num_kernel_values: int
+    num_steps: int
+    num_reconstructions: int
+
+
+def measure(config: Config, tell: TellProgress) -> dict[str, Cost]:
+    """Fit with each of the heuristics; returns costs by heuristic."""
+    from paceline_svm import SVC
+
+    split = load(config.data, Path(config.folder) if config.folder else None)
+    now_s, size = CLOCKS[config.clock], CACHES[config.cache]
+    settings: dict[str, Any] = {"C": split.cost, "gamma": split.gamma, "tol": TOL, "cache_size": size}
+    models = {name: SVC(**settings, shrinking=name) for name in config.heuristics}
+    times: dict[str, list[float]] = {name: [] for name in config.heuristics}
+    for turn in range(config.num_rounds + 1):
+        for name in config.heuristics[:: 1 if turn % 2 else -1]:
+            started_s = now_s()
+            models[name].fit(split.X, split.y)
+            times[name].append(now_s() - started_s)
+        tell((turn + 1) / (config.num_rounds + 1))
+    return {name: _cost(model, times[name][1:] or times[name]) for name, model in models.items()}
+
+
+def _cost(model: Any, times_s: list[float]) -> Cost:
+    of = model.counters_[0]
+    return Cost(times_s, float(model.objective_[0]), of.num_kernel_values, of.num_steps, of.num_unshrinks)
+
+
+def _costs_of(config: Config, parts: Path | None) -> dict[str, dict[str, Cost]]:
+    """Costs of one set by cache and heuristic, all at the same optimum."""
+    found: dict[str, dict[str, Cost]] = {}
+    for cache in CACHES:
+        found[cache] = {}
+        num = len(HEURISTICS) if config.num_rounds else _AT_ONCE
+        for some in (HEURISTICS[k : k + num] for k in range(0, len(HEURISTICS), num)):
+            part = replace(config, cache=cache, heuristics=some)
+            run = partial(LoopbackRanks(1).run, measure, part, f"elimination, {config.data}, {cache}")
+            found[cache] |= measured(parts, part, run)[0]
+        objectives = {name: cost.objective for name, cost in found[cache].items()}
+        least = min(objectives.values())
+        if max(objectives.values()) - least > OBJECTIVE_RTOL * abs(least):
+            raise WrongAnswerError(f"{config.data}, {cache}: objectives {objectives}; times mean nothing.")
+    return found
+
+
+def _ratios(costs: dict[str, Cost]) -> dict[str, dict[str, float]]:
+    """Over `none`, by what is counted and heuristic."""
+    seconds = {name: statistics.median(cost.times_s) for name, cost in costs.items()}
+    values = {name: cost.num_kernel_values for name, cost in costs.items()}
+    return {
+        "time": {name: found / seconds["none"] for name, found in seconds.items()},
+        "kernel values": {name: found / values["none"] for name, found in values.items()},
+    }
+
+
+def main(
+    data: Annotated[
+        str, typer.Option(help=f"Comma-separated, of two classes: {HELP}.")
+    ] = "synthetic-8000x20",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where real sets lie; see kernel_svm/data_sets.py.")
+    ] = None,
+    once: Annotated[str, typer.Option(help="More of them, which take minutes.")] = "",
+    rounds: Rounds = 2,
+    clock: Clock = "wall",
+    parts: PartsFolder = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    report_folder: ReportFolder = REPORT_FOLDER,
+) -> None:
+    """Compare the heuristics on every set."""
+    names, rounds = (["synthetic-4000x8"], 1) if quick else (data.split(","), rounds)
+    where = str(folder.absolute()) if folder else None
+    turns = dict.fromkeys(names, rounds) | dict.fromkeys(once.split(",") if once else [], 0)
+    costs = {name: _costs_of(Config(name, where, turn, clock), parts) for name, turn in turns.items()}
+    result = report(costs, Config(",".join(turns), where, rounds, clock), quick)
+    conclude(result, report_folder, as_json)
+
+
+def report(costs: dict[str, dict[str, dict[str, Cost]]], config: Config, quick: bool) -> Report:
+    """Turn costs by set, cache and heuristic into rows: two for each set and cache."""
+    rows: list[tuple[str, ...]] = []
+    summaries: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    for cache in CACHES:
+        ratios = {name: _ratios(of_caches[cache]) for name, of_caches in costs.items()}
+        for what in ("time", "kernel values"):
+            of_sets = {name: found[what] for name, found in ratios.items()}
+            means = {x: statistics.geometric_mean(of[x] for of in of_sets.values()) for x in HEURISTICS}
+            summaries.setdefault(cache, {})[what] = of_sets | {"geometric mean": means}
+            for name, of in summaries[cache][what].items():
+                rows.append((cache, name, what, *(f"{of[x]:.2f}" for x in HEURISTICS[1:])))
+    return Report(
+        name=f"svm-elimination{'-quick' if quick else ''}",
+        question="What does a fit cost with each shrinking heuristic, over none?",
+        columns=("cache", "data", "ratio of", *HEURISTICS[1:]),
+        rows=tuple(rows),
+        verdicts=(),
+        notes=(f"one process, one thread, {config.clock} clock; below 1 is cheaper than without shrinking",),
+        config=config,
+        summaries=summaries,
+        samples={
+            name: {cache: {x: asdict(cost) for x, cost in of.items()} for cache, of in of_caches.items()}
+            for name, of_caches in costs.items()
+        },
+        provenance=collect(1),
+    )

@@ -1,0 +1,196 @@
+"""Sets the simulator's steps beside measured ones of emulated clusters, and fits what emulation costs.
+
+An emulated cluster is not a cluster: its ranks share this machine's cores, and at 16 ranks that costs more than the
+links do. Six numbers say how much; they are fitted on some runs, and hold for all others:
+
+    goodput      part of a link's rate that carries gradients
+    latency      of a round
+    and of `EmulationCost`: processor time of a collective, a message, a byte, a layer
+
+The same prediction without the last four is what hosts with cores of their own would take: both are in the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from paceline.errors import ConfigurationError
+from paceline.plan import Cluster, EmulationCost, HostLink, RecordedWorkload, ReductionPlan, simulate
+from paceline.planning.bucket_assignment import MEBIBYTE
+from paceline_lab.bench.layer_profile import Profile
+from paceline_lab.bench.timed_model import gradient_bytes, planned
+from paceline_lab.experiments.papers.variants import Variant, bucket_caps_mb
+
+_UNITS = (0.95, 1e-4, 1e-3, 1e-4, 1e-10, 1e-4)  # of the fitted numbers, so that all are about 1
+_LEAST, _MOST = (0.8, 0, 0, 0, 0, 0), (1.06, 50, 50, 50, 50, 50)
+_NUM_STEPS = 40  # simulated, where something is drawn
+CORES = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One variant that was measured.
+
+    Attributes:
+        label: Of the cluster or study.
+        name: Of the variant.
+        workload: What each rank computed.
+        links: The hosts' links as they were asked for; ranks are on hosts of their own.
+        plan: How gradients were reduced.
+        steps_s: Measured; means over micro-steps.
+        flow_bytes_per_s: Cap of a connection.
+        speeds: Of the ranks; empty: all 1.
+    """
+
+    label: str
+    name: str
+    workload: RecordedWorkload
+    links: tuple[HostLink, ...]
+    plan: ReductionPlan
+    steps_s: tuple[float, ...]
+    flow_bytes_per_s: float = math.inf
+    speeds: tuple[float, ...] = ()
+
+    @property
+    def measured_s(self) -> float:
+        """Median."""
+        return median(self.steps_s)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What was fitted."""
+
+    goodput: float
+    latency_s: float
+    emulation: EmulationCost
+
+    def cluster(self, run: Run, *, emulated: bool = True) -> Cluster:
+        """The cluster of a run, with or without what emulation costs."""
+        links = tuple(
+            HostLink(link.bytes_per_s * self.goodput, self.latency_s + link.latency_s, link.loss_ratio)
+            for link in run.links
+        )
+        cluster = Cluster((1,) * len(links), links, speeds=run.speeds, flow_bytes_per_s=run.flow_bytes_per_s)
+        return replace(cluster, emulation=self.emulation) if emulated else cluster
+
+    def step_s(self, run: Run, *, emulated: bool = True) -> float:
+        """The predicted step, or micro-step."""
+        cluster = self.cluster(run, emulated=emulated)
+        is_lossy = any(link.loss_ratio for link in run.links)
+        return simulate(run.workload, cluster, run.plan, num_steps=_NUM_STEPS if is_lossy else 1).micro_step_s
+
+
+def fit(runs: Sequence[Run]) -> Fitted:
+    """The six numbers with the least errors over `runs`; far outliers count little.
+
+    Raises:
+        ConfigurationError: scipy is missing.
+    """
+    try:
+        from scipy.optimize import least_squares  # only this needs it
+    except ImportError as error:
+        raise ConfigurationError("fitting needs scipy: pip install scipy.") from error
+
+    def errors(numbers: Sequence[float]) -> list[float]:
+        fitted = _from(numbers)
+        return [math.log(fitted.step_s(run) / run.measured_s) for run in runs]
+
+    found = least_squares(
+        errors, [1.0] * len(_UNITS), bounds=(_LEAST, _MOST), loss="soft_l1", f_scale=0.03, diff_step=0.02
+    )
+    return _from(found.x)
+
+
+def _from(numbers: Sequence[float]) -> Fitted:
+    goodput, latency_s, *costs = (float(x) * unit for x, unit in zip(numbers, _UNITS, strict=True))
+    return Fitted(goodput, latency_s, EmulationCost(CORES, *costs))
+
+
+def run_of(
+    label: str,
+    variant: Variant,
+    profile: Profile,
+    scale: float,
+    links: Sequence[HostLink],
+    steps_s: Sequence[float],
+) -> Run:
+    """What a variant of the time studies is to the simulator: torch and ours over Gloo, which is a ring."""
+    num_ranks = 1 if variant.side == "none" else variant.num_ranks
+    if variant.side in ("after", "none"):
+        caps: tuple[float, ...] = (math.inf,)
+    else:
+        caps = tuple(cap * MEBIBYTE / scale for cap in bucket_caps_mb(variant, gradient_bytes(profile)))
+    plan = ReductionPlan(
+        caps,
+        "ring",
+        payload_ratio=0.5 if variant.half else 1.0,
+        sync_every=variant.sync_every,
+        num_groups=variant.num_groups,
+        overlap=variant.side != "after",
+    )
+    speeds = (
+        ()
+        if variant.first_rank_slowness == 1
+        else (1 / variant.first_rank_slowness,) + (1.0,) * (num_ranks - 1)
+    )
+    return Run(
+        label,
+        str(variant.side),
+        planned(profile, scale),
+        tuple(links[:num_ranks]),
+        plan,
+        tuple(steps_s),
+        variant.flow_bytes_per_s or math.inf,
+        speeds,
+    )
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far predictions were off, for the runs of one label."""
+
+    label: str
+    num: int
+    median_ratio: float
+    worst_ratio: float
+    worst: str
+
+    @classmethod
+    def of(cls, label: str, runs: Sequence[Run], fitted: Fitted) -> Errors:
+        """Compare."""
+        ratios = [fitted.step_s(run) / run.measured_s - 1 for run in runs]
+        worst = max(range(len(runs)), key=lambda i: abs(ratios[i]))
+        run = runs[worst]
+        words = f"{run.label}: {run.name}, {len(run.links)} ranks, {run.plan.describe()}"
+        return cls(label, len(runs), median(map(abs, ratios)), ratios[worst], words)
+
+
+def samples(runs: Sequence[Run], fitted: Fitted) -> list[dict[str, Any]]:
+    """Every run with its predictions, as JSON takes it."""
+    return [
+        {
+            "label": run.label,
+            "variant": run.name,
+            "workload": run.workload.name,
+            "ranks": len(run.links),
+            "plan": run.plan.describe(),
+            "measured_s": round(run.measured_s, 6),
+            "steps_s": [round(step_s, 6) for step_s in run.steps_s],
+            "predicted_s": round(fitted.step_s(run), 6),
+            "without_emulation_s": round(fitted.step_s(run, emulated=False), 6),
+        }
+        for run in runs
+    ]
+
+
+def summary(fitted: Fitted, errors: Sequence[Errors]) -> Mapping[str, Any]:
+    """For a report's JSON."""
+    return {
+        "fitted": {"goodput": fitted.goodput, "latency_s": fitted.latency_s, **vars(fitted.emulation)},
+        "errors": {x.label: {k: v for k, v in vars(x).items() if k != "label"} for x in errors},
+    }

@@ -1,0 +1,466 @@
+"""When do parameter servers win against an all-reduce, and how many does lemma 3.2 of Zou et al. 2017 ask for?
+
+Workers and servers are hosts of an emulated cluster; a worker's layers sleep as long as ResNet-50's compute, its
+gradients and their traffic are real. In the same processes, step by step in turn: torch's DistributedDataParallel over
+Gloo, ours over Gloo, and ours with 1, 2, ... servers. Servers are `python -m paceline.servers`, as `paceline serve` is.
+
+    --case lemma        workers' links do not limit, servers' do: how many servers until a step gets no shorter?
+    --case symmetric    all links alike: the servers' links come on top of what the all-reduce has
+    --case asymmetric   servers on fat links
+
+"alone" computes and reduces nothing: what the simulator (`planning.simulate`) is told of computing, as it would be by a
+recording. Its links have the same rates less 5 % for headers; nothing is fitted to these runs but
+`collective_time.TWO_WAY_RATIO`, to the lemma's odd numbers of servers. The knee is the fewest servers with which a step
+is as long as with the most, to within 2 %.
+
+What it cannot show: all hosts share two cores; "busy" says how much of them was used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.comm import TOKEN
+from paceline.errors import ConfigurationError
+from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, ReportFolder
+from paceline_lab.experiments.runner import conclude
+from paceline_lab.report.figures import draw_figure, show_ratio
+from paceline_lab.report.look import CURVE_COLORS, OURS, look_of
+from paceline_lab.report.panels import Line, Lines
+from paceline_lab.report.publication import Report
+from paceline_lab.report.summary import Summary, slowest_rank
+
+if TYPE_CHECKING:
+    from paceline_lab.bench.provenance import Provenance
+
+PAYLOAD_RATIO = 0.95  # of a link's rate; the rest is headers
+KNEE = 0.02  # of a step: so much longer counts as no longer
+WARM_UP_STEPS = 3
+TOLERANCE = 1e-6
+MEBIBYTE = 2**20
+ALONE = "alone"
+_PATIENCE_S = 400.0
+_WORKER = "PACELINE_BENCHMARK_WORKER"  # its configuration, in the environment of a worker
+
+
+@dataclass(frozen=True)
+class Config:
+    """One case.
+
+    Attributes:
+        case: Its name.
+        num_workers: Hosts with a rank.
+        servers: How many servers, one side each.
+        worker_mbit: Rate of a worker's link, in each direction.
+        server_mbit: Of a server's.
+        megabytes: Of gradients, about.
+        compute_s: Forward and backward together.
+        num_rounds: Every side takes a step in each.
+    """
+
+    case: str
+    num_workers: int
+    servers: tuple[int, ...]
+    worker_mbit: float
+    server_mbit: float
+    megabytes: float
+    compute_s: float
+    num_rounds: int = 12
+
+    @property
+    def sides(self) -> list[str]:
+        return [ALONE, "torch", "ours", *(f"{number} servers" for number in self.servers)]
+
+
+CASES = {
+    "lemma": Config("lemma", 4, (1, 2, 3, 4, 5, 6, 7, 8), 200, 32, 1.5, 0.6),
+    "symmetric": Config("symmetric", 4, (1, 2, 4), 50, 50, 4.0, 0.6),
+    "asymmetric": Config("asymmetric", 4, (1, 2), 50, 400, 4.0, 0.6),
+}
+
+
+# ---- on a worker's host
+
+
+def work(config: Config, addresses: Sequence[str]) -> None:
+    """Train all sides in turn; rank 0 prints the slowest rank's steps."""
+    import torch
+    import torch.distributed as dist
+
+    from paceline_lab.bench.sides import digest
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    trainees = {side: _Trainee(side, config, addresses) for side in config.sides}
+    steps_s: dict[str, list[float]] = {side: [] for side in trainees}
+    counted = {side: Counter[str]() for side in trainees}
+    for number in range(-WARM_UP_STEPS, config.num_rounds):
+        order = list(trainees) if number % 2 else list(reversed(trainees))
+        for side in order:
+            before = Counter(_tcp_counters())
+            taken_s = trainees[side].step()
+            if number >= 0:
+                steps_s[side].append(taken_s)
+                counted[side].update(_tcp_counters())
+                counted[side].subtract(before)
+    found = {}
+    for side, trainee in trainees.items():
+        gradients = [p.grad for p in trainee.module.parameters() if p.grad is not None]
+        mine = (
+            steps_s[side],
+            0.0 if side == ALONE else trainee.module.expected_error(gradients, config.num_workers),
+            "" if side == ALONE else digest(gradients),
+            counted[side],
+        )
+        every: list[Any] = [None] * config.num_workers
+        dist.all_gather_object(every, mine)
+        found[side] = {
+            "steps_s": slowest_rank([each[0] for each in every]),
+            "error": max(each[1] for each in every),
+            "ranks_equal": len({each[2] for each in every}) == 1,
+            "tcp_per_step": {
+                name: sum(each[3][name] for each in every) / config.num_workers / config.num_rounds
+                for name in counted[side]
+            },
+        }
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+def _tcp_counters() -> dict[str, int]:
+    """What this host's kernel has counted: bytes received, segments sent again, and those that came out of order."""
+    table: dict[str, int] = {}
+    for file in ("snmp", "netstat"):
+        lines = [line.split() for line in Path(f"/proc/self/net/{file}").read_text().splitlines()]
+        for names, numbers in zip(lines[::2], lines[1::2], strict=True):
+            table |= {
+                names[0] + name: int(number) for name, number in zip(names[1:], numbers[1:], strict=True)
+            }
+    return {
+        "received bytes": table["IpExt:InOctets"],
+        "sent again": table["Tcp:RetransSegs"],
+        "out of order": table["TcpExt:TCPOFOQueue"],
+    }
+
+
+class _Trainee:
+    """One side on this rank."""
+
+    def __init__(self, side: str, config: Config, addresses: Sequence[str]) -> None:
+        import torch.distributed as dist
+
+        from paceline.reductions import ParameterServers
+        from paceline_lab.bench.sides import wrap
+        from paceline_lab.bench.timed_model import SleepingOptimizer, TimedModel
+
+        profile, scale = _profile(config)
+        self.module = TimedModel(profile, dist.get_rank(), scale)
+        self.optimizer = SleepingOptimizer(self.module.parameters(), profile.optimizer_s)
+        self.model: Any = self.module
+        if side == ALONE:
+            return
+        wrapper = "torch" if side == "torch" else "ours"
+        how: dict[str, Any] = {
+            "bucket_cap_mb_list": [
+                cap / MEBIBYTE for cap in _caps(wrapper, config.num_workers, profile, scale)
+            ]
+        }
+        if side not in ("torch", "ours"):
+            how["reduction"] = ParameterServers(addresses[: int(side.split(maxsplit=1)[0])])
+        self.model = wrap(wrapper, self.module, init_sync=False, **how)  # parameters are never read
+
+    def step(self) -> float:
+        """Train a step behind a barrier. Collective."""
+        import torch
+        import torch.distributed as dist
+
+        dist.barrier()
+        begun_s = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model(torch.zeros(1, requires_grad=True)).sum().backward()
+        self.optimizer.step()
+        return time.perf_counter() - begun_s
+
+
+def _profile(config: Config) -> tuple[Any, float]:
+    from paceline_lab.bench.layer_profile import default_profile
+    from paceline_lab.bench.timed_model import gradient_bytes
+
+    profile = default_profile("resnet50").taking(config.compute_s)
+    return profile, gradient_bytes(profile) / (config.megabytes * 1e6)
+
+
+def _caps(wrapper: str, num_ranks: int, profile: Any, scale: float) -> tuple[float, ...]:
+    """Bytes that fill buckets: the wrapper's defaults for several hosts and the whole model, scaled like it."""
+    from paceline.planning.bucket_assignment import BucketCaps
+    from paceline_lab.bench.timed_model import gradient_bytes
+
+    if wrapper == "torch":
+        return tuple(cap * MEBIBYTE / scale for cap in (1.0, 25.0))
+    size_bytes = gradient_bytes(profile)
+    caps = BucketCaps.default(size_bytes, any_on_cpu=True, on_one_host=False, num_ranks=num_ranks)
+    return tuple(cap / scale for cap in caps.caps_bytes)
+
+
+# ---- the cluster
+
+
+def measure(config: Config) -> tuple[dict[str, Any], float]:
+    """Build the cluster, run the workers; what they found, and how busy this machine was."""
+    from paceline_lab.emulation import ClusterSpec, EmulatedCluster
+
+    most = max(config.servers)
+    rates = [config.worker_mbit * 1e6] * config.num_workers + [config.server_mbit * 1e6] * most
+    spec = ClusterSpec(hosts=config.num_workers + most, rate_bits_per_s=tuple(rates), offload=True)
+    environment = {**os.environ, TOKEN: secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
+    processes: list[subprocess.Popen[str]] = []
+    with EmulatedCluster(spec) as cluster:
+        try:
+            addresses = []
+            for host in cluster.hosts[config.num_workers :]:
+                command = [sys.executable, "-m", "paceline.servers", "--address", host.address]
+                processes.append(_start(host.command([*command, "--until-closed"]), environment))
+                assert processes[-1].stdout is not None
+                addresses.append(processes[-1].stdout.readline().strip())
+            workers = []
+            for rank, host in enumerate(cluster.hosts[: config.num_workers]):
+                own = environment | {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(config.num_workers),
+                    "MASTER_ADDR": cluster.hosts[0].address,
+                    "MASTER_PORT": "29500",
+                    "GLOO_SOCKET_IFNAME": host.interface,
+                    _WORKER: json.dumps({"config": asdict(config), "addresses": addresses}),
+                }
+                command = [
+                    sys.executable,
+                    "-c",
+                    "from paceline_lab.experiments.reduction.parameter_servers import worker; worker()",
+                ]
+                workers.append(_start(host.command(command), own))
+            processes += workers
+            busy = _Busy()
+            printed = workers[0].communicate(timeout=_PATIENCE_S)[0]
+            ratio = busy.ratio()
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    if workers[0].returncode:
+        raise ConfigurationError(f"a worker ended with code {workers[0].returncode}: see above.")
+    return json.loads(printed.splitlines()[-1]), ratio
+
+
+def worker() -> None:
+    """A worker's process."""
+    told = json.loads(os.environ[_WORKER])
+    fields = told["config"] | {"servers": tuple(told["config"]["servers"])}
+    work(Config(**fields), told["addresses"])
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(environment),
+    )
+
+
+class _Busy(threading.Thread):
+    """How much of this machine's cores is in use, in the second half of a time."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._samples = [_ticks()]
+        self._is_over = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._is_over.wait(0.5):
+            self._samples.append(_ticks())
+
+    def ratio(self) -> float:
+        self._is_over.set()
+        self.join()
+        (total, idle), (last_total, last_idle) = self._samples[len(self._samples) // 2], self._samples[-1]
+        return 1 - (last_idle - idle) / max(last_total - total, 1)
+
+
+def _ticks() -> tuple[int, int]:
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(fields), fields[3] + fields[4]
+
+
+# ---- what was predicted
+
+
+def predict(config: Config, alone_s: float | None = None) -> tuple[dict[str, float], Any]:
+    """The simulator's steps by side, and lemma 3.2 beside the simulator's number of servers.
+
+    Args:
+        config: The case.
+        alone_s: A step that reduces nothing, as measured; None: as it was meant to be.
+    """
+    from paceline.plan import Cluster, HostLink, ReductionPlan, Servers, simulate
+    from paceline.plan.lemmas import compare_servers
+    from paceline_lab.bench.timed_model import planned
+
+    profile, scale = _profile(config)
+    if alone_s is not None:
+        compute_s = profile.forward_s + profile.backward_s
+        profile = profile.taking(compute_s * alone_s / (compute_s + profile.optimizer_s))
+    workload = planned(profile, scale)
+    worker_rate = config.worker_mbit * 125_000 * PAYLOAD_RATIO
+    server_rate = config.server_mbit * 125_000 * PAYLOAD_RATIO
+    cluster = Cluster.of_equal_hosts(config.num_workers, HostLink(worker_rate, 2e-4))
+    ours = ReductionPlan(_caps("ours", config.num_workers, profile, scale), "ring")
+    steps_s = {
+        ALONE: simulate(workload, Cluster.of_equal_hosts(1, HostLink(worker_rate)), ours).step_s,
+        "torch": simulate(
+            workload, cluster, ReductionPlan(_caps("torch", config.num_workers, profile, scale), "ring")
+        ).step_s,
+        "ours": simulate(workload, cluster, ours).step_s,
+    }
+    for number in config.servers:
+        plan = replace(ours, servers=Servers(number, server_rate))
+        steps_s[f"{number} servers"] = simulate(workload, cluster, plan).step_s
+    return steps_s, compare_servers(workload, cluster, ours, server_rate)
+
+
+def knee_of(steps_s: Mapping[int, float]) -> int:
+    """The fewest servers with which a step is as long as with the most, to within `KNEE`."""
+    enough_s = steps_s[max(steps_s)] * (1 + KNEE)
+    return min(number for number, step_s in steps_s.items() if step_s <= enough_s)
+
+
+def main(
+    case: Annotated[str, typer.Option(help=f"One of {', '.join(CASES)}.")] = "lemma",
+    rounds: Annotated[int, typer.Option(min=2, help="Every side takes a step in each.")] = 12,
+    rescore: Annotated[
+        bool, typer.Option("--rescore", help="Simulate what is stored again, and measure nothing.")
+    ] = False,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    report_folder: ReportFolder = REPORT_FOLDER,
+) -> None:
+    """Compare steps with parameter servers and with all-reduces."""
+    from paceline_lab.bench.protocol import WrongAnswerError
+    from paceline_lab.bench.provenance import Provenance, collect
+
+    if case not in CASES:
+        raise ConfigurationError(f"--case {case}: there are {', '.join(CASES)}.")
+    name = f"parameter_servers-{case}" + "-quick" * quick
+    if rescore:
+        stored = json.loads((report_folder / f"{name}.json").read_text())
+        config = Config(**stored["config"] | {"servers": tuple(stored["config"]["servers"])})
+        provenance = Provenance(**stored["provenance"])
+        report = _scored(name, config, stored["samples"], stored["summaries"]["busy"], provenance)
+        conclude(report, report_folder, as_json, draw)
+        return
+    config = replace(CASES[case], num_rounds=rounds)
+    if quick:
+        config = replace(config, num_workers=2, servers=(1, 2), megabytes=0.2, compute_s=0.05, num_rounds=2)
+    found, busy = measure(config)
+    for side, result in found.items():
+        if not (result["ranks_equal"] and result["error"] <= TOLERANCE):
+            raise WrongAnswerError(
+                f"the gradients of {side} are {result['error']:.2g} off: its times mean nothing."
+            )
+    report = _scored(name, config, found, busy, collect(config.num_workers))
+    conclude(report, report_folder, as_json, draw)
+
+
+def _scored(
+    name: str, config: Config, found: Mapping[str, Any], busy: float, provenance: Provenance
+) -> Report:
+    """What was measured beside what the simulator says."""
+    steps = {side: Summary.of(result["steps_s"]) for side, result in found.items()}
+    predicted, lemma = predict(config, steps[ALONE].median if ALONE in steps else None)
+    errors = {side: predicted[side] / steps[side].median - 1 for side in steps}
+    knees = {
+        "lemma": lemma.lemma,
+        "simulated": knee_of({n: predicted[f"{n} servers"] for n in config.servers}),
+        "measured": knee_of({n: steps[f"{n} servers"].median for n in config.servers}),
+    }
+    rows = tuple(
+        (
+            side,
+            steps[side].text(1e3, 0),
+            f"{steps[side].median / steps['ours'].median:.2f}",
+            f"{steps[side].median / steps['torch'].median:.2f}",
+            f"{predicted[side] * 1e3:.0f}",
+            f"{errors[side]:+.1%}",
+        )
+        for side in steps
+    )
+    notes = (
+        (
+            f"{config.num_workers} workers on {config.worker_mbit:g} Mbit/s, servers on {config.server_mbit:g} Mbit/s; "
+            f"{config.megabytes:g} MB of gradients, {config.compute_s * 1e3:.0f} ms of computing"
+        ),
+        (
+            f"knee (within {KNEE:.0%} of the most servers): lemma 3.2 {knees['lemma']}, simulated "
+            f"{knees['simulated']}, measured {knees['measured']} of {max(config.servers)}"
+        ),
+        f"busy {busy:.0%} of this machine's cores",
+    )
+    return Report(
+        name=name,
+        question="When do parameter servers win against an all-reduce, and how many are needed?",
+        columns=("side", "step ms", "/ our all-reduce", "/ torch", "simulated ms", "simulator's error"),
+        rows=rows,
+        verdicts=(),
+        notes=notes,
+        config=config,
+        summaries={
+            "steps": {side: asdict(step) for side, step in steps.items()},
+            "predicted_s": predicted,
+            "errors": errors,
+            "median_error": median(abs(error) for side, error in errors.items() if side != ALONE),
+            "knees": knees,
+            "to_ours": {side: step.median / steps["ours"].median for side, step in steps.items()},
+            "to_torch": {side: step.median / steps["torch"].median for side, step in steps.items()},
+            "busy": busy,
+        },
+        samples=dict(found),
+        provenance=provenance,
+    )
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw steps against the number of servers, with all-reduces as levels, from a stored report."""
+    summaries, config = record["summaries"], record["config"]
+    steps = {side: Summary(**found).times(1e3) for side, found in summaries["steps"].items()}
+    numbers = list(config["servers"])
+    measured = Line.of("measured", [(n, steps[f"{n} servers"]) for n in numbers], OURS)
+    predicted = [(n, 1e3 * summaries["predicted_s"][f"{n} servers"]) for n in numbers]
+    levels = [
+        Line(name, [(n, steps[side].median) for n in numbers], look_of(side).color, ":", "")
+        for side, name in (("torch", "torch's all-reduce"), ("ours", "our all-reduce"))
+    ]
+    lines = [measured, Line.published("simulated", predicted, CURVE_COLORS[2]), *levels]
+    panel = Lines("", "parameter servers", "a step, ms", lines, {n: str(n) for n in numbers})
+    best = min(numbers, key=lambda n: steps[f"{n} servers"].median)
+    words = show_ratio(steps[f"{best} servers"].median / steps["ours"].median, "with our all-reduce")
+    title = f"With {best} parameter server{'s' * (best > 1)} a step is {words}"
+    if record["config"]["case"] == "lemma":
+        knees = summaries["knees"]
+        title = f"Lemma 3.2 asks for {knees['lemma']} servers; measured, {knees['measured']} are enough"
+    return draw_figure(path, title, [panel], record["notes"][0])

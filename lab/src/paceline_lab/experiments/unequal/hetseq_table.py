@@ -1,0 +1,133 @@
+"""HetSeq's table of 1 to 8 nodes of 4 mixed GPUs again: equal shares, as there, and shares by speed.
+
+Each rank sleeps for its samples (a third in forward), 32 a rank, as one of four GPUs of a node: what they were is not
+published, so the speeds here are an assumption, the same for every node. Gradients of a small model, weights and their
+exchange are real, over Gloo on loopback. So this shows what unequal GPUs cost and what shares by speed give back, and
+what our exchange costs at up to 32 ranks; HetSeq's network, of which nothing is published, it cannot show.
+
+    speed-up    samples per second over those of one node with equal shares
+    expansion   speed-up over nodes, as HetSeq calls it
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline_lab.bench.provenance import collect
+from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, ReportFolder
+from paceline_lab.experiments.runner import conclude
+from paceline_lab.experiments.unequal.shares import AUTO, EQUAL, LEARNING_STEPS, Case, Run, measure
+from paceline_lab.report.figures import draw_figure
+from paceline_lab.report.look import BASELINE, LIMIT, OURS
+from paceline_lab.report.panels import Line, Lines, linear_line
+from paceline_lab.report.publication import Report, Verdict
+from paceline_lab.report.summary import Summary
+
+GPUS = 4
+MIXED = (1.0, 1.0, 1.5, 2.0)  # seconds per sample of a node's GPUs, relative; an assumption
+PUBLISHED = {
+    1: (2.60, 1.0),
+    2: (2.69, 1.72),
+    4: (2.794, 3.22),
+    8: (3.126, 5.94),
+}  # s/step, speed-up (its README)
+TARGET_IDEAL = 1.05
+
+
+def case_of(nodes: int, ideal_s: float) -> Case:
+    """So many nodes, alike among themselves; a step takes as long with any number of them."""
+    return Case(MIXED * nodes, ideal_s=ideal_s)
+
+
+def settled_s(run: Run, side: str) -> float:
+    """The median step, without those in which speeds are learnt."""
+    steps = run.step_s[side]
+    return Summary.of(steps[LEARNING_STEPS:] if side == AUTO else steps[1:]).median
+
+
+def report(runs: dict[int, Run], quick: bool) -> Report:
+    """A row for each number of nodes."""
+    fewest = min(runs)
+    one_s = settled_s(runs[fewest], EQUAL)
+    rows, summaries, verdicts = [], {}, []
+    for nodes, run in runs.items():
+        equal_s, auto_s, ideal_s = settled_s(run, EQUAL), settled_s(run, AUTO), run.ideal_s[-1]
+        published_s, published = PUBLISHED[nodes]
+        by_side = {"equal": equal_s, "auto": auto_s, "ideal": ideal_s}
+        speed_ups = {side: nodes / fewest * one_s / seconds for side, seconds in by_side.items()}
+        rows.append(
+            (
+                str(nodes),
+                str(GPUS * nodes),
+                f"{published_s:.3f}",
+                f"{published:.2f}",
+                *[f"{1000 * seconds:.0f}" for seconds in by_side.values()],
+                *[f"{speed_ups[side]:.2f}" for side in by_side],
+                f"{speed_ups['auto'] / nodes:.2f}",
+            )
+        )
+        summaries[str(nodes)] = {"step_s": by_side, "speed_up": speed_ups, "published": published}
+        verdicts.append(Verdict(f"{nodes} node(s): auto / ideal", auto_s / ideal_s, TARGET_IDEAL, "x"))
+    sides = ("equal", "auto", "ideal")
+    return Report(
+        name="hetseq_table" + ("-quick" if quick else ""),
+        question="What does HetSeq's table become with shares by speed?",
+        columns=(
+            "nodes",
+            "GPUs",
+            "HetSeq, s/step",
+            "HetSeq, speed-up",
+            *[f"{side}, ms" for side in sides],
+            *[f"{side}, speed-up" for side in sides],
+            "auto, expansion",
+        ),
+        rows=tuple(rows),
+        verdicts=tuple(verdicts),
+        notes=(
+            f"a node's GPUs take {MIXED} times as long per sample: an assumption, none is published",
+            "computation sleeps; the exchange of a small model's gradients is real; HetSeq's network is not",
+            "HetSeq's first row contradicts itself: its steps and seconds make 8.04 days, its column says 7.19",
+        ),
+        config=case_of(fewest, 0.0 + runs[fewest].case.ideal_s),
+        summaries=summaries,
+        samples={str(nodes): {"step_s": run.step_s, "ideal_s": run.ideal_s} for nodes, run in runs.items()},
+        provenance=collect(GPUS * max(runs)),
+    )
+
+
+def draw(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw the speed-up over nodes from a stored report, beside the published one."""
+    summaries = record["summaries"]
+    nodes = [int(key) for key in summaries]
+    lines = [linear_line(max(nodes))]
+    for side, color, style in (("equal", BASELINE, "-"), ("auto", OURS, "-"), ("ideal", LIMIT, ":")):
+        points = [(float(at), summaries[str(at)]["speed_up"][side]) for at in nodes]
+        lines.append(Line(f"{side}, here", points, color, style))
+    lines.append(Line.published("HetSeq", [(float(at), PUBLISHED[at][1]) for at in nodes]))
+    ticks = {float(at): str(at) for at in nodes}
+    panel = Lines("over one node with equal shares", "nodes of 4 mixed GPUs", "speed-up", lines, ticks)
+    last = summaries[str(max(nodes))]["speed_up"]
+    title = f"{max(nodes)} nodes: {last['auto']:.1f} x one with shares by speed, {last['equal']:.1f} x with equal ones"
+    note = "Ranks sleep for their computing: a node's GPUs take 1, 1, 1.5 and 2 times as long a sample (assumed)."
+    return draw_figure(path, title, [panel], note)
+
+
+def main(
+    most_nodes: Annotated[int, typer.Option(min=1, max=8, help="Leave out what is larger.")] = 8,
+    steps: Annotated[int, typer.Option(min=24, help="Of each run.")] = 40,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    report_folder: ReportFolder = REPORT_FOLDER,
+) -> None:
+    """Measure every number of nodes."""
+    runs = {}
+    for nodes in [1] if quick else [nodes for nodes in PUBLISHED if nodes <= most_nodes]:
+        case = replace(case_of(nodes, 0.02), samples_per_rank=8) if quick else case_of(nodes, 0.4)
+        ranks = LoopbackRanks(len(case.slowness))
+        runs[nodes] = ranks.run(measure, (case, 24 if quick else steps), f"{nodes} node(s)")[0]
+    result = report(runs, quick)
+    conclude(result, report_folder, as_json, draw)

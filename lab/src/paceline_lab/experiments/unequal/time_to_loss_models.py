@@ -1,0 +1,153 @@
+"""What `time_to_loss` trains: a CNN on images, a byte model on text, and layers of BERT's shape that only take time."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from paceline.errors import ConfigurationError
+from paceline.planning import Speed
+from paceline_lab.bench.layer_profile import default_profile
+from paceline_lab.bench.timed_model import SleepingOptimizer, TimedLayer, TimedModel
+from paceline_lab.experiments.unequal.shares import sleep_in_backward
+from paceline_lab.workloads import load_images, load_text
+
+IGNORED = -100
+# Divides BERT's gradients, so that four hosts on two cores can exchange them. With steps of 0.4 s over 1 Gbit/s that is
+# two fifths of a step of communication, as whole gradients over 10 Gbit/s with steps of 1.3 s.
+BERT_SCALE = 32
+
+
+class Convolutions(nn.Module):
+    """A small CNN for images of 28 pixels."""
+
+    def __init__(self, side: int, num_classes: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, width, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(2 * width * ((side + 3) // 4) ** 2, 64),
+            nn.ReLU(),
+            nn.Linear(64, num_classes),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layers(x)
+        return output
+
+
+class ByteModel(nn.Module):
+    """Predicts the next byte with a small GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 16)
+        self.recurrent = nn.GRU(16, 48, batch_first=True)
+        self.head = nn.Linear(48, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.recurrent(self.embedding(x))
+        output: Tensor = self.head(states).flatten(0, 1)
+        return output
+
+
+def count(batch: Sequence[Tensor]) -> int:
+    """Tokens or images of a batch: what its mean loss is the mean of."""
+    return int((batch[1] != IGNORED).sum())
+
+
+class Paced(nn.Module):
+    """A network whose forward and backward take as long as this rank's speed says; its own time where that is None.
+
+    What it computes is a part of that time: forward sleeps for the rest, backward for what is left of it if it takes
+    twice as long as forward.
+    """
+
+    def __init__(self, network: nn.Module, speed: Speed | None) -> None:
+        super().__init__()
+        self.network, self.speed = network, speed
+
+    def forward(self, x: Tensor) -> Tensor:
+        began_s = time.perf_counter()
+        output: Tensor = self.network(x)
+        if self.speed is None:
+            return output
+        left_s = max(0.0, self.speed.step_s(len(x)) / 3 - (time.perf_counter() - began_s))
+        time.sleep(left_s)
+        slowed: Tensor = sleep_in_backward(output, 2 * left_s)
+        return slowed
+
+
+class BertShaped(nn.Module):
+    """A part of BERT-base's gradients; its layers sleep, in its proportions, as long as this rank's speed says."""
+
+    def __init__(self, speed: Speed) -> None:
+        super().__init__()
+        profile = default_profile("bert").taking(1.0)
+        self.speed: Speed | None = speed
+        self.layers = TimedModel(profile, dist.get_rank(), BERT_SCALE)
+        self._parts = [(layer.forward_s, layer.backward_s) for layer in profile.layers]
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.speed is not None
+        seconds = self.speed.step_s(len(x))
+        for layer, (forward_s, backward_s) in zip(self.layers, self._parts, strict=True):
+            assert isinstance(layer, TimedLayer)
+            layer.forward_s, layer.backward_s = forward_s * seconds, backward_s * seconds
+        output: Tensor = self.layers(x.sum())
+        return output
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rank trains.
+
+    Attributes:
+        data: All samples.
+        network: With the same parameters on every rank, and this rank's `speed`.
+        rate: Of Adam; None: an optimizer that changes nothing, because nothing is learnt.
+    """
+
+    data: TensorDataset
+    network: Paced | BertShaped
+    rate: float | None
+
+    def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        """The mean over what `count` counts."""
+        if self.rate is None:
+            loss: Tensor = model(batch[0])
+            return loss
+        return functional.cross_entropy(model(batch[0]), batch[1].flatten(), ignore_index=IGNORED)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """For the parameters of `model`."""
+        if self.rate is None:
+            return SleepingOptimizer(model.parameters(), 0.0)
+        return torch.optim.Adam(model.parameters(), lr=self.rate)
+
+
+def make_task(workload: str, num_samples: int, speed: Speed | None, width: int) -> Task:
+    """The same on every rank, but for its speed; None: as fast as it computes. `width` is the CNN's."""
+    torch.manual_seed(0)
+    if workload == "images":
+        images = load_images("fashion-mnist", max_train=num_samples)
+        data = TensorDataset(torch.from_numpy(images.train_images), torch.from_numpy(images.train_labels))
+        return Task(data, Paced(Convolutions(images.side, images.num_classes, width), speed), 2e-3)
+    if workload == "bert":
+        if speed is None:
+            raise ConfigurationError("BERT's layers are timed only: leave it out with --compute quota.")
+        return Task(TensorDataset(*[torch.zeros(num_samples)] * 2), BertShaped(speed), None)
+    content = torch.frombuffer(bytearray(load_text().content), dtype=torch.uint8).long()
+    lengths = torch.randint(8, 33, (num_samples,))
+    starts = torch.randint(0, len(content) - 33, (num_samples,))
+    rows = content[starts[:, None] + torch.arange(33)]
+    targets = rows[:, 1:].masked_fill(torch.arange(32) >= lengths[:, None], IGNORED)
+    return Task(TensorDataset(rows[:, :-1].contiguous(), targets), Paced(ByteModel(), speed), 5e-3)

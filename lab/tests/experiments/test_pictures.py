@@ -1,0 +1,134 @@
+"""Every stored result has its picture; its words lie within it, and no label lies on another."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from harness.terminal import REPOSITORY
+from paceline_lab.experiments.registry import drawing_of
+from paceline_lab.report.figures import draw_figure, show_ratio
+from paceline_lab.report.label_places import spread
+from paceline_lab.report.look import BASELINE, OURS, look_of
+from paceline_lab.report.panels import Bar, Bars, Dots, Line, Lines, Stacks
+
+matplotlib_figure = pytest.importorskip("matplotlib.figure")
+Text = pytest.importorskip("matplotlib.text").Text  # without the arrows of annotations
+RESULTS = REPOSITORY / "lab" / "results"
+# One of each kind; those with the most labels.
+SHOWN = (
+    "allreduce-2ranks",
+    "auto-compression",
+    "large-batch-mlp",
+    "memory-2ranks",
+    "step-bert-2ranks-timed",
+    "step_time-wide_mlp-2ranks",
+    "study-overlap",
+    "study-rank-count",
+    "svm-celeba",
+)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved meanwhile, instead of files."""
+    figures = []
+    monkeypatch.setattr(
+        matplotlib_figure.Figure, "savefig", lambda figure, path, **_: figures.append((str(path), figure))
+    )
+    return figures
+
+
+def _check(path, figure):
+    """Nothing is cut off at the sides, and no two labels of a panel overlap."""
+    figure.draw_without_rendering()
+    title, note = figure._suptitle, figure._supxlabel
+    texts = {words: Text.get_window_extent(words) for words in (title, note) if words is not None}
+    for axes in figure.axes:
+        labels = {label: Text.get_window_extent(label) for label in axes.texts if label.get_text()}
+        for one, other in itertools.combinations(labels, 2):
+            across = min(labels[one].x1, labels[other].x1) - max(labels[one].x0, labels[other].x0)
+            along = min(labels[one].y1, labels[other].y1) - max(labels[one].y0, labels[other].y0)
+            assert min(across, along) < 3, f"{path}: {one.get_text()!r} lies on {other.get_text()!r}"
+        texts |= {label: box for label, box in labels.items() if label is not None}
+    for text, box in texts.items():
+        words = text.get_text()
+        assert figure.bbox.x0 - 1 <= box.x0, f"{path}: {words!r} begins outside the picture"
+        assert box.x1 <= figure.bbox.x1 + 1, f"{path}: {words!r} ends outside the picture"
+    assert "nan" not in title.get_text()
+
+
+def test_every_stored_result_is_drawn_by_something_and_has_its_picture():
+    for file in RESULTS.glob("*.json"):
+        assert (drawing_of(file.stem) is not None) == file.with_suffix(".png").exists(), file.name
+    with pytest.raises(KeyError, match="unheard-of"):
+        drawing_of("unheard-of")
+
+
+def test_pictures_are_legible(drawn, tmp_path):
+    for name in SHOWN:
+        assert drawing_of(name)(json.loads((RESULTS / f"{name}.json").read_text()), tmp_path / name)
+    assert len(drawn) == len(SHOWN)
+    for path, figure in drawn:
+        _check(path, figure)
+
+
+def test_a_picture_that_is_not_legible_is_noticed(drawn, tmp_path):
+    panel = Lines(
+        "", "x", "y", [Line("one", [(0, 1), (1, 1)], OURS), Line("another", [(0, 1), (1, 1)], BASELINE)]
+    )
+    draw_figure(tmp_path / "p.png", "Both end at the same place", [panel])
+    _, figure = drawn.pop()
+    _check("p", figure)
+    first, second = (text for text in figure.axes[0].texts if text.get_text())
+    second.set_position(first.get_position())
+    with pytest.raises(AssertionError, match="lies on"):
+        _check("p", figure)
+
+
+def test_panels_say_their_values(drawn, tmp_path):
+    panels = [
+        Bars("", "ms", [Bar("a", 2.0), Bar("b", 1234.0)], {"limit": 3.0}),
+        Stacks("", "ms", {"a step": [("forward", 1.0), ("backward", 2.5)]}),
+        Dots(
+            "",
+            "x",
+            ["set"],
+            [("a side", OURS, [2.0]), ("not measured", BASELINE, [None])],
+            {1.0: "1"},
+            ("base", 1.0),
+        ),
+    ]
+    assert draw_figure(tmp_path / "p.png", "Three panels", panels, "a note")
+    ((_, figure),) = drawn
+    words = [{text.get_text() for text in axes.texts} for axes in figure.axes]
+    assert words[0] == {"2.00", "1,234", "limit"}
+    assert words[1] == {"3.50"}
+    assert words[2] == {"a side", "base"}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward"]
+
+
+def test_spread_keeps_order_and_distance_and_moves_little():
+    assert spread([1.0, 9.0], 2.0) == [1.0, 9.0]
+    assert spread([5.0, 5.0], 2.0) in ([4.0, 6.0], [6.0, 4.0])
+    for wanted in ([3.0, 1.0, 2.0, 2.0], [0.0, 0.1, 9.0, 9.0, 9.0], [-5.0, 0.0]):
+        for lowest in (-100.0, 0.0):
+            placed = spread(wanted, 2.0, lowest)
+            assert sorted(range(len(placed)), key=placed.__getitem__) == sorted(
+                range(len(placed)), key=wanted.__getitem__
+            )
+            pairs = itertools.pairwise(sorted(placed))
+            assert all(above - below >= 2.0 - 1e-9 for below, above in pairs)
+            assert min(placed) >= lowest
+
+
+def test_a_side_has_one_look():
+    assert look_of("ours").color == look_of("ours (again)").color == look_of("paceline").color == OURS
+    assert look_of("ours (again)").name == "Paceline (again)"
+    assert look_of("ours-topk").name == "Paceline, topk"
+    assert look_of("torch").color == look_of("gloo").color == look_of("sklearn").color == BASELINE
+    assert show_ratio(0.71, "torch's") == "29 % shorter than torch's"
+    assert show_ratio(1.09, "torch's") == "9 % longer than torch's"
+    assert show_ratio(0.99, "torch's") == "as long as torch's"

@@ -1,0 +1,71 @@
+"""What is said about predictions: a fit finds what runs were made of, and papers' curves come out as the docs say."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from paceline.plan import EmulationCost, HostLink, LayerTimes, RecordedWorkload, ReductionPlan
+from paceline_lab.bench.layer_profile import default_profile
+from paceline_lab.bench.timed_model import gradient_bytes, planned
+from paceline_lab.experiments.papers.variants import Variant, bucket_caps_mb
+from paceline_lab.experiments.prediction.paper_cases import bucket_cases, mlstm_cases, skipping_cases, solve
+from paceline_lab.experiments.prediction.predicted_runs import Errors, Fitted, Run, fit, run_of, samples
+
+TRUE = Fitted(0.95, 2e-4, EmulationCost(2, 5e-4, 5e-5, 0.0, 5e-5))
+
+
+def _runs(counts: tuple[int, ...]) -> list[Run]:
+    layers = tuple(LayerTimes(str(i), 0.001, 0.002, (40_000,)) for i in range(20))
+    load = RecordedWorkload("made up", "made up", layers)
+    runs = []
+    for num_ranks in counts:
+        for cap in (1.0, 80_000.0, math.inf):
+            links = (HostLink(12.5e6),) * num_ranks
+            run = Run(f"{num_ranks} hosts", "torch", load, links, ReductionPlan((cap,), "ring"), (1.0,))
+            runs.append(replace(run, steps_s=(TRUE.step_s(run),)))
+    return runs
+
+
+def test_a_fit_predicts_what_it_has_not_seen() -> None:
+    """Runs made by known numbers, fitted on some numbers of ranks, predict the others; without emulation not."""
+    fitted = fit(_runs((1, 2, 16)))
+    unseen = _runs((4, 8))
+    errors = Errors.of("unseen", unseen, fitted)
+    assert errors.median_ratio < 0.02
+    assert abs(errors.worst_ratio) < 0.06
+    alone = [x["without_emulation_s"] / x["measured_s"] for x in samples(unseen, fitted)]
+    assert min(alone) < 0.9
+
+
+def test_a_variant_is_what_the_simulator_takes() -> None:
+    profile = default_profile("tiny").taking(0.1)
+    assert planned(profile).gradient_bytes == gradient_bytes(profile)
+    links = [HostLink(1e7)] * 4
+    run = run_of(
+        "x", Variant("torch", 4, cap_mb=25, half=True, first_rank_slowness=2), profile, 10, links, [0.1]
+    )
+    assert (len(run.links), run.plan.payload_ratio, run.plan.overlap) == (4, 0.5, True)
+    assert run.plan.caps_bytes == pytest.approx((2.5 * 2**20,))
+    assert run.speeds == (0.5, 1, 1, 1)
+    alone = run_of("x", Variant("none", 4), profile, 10, links, [0.1])
+    assert len(alone.links) == 1
+    assert not run_of("x", Variant("after", 4), profile, 10, links, [0.1]).plan.overlap
+
+
+def test_papers_curves_come_out_as_the_docs_say() -> None:
+    """One curve of three figures: the half that was not fitted, within what the claims print."""
+    cases = [bucket_cases()[0], skipping_cases()[0], mlstm_cases()[0]]
+    for case, bound in zip(cases, (0.07, 0.12, 0.02), strict=True):
+        outcome = solve(case)
+        assert max(map(abs, outcome.errors(fitted=True))) < 0.02, case.label
+        assert max(map(abs, outcome.errors(fitted=False))) < bound, case.label
+        assert {x for x, _ in case.points} > set(case.fitted)
+
+
+@pytest.mark.parametrize(("num_ranks", "cap_mb"), [(2, 5), (16, 8), (256, 25)])
+def test_our_default_caps_are_those_of_the_number_of_ranks(num_ranks: int, cap_mb: float) -> None:
+    """As the wrapper's own default is: with more ranks, larger buckets."""
+    assert bucket_caps_mb(Variant("ours", num_ranks), 1300 * 2**20) == (1, cap_mb)
+    assert bucket_caps_mb(Variant("torch", num_ranks), 1300 * 2**20) == (1, 25)
+    assert bucket_caps_mb(Variant("ours", num_ranks, cap_mb=3), 1300 * 2**20) == (3,)
