@@ -67,7 +67,7 @@ def test_json_and_other_tasks_in_one_process(tmp_path, monkeypatch, capsys):
     ("words", "says"),
     [
         (["fit", "nothing.svm"], "there is no file nothing.svm"),
-        (["fit", "bad.csv"], "bad.csv, line 3: 'x' is not a number"),
+        (["fit", "bad.csv"], "bad.csv, line 3, column 1: 'x' is not a number"),
         (["fit", "bad.csv", "--task", "guess"], "--task guess is not one of classify, regress, novelty"),
         (["fit", "bad.csv", "--gamma", "wide"], "--gamma wide is not scale, auto or a number"),
         (["predict", "bad.csv"], "there is no model model.joblib"),
@@ -97,12 +97,33 @@ def test_mistakes_are_one_paragraph_and_exit_2(words, says, tmp_path, monkeypatc
         ("a.csv", "1,2\n1,2,3\n", "line 2: 3 columns, expected 2"),
         ("a.csv", "1\n", "line 1: 1 columns, expected 2"),
         ("a.csv", "", "has no rows"),
+        ("a.csv", "a,b,class\n", "has no rows"),
+        ("a.csv", "1,2,0\n3,4x,1\n", "line 2, column 2: '4x' is not a number"),
+        ("a.csv", "1,2.0O,0\n3,4,1\n", "line 1, column 2: '2.0O' is not a number"),
+        ("a.csv", "1x,yes\n3,no\n", "line 1, column 1: '1x' is not a number"),
+        ("a.csv", "NA,yes\n3,no\n4,yes\n", "line 1, column 1: 'NA' is not a number"),
+        ("a.csv", ",a,class\n0,3,1\n", "line 1, column 1: '' is not a number"),
+        ("a.csv", "a,3,class\n1,3,1\n", "line 1, column 1: 'a' is not a number"),
+        ("a.csv", "a,b,class\nc,d,class\n1,3,1\n", "line 2, column 1: 'c' is not a number"),
+        ("a.svm", "\ufeff1 1:2\n0 1:3\n", "line 1: '.*1' is not a number"),
     ],
 )
 def test_a_mistake_in_a_file_is_named_with_its_line(name, content, says, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigurationError, match=says):
         read_table(tmp_path / name, 4)
+
+
+@pytest.mark.parametrize(
+    "first", ["", "\ufeff", "a,length (cm),#c,d2,class\n", "\ufeffa,b,c,d,class\n", "\n"]
+)
+def test_no_row_of_csv_is_dropped(first, tmp_path):
+    """Whether it begins with a byte-order mark, a header, both or an empty line."""
+    X, y = two_classes(20)
+    (tmp_path / "a.csv").write_text(first + csv(X, y), encoding="utf-8")
+    table = read_table(tmp_path / "a.csv")
+    assert np.allclose(table.X, X)
+    assert np.array_equal(table.y, y)
 
 
 def test_both_formats_hold_the_same(tmp_path):

@@ -94,7 +94,7 @@ def test_restarted_in_mid_epoch_with_other_ranks(before, after, num_samples, epo
 
     second = ranks_of(num_samples, after)
     for shuffle in second:
-        shuffle.load_state_dict(json.loads(next(iter(states))))
+        shuffle.load_state_dict(json.loads(next(iter(states))), batch_may_change=True)
         shuffle.set_epoch(shuffle.epoch)  # as a loop over epochs does; it must not go back
     trained = flat(rows[:done])
     if second[0].epoch == epoch:
@@ -112,10 +112,10 @@ def test_the_state_follows_what_was_handed_out():
     iteration = iter(shuffle)
     next(iteration)
     next(iteration)
-    assert shuffle.state_dict() == {"epoch": 0, "position": 12, "seed": 0, "num_samples": 20}
+    assert shuffle.state_dict() == {"epoch": 0, "position": 12, "seed": 0, "num_samples": 20, "batch": 6}
     assert len(shuffle) == 4
     later = GlobalShuffle(20, GlobalBatch((1, 1)), 1)
-    later.load_state_dict(shuffle.state_dict())
+    later.load_state_dict(shuffle.state_dict(), batch_may_change=True)
     assert len(later) == len(list(later)) == 4
     assert len(later) == len(list(later)) == 10
     assert later.epoch == 1
@@ -123,7 +123,7 @@ def test_the_state_follows_what_was_handed_out():
     with pytest.raises(ConfigurationError, match="a data set of 20 samples, this one has 21"):
         GlobalShuffle(21, GlobalBatch((4, 2)), 1).load_state_dict(shuffle.state_dict())
     with pytest.raises(
-        ConfigurationError, match="a state of 'epoch' lacks 'num_samples', 'seed', 'position'"
+        ConfigurationError, match="a state of 'epoch' lacks 'num_samples', 'seed', 'position', 'batch'"
     ):
         shuffle.load_state_dict({"epoch": 0})
 
@@ -245,7 +245,8 @@ def test_shares_that_change_between_steps(first, num_samples, ahead, draw):
             for rank in ranks:
                 rank.shuffle.change(GlobalBatch(local), position)
     assert sorted(trained) == list(range(num_samples))
-    assert len(next(iter(ranks[0].shuffle.steps(ranks[0])))) >= 0
+    loop = ranks[0].shuffle.steps(ranks[0])
+    assert len(next(loop)) >= 0
     assert ranks[0].shuffle.epoch == 1
 
 
@@ -269,7 +270,7 @@ def test_resumed_at_the_exact_sample(part, before, after, draw):
     assert state["position"] == len(trained)
     later = [_Rank(GlobalShuffle(60, after, rank), 0) for rank in range(after.num_ranks)]
     for rank in later:
-        rank.shuffle.load_state_dict(state)
+        rank.shuffle.load_state_dict(state, batch_may_change=True)
     if len(trained) < 60 and later[0].shuffle.epoch == 0:
         for lists in zip(*(rank.loop for rank in later), strict=True):
             trained += [i for parts in lists for batch in parts for i in batch]

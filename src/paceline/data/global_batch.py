@@ -63,6 +63,21 @@ class GlobalBatch:
                 "shall train nothing has 0 samples in local."
             )
 
+    @classmethod
+    def of(cls, size: int, num_ranks: int, accumulation: int = 1) -> GlobalBatch:
+        """Divide a step of `size` samples among ranks, as equally as whole samples allow; lower ranks have one more.
+
+        Raises:
+            ConfigurationError: Ranks or micro-steps are not positive, or `size` is no multiple of the micro-steps.
+        """
+        if num_ranks < 1 or accumulation < 1 or size < 1 or size % accumulation:
+            raise ConfigurationError(
+                f"GlobalBatch.of({size}, num_ranks={num_ranks}, accumulation={accumulation}): {size} samples cannot be "
+                "divided so. Give positive whole numbers, and a size that is a multiple of accumulation."
+            )
+        least, more = divmod(size // accumulation, num_ranks)
+        return cls(tuple(least + (rank < more) for rank in range(num_ranks)), accumulation)
+
     @property
     def num_ranks(self) -> int:
         return len(self.local)

@@ -1,4 +1,11 @@
-"""`GlobalBatches`: what every way to hand out global batches has in common, whose shares may change between steps."""
+"""`GlobalBatches`: what every way to hand out global batches has in common, whose shares may change between steps.
+
+Rules
+1. At most one loop is under way. Another loop, `set_epoch` or `load_state_dict` ends it: what an ended loop still does,
+   such as closing its generator, changes nothing.
+2. A state is where training stands, of whichever moment: of the end of an epoch it says the end, never the beginning of
+   the next one, so that whoever names the epoch by `set_epoch` is believed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +43,11 @@ class GlobalBatches(ABC):
         self.step: StepCut | None = None
         self._epoch = 0
         self._start = 0  # samples of this epoch that were trained before the iteration that begins here
+        self._has_begun = False  # an iteration of this epoch, so that the next one is of the next epoch
+        self._is_over = False  # all steps of this epoch were handed out
+        self._was_loaded = False  # where this stands, by `load_state_dict`; no epoch was named since
         self._repeats = False  # the step that was handed out last is to be handed out again
+        self._loop = object()  # which loop is under way; another one as soon as that has ended
         self._plan: EpochPlan
         self._check(batch)
 
@@ -54,12 +65,46 @@ class GlobalBatches(ABC):
     @property
     def epoch(self) -> int:
         """The epoch under way, or the next one."""
-        return self._epoch
+        return self._epoch + (self._is_over and self._has_begun)
 
     @property
     @abstractmethod
     def fetched(self) -> int:
         """How much of this epoch's order can no longer be cut in another way, in samples over all ranks."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of `epoch`; a position that was loaded within that same epoch is kept.
+
+        Its end, too: after a state of the epoch's last step the next loop has no steps. A loop under way is over.
+        """
+        if epoch != self._epoch or (self._has_begun and not self._was_loaded):
+            self._stand_at(epoch, 0)
+        self._has_begun = self._was_loaded = False
+        self._end_loop()
+
+    @abstractmethod
+    def _stand_at(self, epoch: int, position: int) -> None:
+        """Begin the next iteration there."""
+
+    def _end_loop(self) -> None:
+        self._loop, self.step, self._repeats = object(), None, False
+
+    def _check_goes_on(self, loop: object) -> None:
+        """Raise if a loop that has been ended is asked for another step."""
+        if self._loop is not loop:
+            raise ProtocolError(
+                f"rank {self.rank} asked a loop over steps for more after it had been ended by another loop, set_epoch "
+                "or load_state_dict. Leave the loop (break) where you do that, and begin a new one."
+            )
+
+    def _check_size(self, state: Mapping[str, Any], batch_may_change: bool) -> None:
+        """Refuse a state of steps of another size, unless that was asked for."""
+        if state["batch"] != self.batch.size and not batch_may_change:
+            raise ConfigurationError(
+                f"the state is of steps of {state['batch']} samples, this batch is {self.batch}. To keep the size on "
+                f"other ranks, give GlobalBatch.of({state['batch']}, {self.batch.num_ranks}); to change it, "
+                "load_state_dict(state, batch_may_change=True)."
+            )
 
     # ---- shares that change
 

@@ -72,11 +72,19 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         self.seed = seed
         super().__init__(batch, rank, last)
         self._num_given = 0  # batches of the iteration under way
-        self._has_begun = False  # an iteration of this epoch
         self._steps_start: int | None = (
             None  # while in `steps`: from where the loader's next iteration fetches
         )
         self._plan_from(0)
+
+    def _stand_at(self, epoch: int, position: int) -> None:
+        self._epoch = epoch
+        self._is_over = self._was_loaded = False
+        self._plan_from(position)
+
+    def _end_loop(self) -> None:
+        super()._end_loop()
+        self._num_given, self._steps_start = 0, None
 
     def _plan_from(self, start: int) -> None:
         self._start = self._fetched = start  # steps from `_fetched` on may still be cut anew
@@ -105,13 +113,6 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         """
         return max(self._fetched, self._start if self.step is None else self.step.end)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`; a position that was loaded within that same epoch is kept."""
-        if epoch != self._epoch or self._has_begun:
-            self._epoch = epoch
-            self._plan_from(0)
-        self._num_given, self._has_begun = 0, False
-
     def state_dict(self, num_batches: int | None = None) -> dict[str, int]:
         """Return where training stands: the same on every rank.
 
@@ -130,26 +131,40 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
             "position": position,
             "seed": self.seed,
             "num_samples": self.num_samples,
+            "batch": self.batch.size,
         }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int], batch_may_change: bool = False) -> None:
         """Go on from there: the rest of that epoch's order, whatever the number of ranks was and is.
 
+        Args:
+            state: What `state_dict` has returned.
+            batch_may_change: Whether steps may have another size than when the state was saved.
+
         Raises:
-            ConfigurationError: It is the state of another data set, or none at all; nothing was changed.
+            ConfigurationError: It is the state of another data set or size of steps, or none at all; nothing was
+                changed.
         """
-        check_state(state, "num_samples", "epoch", "seed", "position")
+        check_state(state, "num_samples", "epoch", "seed", "position", "batch")
+        if not self._is_own(state):
+            raise ConfigurationError(
+                "the state is of a TokenShuffle, this is a GlobalShuffle: the order of the epoch would be another. "
+                "Load it with the class that it was saved with."
+            )
         if state["num_samples"] != self.num_samples:
             raise ConfigurationError(
                 f"the state is of a data set of {state['num_samples']} samples, this one has {self.num_samples}: the "
                 "order of the epoch would be another. Load it with the data set that it was saved with."
             )
-        self._epoch, self.seed = state["epoch"], state["seed"]
-        self._plan_from(state["position"])
-        self._num_given, self._has_begun = 0, False
-        if self._plan.step_at(self._start) is None:
-            self._epoch += 1
-            self._plan_from(0)
+        self._check_size(state, batch_may_change)
+        self.seed = state["seed"]
+        self._end_loop()
+        self._stand_at(state["epoch"], state["position"])
+        self._is_over = self._has_begun = self._plan.step_at(self._start) is None
+        self._was_loaded = True
+
+    def _is_own(self, state: Mapping[str, int]) -> bool:
+        return "tokens" not in state
 
     # ---- batches
 
@@ -180,18 +195,21 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         """Whether these are too few samples for all ranks that have a share, so that a loop over the loader ends."""
         return step.size < sum(size > 0 for size in self.batch.local)
 
-    def _begin_iteration(self) -> None:
+    def _begin_iteration(self) -> object:
+        """Returns what stays `_loop` while this iteration is under way."""
+        self._end_loop()
         if self._has_begun:
-            self._epoch += 1
-            self._plan_from(0)
+            self._stand_at(self._epoch + 1, 0)
         else:
-            self._plan_from(self._start)
-        self._num_given, self._has_begun = 0, True
+            self._stand_at(self._epoch, self._start)
+        self._has_begun = True
+        return self._loop
 
     def __iter__(self) -> Iterator[list[int]]:
         is_plain = self._steps_start is None
         if is_plain:
             self._begin_iteration()
+        loop = self._loop
         start = self._start if self._steps_start is None else self._steps_start
         order = self.order(self._epoch)
         for step in self._plan.steps(start):
@@ -202,8 +220,9 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
             elif not step.samples[self.rank]:
                 return  # `steps` begins another iteration once this rank has a share
             for begin, size in step.parts(self.rank):
-                self._fetched = step.end
-                self._num_given += 1
+                if self._loop is loop:
+                    self._fetched = step.end
+                    self._num_given += 1
                 yield order[begin : begin + size].tolist()
 
     def _check_everybody_has_some(self, step: StepCut) -> None:
@@ -235,7 +254,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
         return self._hand_out(loader)
 
     def _hand_out(self, loader: Iterable[Batch]) -> Generator[list[Batch], None, None]:
-        self._begin_iteration()
+        loop = self._begin_iteration()
         position = self._start
         batches: Iterator[Batch] = iter(())
         try:
@@ -248,12 +267,14 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
                     mine = list(itertools.islice(batches, num_own))
                 self.step = step
                 yield mine
+                self._check_goes_on(loop)
                 if self._repeats:
                     self._repeats, self._fetched, batches = False, position, iter(())
                 else:
                     position = step.end
         finally:
-            if self.step is not None:
-                position = self.step.position if self._repeats else self.step.end
-            self._start, self._num_given, self._repeats = position, 0, False
-            self.step = self._steps_start = None
+            if self._loop is loop:
+                if self.step is not None:
+                    position = self.step.position if self._repeats else self.step.end
+                self._start, self._is_over = position, self._plan.step_at(position) is None
+                self._end_loop()

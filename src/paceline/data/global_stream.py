@@ -6,10 +6,13 @@ Rules
 2. A place in the stream is a number of samples, whatever the ranks: a job goes on with another number of them.
 3. A source that keeps state is asked for it before samples of a step are read, and not more than a step ahead: resuming
    reads less than two global batches again. One that does not is read from the beginning.
+4. It is asked after it has given a sample of this epoch, never before: the body of a generator has not run by then, and
+   its state is still that of the epoch before.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
@@ -37,6 +40,8 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
             over: an `IterableDataset`, or a `DataLoader(dataset, batch_size=None, num_workers=...)`, which reads ahead.
             If it has `set_epoch`, that is called before each epoch; if it has `state_dict` and `load_state_dict`, as
             torchdata's `StatefulDataLoader`, a restart goes on from there instead of reading from the beginning.
+            What `load_state_dict` is given counts for the next iteration alone, and `state_dict()` counts the sample
+            that was given last: a generator counts before it yields.
         batch: Samples that each rank trains in a micro-step.
         rank: Whose part; None is this process's rank, 0 without a process group.
         prepare: Makes of a sample what `collate` takes; called for this rank's own samples only.
@@ -68,7 +73,6 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
         self._source, self._prepare, self._collate = source, prepare, collate
         self._reader: _Reader[Sample] | None = None  # while in `steps`
         self._place: Mapping[str, Any] | None = None  # in the source, not after `_start`
-        self._has_begun = False  # an iteration of this epoch
         self._plan = EpochPlan(_NO_END, last == "drop", 0, batch)
 
     @property
@@ -83,29 +87,54 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
 
         What the source says of itself is a part of it, so it is plain if that is.
         """
-        reader = self._reader
-        if reader is None:
-            return {"epoch": self._epoch, "position": self._start, "source": self._place}
-        position = reader.position if self.step is None or self._repeats else self.step.end
-        if self._plan.step_at(position) is None:
-            return {"epoch": self._epoch + 1, "position": 0, "source": None}
-        return {"epoch": self._epoch, "position": position, "source": reader.place_before(position)}
+        position, place, is_over = self._start, self._place, self._is_over
+        if self._reader is not None:
+            position, place, is_over = self._stands(self._reader)
+        return {
+            "epoch": self._epoch,
+            "position": position,
+            "is_over": is_over,
+            "source": place,
+            "batch": self.batch.size,
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _stands(self, reader: _Reader[Sample]) -> tuple[int, dict[str, Any] | None, bool]:
+        """In a loop: how far it is, a place in the source not after that, and whether the epoch is over."""
+        position = reader.position if self.step is None or self._repeats else self.step.end
+        is_over = self._plan.step_at(position) is None
+        return position, None if is_over else reader.place_before(position), is_over
+
+    def load_state_dict(self, state: Mapping[str, Any], batch_may_change: bool = False) -> None:
         """Go on from there: the rest of the source, whatever the number of ranks was and is.
 
-        Raises:
-            ConfigurationError: It is no such state; nothing was changed.
-        """
-        check_state(state, "epoch", "position", "source")
-        self._epoch, self._start, self._place = state["epoch"], state["position"], state["source"]
-        self._has_begun = False
+        Args:
+            state: What `state_dict` has returned.
+            batch_may_change: Whether steps may have another size than when the state was saved.
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`; a position that was loaded within that same epoch is kept."""
-        if epoch != self._epoch or self._has_begun:
-            self._epoch, self._start, self._place = epoch, 0, None
-        self._has_begun = False
+        Raises:
+            ConfigurationError: It is no such state, of steps of another size, or holds a place in a source that keeps
+                state where this one keeps none; nothing was changed.
+        """
+        check_state(state, "epoch", "position", "is_over", "source", "batch")
+        self._check_size(state, batch_may_change)
+        if state["source"] is not None and not _keeps_state(self._source):
+            raise ConfigurationError(
+                f"the state holds a place in a source with state_dict, this one, {type(self._source).__name__}, has "
+                'none. Give the source of then; or load {**state, "source": None} to read from the beginning.'
+            )
+        self._end_loop()
+        self._stand_at(state["epoch"], state["position"])
+        self._place = state["source"]
+        self._is_over = self._has_begun = state["is_over"]
+        self._was_loaded = True
+
+    def _stand_at(self, epoch: int, position: int) -> None:
+        self._epoch, self._start, self._place = epoch, position, None
+        self._is_over = self._was_loaded = False
+
+    def _end_loop(self) -> None:
+        super()._end_loop()
+        self._reader = None
 
     # ---- batches
 
@@ -115,23 +144,33 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
         A list is empty where this rank has no share. A loop that is left ends the epoch; `state_dict` is taken within.
 
         Raises:
-            ConfigurationError: The source gives nothing, as a generator does that is iterated over again.
+            ConfigurationError: The source gives nothing, as a generator does that is iterated over again; or it ends
+                before the position that was loaded.
+            ProtocolError: The loop goes on after something else has ended it.
         """
+        if self._is_over and not self._has_begun:
+            self._has_begun = True  # the end of an epoch was loaded, and `set_epoch` has named that epoch
+            return
+        may_be_next = self._was_loaded
         reader, has_some = self._begin(), False
+        loop = self._loop
         try:
             while True:
                 batch = self._plan.batch_at(reader.position)
                 reader.read(batch.size + num_takers(batch.local))
                 self._plan.num_samples = reader.end
                 step = self._plan.step_at(reader.position)
-                if step is None and not has_some and reader.position:  # it was resumed at the end of an epoch
+                if step is None and not has_some and reader.position and may_be_next:
+                    # It was resumed with larger batches, of which what is left makes none.
                     reader = self._begin()
+                    loop = self._loop
                     continue
                 if step is None:
                     break
                 mine = [self._make(reader.samples(*part)) for part in step.parts(self.rank)]
                 self.step, has_some = step, True
                 yield mine
+                self._check_goes_on(loop)
                 if self._repeats:
                     self._repeats = False
                 else:
@@ -142,23 +181,33 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
                     "over once: give what makes one, such as an IterableDataset."
                 )
         finally:
-            state = self.state_dict()
-            self._repeats, self.step, self._reader = False, None, None
-            self._has_begun = state["epoch"] == self._epoch
-            self._epoch, self._start, self._place = state["epoch"], state["position"], state["source"]
+            if self._loop is loop:
+                self._start, self._place, self._is_over = self._stands(reader)
+                self._end_loop()
 
     def _begin(self) -> _Reader[Sample]:
         """Of the next epoch, or of what was loaded."""
+        self._end_loop()
+        epoch, position, place = self._epoch, self._start, self._place
         if self._has_begun:
-            self._epoch, self._start, self._place = self._epoch + 1, 0, None
-        self._has_begun = True
+            epoch, position, place = epoch + 1, 0, None
+        self._stand_at(epoch, position)
+        self._place, self._has_begun = place, True
         for each in (self._source, getattr(self._source, "dataset", None)):
             set_epoch: Callable[[int], None] | None = getattr(each, "set_epoch", None)
             if set_epoch is not None:
-                set_epoch(self._epoch)
-        self._reader = _Reader(self._source, self._start, self._place)
-        self._plan = EpochPlan(_NO_END, self.last == "drop", self._start, self.batch)
-        return self._reader
+                set_epoch(epoch)
+        reader = _Reader(self._source, position, place)
+        if position and reader.end <= position:
+            raise ConfigurationError(
+                f"rank {self.rank}: the source of GlobalStream ended after {reader.end} samples of epoch {epoch}, but "
+                f"its state was saved after {position}, with more to come. It has fewer samples than then, or does not "
+                "go on where its own state says: it counts a sample before it yields it, and begins there once after "
+                f"load_state_dict. Give the data of then, or leave the rest out by set_epoch({epoch + 1})."
+            )
+        self._reader = reader
+        self._plan = EpochPlan(_NO_END, self.last == "drop", position, self.batch)
+        return reader
 
     def _make(self, samples: Sequence[Sample]) -> Any:
         prepare = self._prepare
@@ -181,17 +230,19 @@ class _Reader(Generic[Sample]):
     def __init__(self, source: Iterable[Sample], position: int, loaded: Mapping[str, Any] | None) -> None:
         self.position, self.end = position, _NO_END
         self._source = cast("Any", source)  # may have state_dict and load_state_dict
-        self._keeps_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        self._keeps_state = _keeps_state(source)
         self._samples: deque[Sample] = deque()
-        self._places: deque[tuple[int, Any]] = deque(maxlen=3)  # of the last steps: samples read, state
+        self._places: deque[tuple[int, Any]] = deque()  # samples read, state; the second is after `position`
         self._num_read = 0
         if loaded is not None:
             self._num_read = loaded["position"]
-            self._source.load_state_dict(loaded["state"])
+            self._source.load_state_dict(copy.deepcopy(loaded["state"]))
             self._places.append((loaded["position"], loaded["state"]))
         self._iterator = iter(source)
         while self._num_read < position and self._next():
             self._samples.clear()
+        if position:
+            self._next()  # whether it goes on there
 
     def _next(self) -> bool:
         try:
@@ -200,12 +251,19 @@ class _Reader(Generic[Sample]):
             self.end = self._num_read
             return False
         self._num_read += 1
+        if self._num_read == 1:
+            self._note_place()
         return True
+
+    def _note_place(self) -> None:
+        if self._keeps_state:
+            # A source may return what it goes on changing.
+            self._places.append((self._num_read, copy.deepcopy(self._source.state_dict())))
 
     def read(self, count: int) -> None:
         """Have so many samples in memory, or all that are left."""
-        if self._keeps_state and len(self._samples) < count and self.end == _NO_END:
-            self._places.append((self._num_read, self._source.state_dict()))
+        if self._num_read and len(self._samples) < count and self.end == _NO_END:
+            self._note_place()
         while len(self._samples) < count and self.end == _NO_END and self._next():
             pass
 
@@ -218,10 +276,16 @@ class _Reader(Generic[Sample]):
         for _ in range(count):
             self._samples.popleft()
         self.position += count
+        while len(self._places) > 1 and self._places[1][0] <= self.position:
+            self._places.popleft()
 
     def place_before(self, position: int) -> dict[str, Any] | None:
         """The last place that is not after `position`; None if none is known."""
         for read, state in reversed(self._places):
             if read <= position:
-                return {"position": read, "state": state}
+                return {"position": read, "state": copy.deepcopy(state)}
         return None
+
+
+def _keeps_state(source: object) -> bool:
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")

@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import bisect
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
@@ -17,7 +18,7 @@ import torch
 
 from paceline.data.epoch_plan import EpochPlan, StepCut, num_takers
 from paceline.data.global_batch import GlobalBatch
-from paceline.data.global_batches import GlobalBatches
+from paceline.data.global_batches import GlobalBatches, check_state
 from paceline.data.global_shuffle import GlobalShuffle
 from paceline.errors import ConfigurationError
 
@@ -62,6 +63,7 @@ class TokenShuffle(GlobalShuffle):
                 "lengths= are the tokens of each sample, at least 1 of each. Leave out samples without tokens."
             )
         self._size = batch.size
+        self._digest = int.from_bytes(hashlib.sha256(self.lengths.numpy().tobytes()).digest()[:6], "big")
         self._made: tuple[tuple[int, int], torch.Tensor, list[int]] | None = None
         super().__init__(len(self.lengths), batch, rank, seed)
 
@@ -80,21 +82,35 @@ class TokenShuffle(GlobalShuffle):
             )
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, int]:
-        """As of `GlobalShuffle`, with the tokens of a step."""
-        return super().state_dict(num_batches) | {"tokens": self._size}
+        """As of `GlobalShuffle`, with the tokens of all samples."""
+        return super().state_dict(num_batches) | {"tokens": self._digest}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int], batch_may_change: bool = False) -> None:
         """Go on from there, whatever the number of ranks was and is.
+
+        Args:
+            state: What `state_dict` has returned.
+            batch_may_change: Not possible here: which sequences make a batch depends on the tokens of a step.
 
         Raises:
             ConfigurationError: It is the state of another data set or budget; nothing was changed.
         """
-        if state.get("tokens") != self._size:
+        check_state(state, "batch", "tokens")
+        if state["batch"] != self._size or batch_may_change:
             raise ConfigurationError(
-                f"the state is of steps of {state.get('tokens')} tokens, these have {self._size}: the batches would "
-                "be others. Give the ranks as many tokens together as when it was saved."
+                f"the state is of steps of {state['batch']} tokens, these have {self._size}: the batches would be "
+                f"others. Give GlobalBatch.of({state['batch']}, {self.batch.num_ranks}), for example, and leave out "
+                "batch_may_change."
+            )
+        if state["tokens"] != self._digest:
+            raise ConfigurationError(
+                "the state is of samples with other lengths= than these: the batches would be others. Load it with the "
+                "data set that it was saved with."
             )
         super().load_state_dict(state)
+
+    def _is_own(self, state: Mapping[str, int]) -> bool:
+        return "tokens" in state
 
     def order(self, epoch: int) -> torch.Tensor:
         """All samples in the order of `epoch`, batch after batch, shape (num_samples,); the same on every rank."""

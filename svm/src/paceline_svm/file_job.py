@@ -10,6 +10,7 @@ import contextlib
 import csv
 import dataclasses
 import json
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -165,12 +166,14 @@ def _cross_validate(job: Job, table: Table) -> dict[str, Any]:
 def read_table(path: Path, num_features: int | None = None) -> Table:
     """Read a file; `.csv` is CSV with the target in the last column, anything else is LIBSVM's format.
 
+    The first row of CSV may be a header: a name for every column, none of them a number.
+
     Args:
         path: The file.
         num_features: Columns to make room for in LIBSVM's format, whose rows end at their last non-zero.
 
     Raises:
-        ConfigurationError: It is not there, or is not in that format; names the line.
+        ConfigurationError: It is not there, or is not in that format; names the line, and the column of CSV.
     """
     if not path.is_file():
         raise ConfigurationError(
@@ -214,31 +217,49 @@ def _first_mistake(path: Path, num_features: int | None, error: Exception) -> Co
 def _read_csv(path: Path) -> Table:
     rows: list[list[float]] = []
     targets: list[str] = []
+    header: tuple[int, list[str]] | None = None
     width = 0
-    with path.open(newline="", encoding="utf-8", errors="replace") as stream:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as stream:
         reader = csv.reader(stream)
         for cells in reader:
             if not cells:
                 continue
-            try:
-                row = [float(cell) for cell in cells[:-1]]
-            except ValueError as error:
-                if not rows and reader.line_num == 1:
-                    width = len(cells)  # the first line holds the columns' names
-                    continue
-                raise _wrong(path, reader.line_num, f"{str(error).split(': ')[-1]} is not a number") from None
+            if not width and all(map(_is_name, cells)):
+                width, header = len(cells), (reader.line_num, cells)
+                continue
+            row = _numbers(path, reader.line_num, cells[:-1])
             width = width or len(cells)
             if len(cells) != width or width < 2:
                 raise _wrong(path, reader.line_num, f"{len(cells)} columns, expected {max(width, 2)}")
             rows.append(row)
             targets.append(cells[-1])
+    if header is not None and header[1][-1] in targets:  # no name of a column, but a row's target
+        _numbers(path, header[0], header[1][:-1])
     y = np.array(targets)
     with contextlib.suppress(ValueError):
         y = y.astype(np.float64)
     return Table(np.array(rows), y)
 
 
-def _wrong(path: Path, line: int, what: str) -> ConfigurationError:
+def _is_name(cell: str) -> bool:
+    """Whether it can head a column: words that neither are a number nor begin like one, as a mistyped one does."""
+    with contextlib.suppress(ValueError):
+        float(cell)
+        return False
+    return any(map(str.isalpha, cell)) and not re.match(r"\s*[-+]?[.,]?\d", cell)
+
+
+def _numbers(path: Path, line: int, cells: list[str]) -> list[float]:
+    row = []
+    for column, cell in enumerate(cells, 1):
+        try:
+            row.append(float(cell))
+        except ValueError:
+            raise _wrong(path, f"{line}, column {column}", f"{cell!r} is not a number") from None
+    return row
+
+
+def _wrong(path: Path, line: int | str, what: str) -> ConfigurationError:
     return ConfigurationError(f"{path}, line {line}: {what}. Correct the line, or remove it.")
 
 
