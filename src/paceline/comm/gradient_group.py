@@ -18,8 +18,8 @@ import torch.distributed as dist
 from paceline.comm import BACKEND_NAME
 from paceline.comm.collectives import launch_maximum
 from paceline.errors import ConfigurationError
+from paceline.host.addresses import is_loopback
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
@@ -31,7 +31,7 @@ def on_one_host() -> bool | None:
     here, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     if here is not None and ranks is not None:
         return here == ranks
-    return True if os.environ.get("MASTER_ADDR") in _LOOPBACK else None
+    return True if is_loopback(os.environ.get("MASTER_ADDR", "")) else None
 
 
 def gradient_groups(process_groups: list[dist.ProcessGroup], all_on_cpu: bool) -> list[dist.ProcessGroup]:

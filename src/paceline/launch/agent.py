@@ -27,11 +27,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.comm import TOKEN
 from paceline.errors import PacelineError
+from paceline.host.addresses import LOOPBACK, is_loopback
 from paceline.launch import rendezvous_endpoint
-from paceline.launch.command_line import LOCAL_HOSTS, LaunchArguments, num_cores, port_is_taken
+from paceline.launch.command_line import LaunchArguments, num_cores, port_is_taken
 from paceline.launch.local_servers import LocalServers
 from paceline.launch.machines import MachineRendezvous, MachinesDifferError, NodeInfo
-from paceline.launch.stores import LOOPBACK, bound
+from paceline.launch.stores import bound
 from paceline.launch.tcp_tuning import advice_towards
 from paceline.launch.watchdog import MARK, Watchdog
 
@@ -129,7 +130,8 @@ def _stay_on_this_machine(arguments: LaunchArguments) -> None:
     """With one machine, let the ranks meet at the loopback address, unless the user named another, with a token."""
     args = arguments.torchrun
     host = (args.rdzv_endpoint or "").rpartition(":")[0]
-    if arguments.num_machines == 1 and args.local_addr is None and (args.standalone or host in LOCAL_HOSTS):
+    is_here = args.standalone or not host or is_loopback(host)
+    if arguments.num_machines == 1 and args.local_addr is None and is_here:
         args.local_addr = LOOPBACK
     if arguments.num_machines == 1:  # with several, all must have the same, which only the user can give them
         os.environ.setdefault(TOKEN, secrets.token_hex(16))

@@ -25,12 +25,12 @@ import torch
 from torch.distributed import run as torchrun
 
 from paceline.errors import ConfigurationError
+from paceline.host.addresses import is_loopback
 from paceline.integrations import at_start
 from paceline.launch import rendezvous_endpoint
 from paceline.launch.local_servers import parse_servers
 
 _FILLED_IN = ("rdzv_backend", "node_rank", "master_addr")
-LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _local_port(args: argparse.Namespace, num_nodes: int) -> int | None:
             return None  # torch's launcher then takes a free one
         return (args.master_port or 29500) if args.node_rank == 0 else None
     host, _, port = args.rdzv_endpoint.rpartition(":")
-    if num_nodes > 1 or host not in LOCAL_HOSTS or not port.isdigit():
+    if num_nodes > 1 or (host and not is_loopback(host)) or not port.isdigit():
         return None  # with several machines the port may rightly be another agent's
     return int(port) or None
 

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 from paceline.comm import SERVERS, TOKEN
 from paceline.errors import ConfigurationError
-from paceline.launch.stores import LOOPBACK
+from paceline.host.addresses import LOOPBACK, is_loopback
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,7 +65,7 @@ class LocalServers:
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
-        if self._number and self._address != LOOPBACK and not os.environ.get(TOKEN):
+        if self._number and not is_loopback(self._address) and not os.environ.get(TOKEN):
             self._note(
                 f"the parameter servers on {self._address} take whoever connects for a rank; give all launchers the "
                 f"same {TOKEN}. See docs/explain/security.md."

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
+from paceline.host.addresses import LOOPBACK
 from paceline.launch.stores import addresses_here
 
 FILE = "file://"
@@ -55,7 +56,7 @@ def choose_backend(args: argparse.Namespace, num_machines: int) -> bool:
     is_first = num_machines > 1 and args.rdzv_backend == "c10d" and not args.rdzv_endpoint
     args.rdzv_backend = args.rdzv_backend or "static"
     args.node_rank = 0 if args.node_rank is None else args.node_rank
-    args.master_addr = args.master_addr or "127.0.0.1"
+    args.master_addr = args.master_addr or LOOPBACK
     return is_first
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import ipaddress
 import os
 import secrets
 import socket
@@ -29,10 +28,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from paceline.comm import TOKEN
+from paceline.host.addresses import LOOPBACK, is_loopback
 from paceline.launch.machines import MachineRendezvous
 from paceline.observe.workload_recording import RANKS_OF_HOST
 
-LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048
 _TOKEN_KEY, _IN_FILE = "paceline token", "paceline launchers"
 
@@ -145,7 +144,7 @@ class _Listening:
         addresses = addresses_here(host_name)
         if self._num_machines == 1:
             return next(iter(addresses), LOOPBACK)
-        outside = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+        outside = [address for address in addresses if not is_loopback(address)]
         if outside:
             return outside[0]
         if not self._has_told:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from paceline.host.addresses import is_loopback
 
 _SYSTEM = Path("/proc/sys/net/ipv4")
 _CONTROL, _TIMEOUT = "tcp_congestion_control", "tcp_rto_min_us"
@@ -69,7 +70,7 @@ def advice_towards(host: str) -> str | None:
         address = socket.gethostbyname(host)
     except OSError:
         return None
-    is_here = ipaddress.ip_address(address).is_loopback or _route_metrics(address).get("type") == "local"
+    is_here = is_loopback(address) or _route_metrics(address).get("type") == "local"
     return None if is_here or not _SYSTEM.is_dir() else TcpTuning.towards(address).advice()
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from paceline.comm.forked import keep_when_forked
 from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError, PeerLostError
+from paceline.host.addresses import LOOPBACK
 from paceline.transports import Transport
 from paceline.transports.c10d import C10dTransport
 from paceline.transports.lossy_transport import LossyTransport
@@ -33,7 +34,7 @@ def address_towards(num_hosts: int) -> str:
     if os.environ.get(INTERFACE):
         return ""
     if num_hosts == 1:
-        return "127.0.0.1"
+        return LOOPBACK
     master = os.environ.get("MASTER_ADDR", "")
     try:
         found = socket.getaddrinfo(master, _DISCARD_PORT, type=socket.SOCK_DGRAM)
@@ -154,7 +155,7 @@ def datagram_address(num_ranks: int) -> str:
     """The address of this host on which to take datagrams. Local. Raises as `udp_socket.address_of`."""
     interface = os.environ.get(INTERFACE, "").split(",")[0]
     if not interface:
-        return address_towards(num_ranks) or "127.0.0.1"
+        return address_towards(num_ranks) or LOOPBACK
     return str(bounded_loss("udp_socket").address_of(interface))
 
 

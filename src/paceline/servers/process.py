@@ -7,7 +7,6 @@ It writes one line, the address that it listens on, and serves until it is stopp
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from types import FrameType
 
 from paceline.comm import TOKEN
 from paceline.errors import ConfigurationError
+from paceline.host.addresses import LOOPBACK, is_loopback
 from paceline.servers.server import Server
 
 _BACKLOG = 1024
@@ -24,7 +24,7 @@ _BACKLOG = 1024
 def main() -> None:
     """Parse what the launcher says, and serve."""
     parser = argparse.ArgumentParser(prog="python -m paceline.servers")
-    parser.add_argument("--address", default="127.0.0.1")
+    parser.add_argument("--address", default=LOOPBACK)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--until-closed", action="store_true")
     options = parser.parse_args()
@@ -61,15 +61,11 @@ def serve_on(place: str) -> None:
     """
     host, colon, port = place.rpartition(":")
     host = host.strip("[]")
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigurationError(
             f"--listen {place} is no address. Name an address of this machine and a port: --listen 10.0.0.5:7000"
         )
-    if not is_loopback and not os.environ.get(TOKEN):
+    if not is_loopback(host) and not os.environ.get(TOKEN):
         raise ConfigurationError(
             f"--listen {place} can be reached from other machines, and there is no token by which to tell the job's "
             f"ranks from strangers. Give servers and ranks the same: {TOKEN}=$(openssl rand -hex 16)"
