@@ -302,7 +302,9 @@ def test_what_takes_seconds_to_compile_is_said_once(monkeypatch, caplog):
     one.on_start(compiling)
     assert made[1].after_s == 2.0 - one.seconds < 2.0
     other.on_start(waiting)
-    for timer in (*made[1:], made[1]):
+    for timer in made[1:]:  # in another process the other would say so, too
+        monkeypatch.setattr(Compilation, "_has_said", False)
+        timer.is_up()
         timer.is_up()
     assert [(record.levelname, record.name) for record in caplog.records] == [("WARNING", "paceline.svm")] * 2
     assert [record.getMessage() for record in caplog.records] == [

@@ -73,7 +73,7 @@ def hot(function: _F) -> _F:
 
 
 class Compilation(event.Listener):  # type: ignore[misc]
-    """Counts the functions that are being compiled, and says once that it takes long.
+    """Counts the functions that are being compiled, and says once a process that it takes long.
 
     numba's own lock comes first, so one thread at a time compiles, or waits for a process that does.
 
@@ -85,9 +85,10 @@ class Compilation(event.Listener):  # type: ignore[misc]
         seconds: Spent on those that are done, and waiting for other processes.
     """
 
+    _has_said = False  # of this process
+
     def __init__(self, *, shows_all: bool) -> None:
         self._shows_all, self._depth, self._begun_s, self._told_s = shows_all, 0, 0.0, 0.0
-        self._has_said = False
         self._timer: threading.Timer | None = None
         self.num_functions, self.seconds = 0, 0.0
 
@@ -119,8 +120,8 @@ class Compilation(event.Listener):  # type: ignore[misc]
 
     def _say(self, is_wait: bool) -> None:
         """Write one line to stderr, where `logging` is as it was."""
-        if not self._has_said and not self._shows_all:
-            self._has_said = True
+        if not Compilation._has_said and not self._shows_all:
+            Compilation._has_said = True
             what = "waiting for another process, which compiles" if is_wait else "compiling"
             _LOGGER.warning(
                 "paceline_svm: %s for this machine, once; `paceline svm compile` does so ahead of time", what

@@ -75,7 +75,7 @@ class Pairs:
         pairs = list(itertools.combinations(range(len(counts)), 2))
         table = np.zeros((len(counts) - 1, len(self.data.samples)))
         small = [(one, other) for one, other in pairs if counts[one] + counts[other] <= placement.LARGEST]
-        _, _, extent = self.data.whole(self.matrix)
+        extent = self.data.extent(np.ones(len(self.all_costs), np.bool_))
         if not fits_on_every_rank(extent.num_numbers, settings.cache_bytes):
             small = []
         found = self._solve_small(small, extent, kernel, settings, table)

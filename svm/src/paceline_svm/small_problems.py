@@ -253,50 +253,15 @@ def _go_on(
     outcomes: NDArray[np.float64],
 ) -> bool:
     """Go on with one problem; returns whether it is done."""
-    bounds = problems.bounds[number]
-    a, b, c, d = bounds[0], bounds[1], bounds[2], bounds[3]
     first = problems.first[number]
     S, n = len(problems.linear), problems.first[number + 1] - first
     P = -(-n // LANES) * LANES
-    own, total, per_sample = memory.by_variable, S * P, memory.by_sample
-    linear, lower, upper = own[0, :total], own[1, :total], own[2, :total]
-    beta, F, d_own = own[3, :total], own[4, :total], per_sample[0, :P]
-    for s in range(S):
-        for t in range(P):
-            v, is_there = s * P + t, t < n
-            linear[v] = problems.linear[s, first + t] if is_there else 0.0
-            lower[v] = problems.lower[s, first + t] if is_there else 0.0
-            upper[v] = problems.upper[s, first + t] if is_there else 0.0
-            beta[v] = problems.beta[s, first + t] if is_there else 0.0
-    for t in range(P):
-        d_own[t] = 0.0
-        if t < n:
-            d_own[t] = diagonal[a + t if t < b - a else c + t - (b - a)]
-    num = limits.num_values // P
-    if num > n:
-        num = n
-    if num < 3:
-        num = 3
-    rows = memory.rows[: num * P].reshape((num, P))
-    unknown, free = memory.slot_of[:n], memory.owner[:num]
-    for t in range(n):
-        unknown[t] = -1
-    for t in range(num):
-        free[t] = -1
-    memory.next_slot[0] = 0
-    store = RowStore(
-        (a, b, c, d),
-        rows,
-        free,
-        unknown,
-        memory.next_slot,
-        shared,
-        memory.room,
-    )
-    if num >= n:
+    total, per_sample = S * P, memory.by_sample
+    linear, variables = _loaded(problems, number, diagonal, memory)
+    store = _empty_store(problems, number, limits.num_values // P, memory, shared)
+    if len(store.rows) >= n:
         fill_from_gram(source.gram, store)
     out = outcomes[number]
-    variables = Variables(F, beta, lower, upper, d_own)
     _evaluate(source, store, linear, variables, per_sample, out)
     steps = 0
     if out[MOST] - out[LEAST] > limits.tol and out[STEPS] < limits.max_steps:
@@ -320,9 +285,64 @@ def _go_on(
         _evaluate(source, store, linear, variables, per_sample, out)
     for s in range(S):
         for t in range(n):
-            problems.beta[s, first + t] = beta[s * P + t]
+            problems.beta[s, first + t] = variables.beta[s * P + t]
     # Without a step no pair can be improved in double precision.
     return out[MOST] - out[LEAST] <= limits.tol or out[STEPS] >= limits.max_steps or steps == 0
+
+
+@inner
+def _loaded(
+    problems: SmallProblems, number: int, diagonal: NDArray[np.float64], memory: Memory
+) -> tuple[NDArray[np.float64], Variables]:
+    """The linear part and the variables of a problem, padded; in memory. Gradients are not computed yet."""
+    bounds, first = problems.bounds[number], problems.first[number]
+    a, b, c = bounds[0], bounds[1], bounds[2]
+    S, n = len(problems.linear), problems.first[number + 1] - first
+    P = -(-n // LANES) * LANES
+    own, total = memory.by_variable, S * P
+    linear, lower, upper = own[0, :total], own[1, :total], own[2, :total]
+    beta, F, d_own = own[3, :total], own[4, :total], memory.by_sample[0, :P]
+    for s in range(S):
+        for t in range(P):
+            v, is_there = s * P + t, t < n
+            linear[v] = problems.linear[s, first + t] if is_there else 0.0
+            lower[v] = problems.lower[s, first + t] if is_there else 0.0
+            upper[v] = problems.upper[s, first + t] if is_there else 0.0
+            beta[v] = problems.beta[s, first + t] if is_there else 0.0
+    for t in range(P):
+        d_own[t] = 0.0
+        if t < n:
+            d_own[t] = diagonal[a + t if t < b - a else c + t - (b - a)]
+    return linear, Variables(F, beta, lower, upper, d_own)
+
+
+@inner
+def _empty_store(
+    problems: SmallProblems, number: int, num_rows: int, memory: Memory, shared: Shared
+) -> RowStore:
+    """Room for kernel rows of a problem: for so many of them, three at least, and no more than samples."""
+    bounds, n = problems.bounds[number], problems.first[number + 1] - problems.first[number]
+    P = -(-n // LANES) * LANES
+    num = num_rows
+    if num > n:
+        num = n
+    if num < 3:
+        num = 3
+    unknown, free = memory.slot_of[:n], memory.owner[:num]
+    for t in range(n):
+        unknown[t] = -1
+    for t in range(num):
+        free[t] = -1
+    memory.next_slot[0] = 0
+    return RowStore(
+        (bounds[0], bounds[1], bounds[2], bounds[3]),
+        memory.rows[: num * P].reshape((num, P)),
+        free,
+        unknown,
+        memory.next_slot,
+        shared,
+        memory.room,
+    )
 
 
 @inner

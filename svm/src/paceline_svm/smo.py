@@ -176,56 +176,26 @@ def _update_pairs(
         Pair updates, by how much they lowered the objective, and the sample whose row is missing or -1. An update needs
         two rows, and both are looked for again, so there must be room for two that are fetched one after the other.
     """
-    F, beta, lower, upper, diagonal = variables
-    by_lane, least, most, slot_of = lanes.F, lanes.least, lanes.most, lanes.slot_of
-    closed_up, closed_down, gain = memory.closed_up, memory.closed_down, memory.gains
-    P = len(diagonal)
-    number = F.dtype
-    zero, far = number.type(0), number.type(FAR)
-    i, j, delta, steps, decrease = 0, 0, 0.0, 0, 0.0
+    F, slot_of = variables.F, lanes.slot_of
+    diagonal, P = variables.diagonal, len(variables.diagonal)
+    delta, steps, decrease = 0.0, 0, 0.0
     Ki = Kj = lanes.rows[0]
     while True:
-        for lane in range(LANES):
-            least[lane] = far
-            most[lane] = -far
-        for s in range(len(by_lane)):
-            if delta == 0.0:  # before the first update: the rows may not have been written
-                extremes(by_lane[s], lanes.closed_up[s], lanes.closed_down[s], least, most)
-            else:
-                follow(
-                    by_lane[s],
-                    lanes.closed_up[s],
-                    lanes.closed_down[s],
-                    Ki,
-                    Kj,
-                    number.type(delta),
-                    least,
-                    most,
-                )
-        m, M = least_of(least), largest_of(most)
+        m, M = _extremes_after(lanes, Ki, Kj, delta)
         if M - m < tolerance or steps >= max_steps:
             return steps, decrease, -1
         i = 0
-        while least[i] != m:
+        while lanes.least[i] != m:
             i += 1
-        while F[i] + closed_up[i] != m:
+        while F[i] + memory.closed_up[i] != m:
             i += LANES
         slot = slot_of[i % P]
         if slot < 0:
             return steps, decrease, i % P
         Ki, di = lanes.rows[slot], diagonal[i % P]
-        for lane in range(LANES):
-            most[lane] = zero
-        for s in range(len(by_lane)):
-            gains(by_lane[s], lanes.closed_down[s], Ki, lanes.diagonal, m, di, lanes.gains[s], most)
-        best = largest_of(most)
-        if best <= 0.0:
+        j = _partner(lanes, memory.gains, Ki, m, di)
+        if j < 0:
             return steps, decrease, -1
-        j = 0
-        while most[j] != best:
-            j += 1
-        while gain[j] != best:
-            j += LANES
         other = slot_of[j % P]
         if other < 0:
             return steps, decrease, j % P
@@ -234,24 +204,79 @@ def _update_pairs(
         if curvature < LEAST_CURVATURE:
             curvature = LEAST_CURVATURE
         slope = _f64(F[j]) - m
-        room_i, room_j = upper[i] - beta[i], beta[j] - lower[j]
-        delta = slope / curvature
-        if room_i < delta:
-            delta = room_i
-        if room_j < delta:
-            delta = room_j
-        # Exactly at the bound, or rounding would leave a variable an unusable sliver away from it.
-        old_i, old_j = beta[i], beta[j]
-        beta[i] = upper[i] if delta == room_i else beta[i] + delta
-        beta[j] = lower[j] if delta == room_j else beta[j] - delta
-        if beta[i] == old_i and beta[j] == old_j:
+        delta = _move(variables, memory, i, j, slope / curvature)
+        if delta == 0.0:
             return steps, decrease, -1
         decrease += delta * (slope - 0.5 * delta * curvature)
-        closed_up[i] = zero if beta[i] < upper[i] else far
-        closed_down[i] = zero if beta[i] > lower[i] else -far
-        closed_up[j] = zero if beta[j] < upper[j] else far
-        closed_down[j] = zero if beta[j] > lower[j] else -far
         steps += 1
+
+
+@inner
+def _extremes_after(lanes: LaneArrays, Ki: NDArray[Any], Kj: NDArray[Any], delta: float) -> tuple[Any, Any]:
+    """Let the gradient follow the last update, if any; the least that may grow, and the largest that may shrink."""
+    number = lanes.F.dtype
+    least, most, far = lanes.least, lanes.most, number.type(FAR)
+    for lane in range(LANES):
+        least[lane] = far
+        most[lane] = -far
+    for s in range(len(lanes.F)):
+        F, closed_up, closed_down = lanes.F[s], lanes.closed_up[s], lanes.closed_down[s]
+        if delta == 0.0:  # before the first update: the rows may not have been written
+            extremes(F, closed_up, closed_down, least, most)
+        else:
+            follow(F, closed_up, closed_down, Ki, Kj, number.type(delta), least, most)
+    return least_of(least), largest_of(most)
+
+
+@inner
+def _partner(lanes: LaneArrays, gain: NDArray[Any], Ki: NDArray[Any], least: Any, di: Any) -> int:
+    """The variable with which i lowers the objective most; -1 if there is none.
+
+    Args:
+        lanes: Of all variables.
+        gain: `lanes.gains` without lanes.
+        Ki: Kernel row of i.
+        least: Its gradient.
+        di: Its kernel value with itself.
+    """
+    most, zero = lanes.most, lanes.F.dtype.type(0)
+    for lane in range(LANES):
+        most[lane] = zero
+    for s in range(len(lanes.F)):
+        gains(lanes.F[s], lanes.closed_down[s], Ki, lanes.diagonal, least, di, lanes.gains[s], most)
+    best = largest_of(most)
+    if best <= zero:
+        return -1
+    j = 0
+    while most[j] != best:
+        j += 1
+    while gain[j] != best:
+        j += LANES
+    return j
+
+
+@inner
+def _move(variables: Variables, memory: LaneMemory, i: int, j: int, wanted: float) -> float:
+    """Let i grow and j shrink, as far as wanted or their bounds; returns by how much, 0 if rounding swallows it."""
+    beta, lower, upper = variables.beta, variables.lower, variables.upper
+    zero, far = variables.F.dtype.type(0), variables.F.dtype.type(FAR)
+    room_i, room_j = upper[i] - beta[i], beta[j] - lower[j]
+    delta = wanted
+    if room_i < delta:
+        delta = room_i
+    if room_j < delta:
+        delta = room_j
+    # Exactly at the bound, or rounding would leave a variable an unusable sliver away from it.
+    old_i, old_j = beta[i], beta[j]
+    beta[i] = upper[i] if delta == room_i else beta[i] + delta
+    beta[j] = lower[j] if delta == room_j else beta[j] - delta
+    if beta[i] == old_i and beta[j] == old_j:
+        return 0.0
+    memory.closed_up[i] = zero if beta[i] < upper[i] else far
+    memory.closed_down[i] = zero if beta[i] > lower[i] else -far
+    memory.closed_up[j] = zero if beta[j] < upper[j] else far
+    memory.closed_down[j] = zero if beta[j] > lower[j] else -far
+    return delta
 
 
 @hot
