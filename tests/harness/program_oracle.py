@@ -16,6 +16,7 @@ from harness.program_comparison import Comparison
 from harness.program_free import free
 from harness.program_kinds import forward_overlap, gan, local_steps, with_torch
 from harness.program_model import LEFT, short_turns
+from harness.program_resumed import resumed
 from harness.random_programs import Program, shrink
 from harness.ranks import Ranks
 
@@ -26,6 +27,7 @@ KINDS: dict[str, Callable[[Program, int, int, Comparison], None]] = {
     "gan": gan,
     "local steps": local_steps,
     "overlap": forward_overlap,
+    "resumed": resumed,
 }
 
 

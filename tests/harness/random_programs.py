@@ -31,6 +31,7 @@ SHORTER = (
     "powersgd",
 )
 SHORTER_CHANGES = ("bf16", "fp16", "int8", "all of topk")  # of parameters: compared without residuals
+SOURCES = ("shuffle", "tokens", "stream", "stream with state")
 HOOKS = ("allreduce", "fp16", "fp16 around allreduce", "fresh", "noop")
 
 # Operations of each kind of program, with how often they are drawn.
@@ -66,9 +67,27 @@ OPERATIONS: dict[str, dict[str, int]] = {
     # The optimizer's step is put off into the next forward.
     "overlap": {"train": 6, "train on two micro-batches": 2, "accumulate": 2, "evaluate": 1, "read": 2},
     "mixed precision": {"train": 6, "train on two micro-batches": 2, "evaluate": 1},
+    # Samplers and streams that are saved anywhere and resumed with other shares.
+    "resumed": {"train": 8, "train again": 1, "change shares": 1, "resume": 4, "go back": 1},
 }
-NUM_OPERATIONS = {"free": 12, "torch": 4, "gan": 6, "local steps": 7, "overlap": 5, "mixed precision": 3}
-WEIGHTS = {"free": 10, "torch": 5, "gan": 3, "local steps": 2, "overlap": 3, "mixed precision": 1}
+NUM_OPERATIONS = {
+    "free": 12,
+    "torch": 4,
+    "gan": 6,
+    "local steps": 7,
+    "overlap": 5,
+    "mixed precision": 3,
+    "resumed": 10,
+}
+WEIGHTS = {
+    "free": 10,
+    "torch": 5,
+    "gan": 3,
+    "local steps": 2,
+    "overlap": 3,
+    "mixed precision": 1,
+    "resumed": 2,
+}
 
 
 @dataclass(frozen=True, eq=False)  # found again by identity
@@ -145,6 +164,11 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
         yield "overlap_forward", "always"
         yield "optimizer", source.choice(("SGD", "AdamW"))
         return
+    if kind == "resumed":
+        yield "source", source.choice(SOURCES)
+        yield "num_samples", source.randint(4, 20)
+        yield "size", source.randint(3, 8)
+        return
     if source.random() < 0.2:
         yield "broadcast_buffers", False
     if kind == "mixed precision":
@@ -168,8 +192,8 @@ def _options(kind: str, source: random.Random) -> Iterator[tuple[str, Any]]:
 
 
 def _blocks(kind: str, options: dict[str, Any], source: random.Random) -> list[str]:
-    """Up to three. Batch norm over three samples amplifies the rounding of 16 bits beyond any tolerance."""
-    known = list(BLOCKS[:-1] if kind == "mixed precision" else BLOCKS)
+    """Up to three. Batch norm amplifies the rounding of 16 bits, and depends on who has which samples."""
+    known = list(BLOCKS[:-1] if kind in ("mixed precision", "resumed") else BLOCKS)
     if not {"compression", "hook"} & set(options):
         known.append(LATE)
     if kind == "free":
