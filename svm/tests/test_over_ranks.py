@@ -132,7 +132,7 @@ def test_heuristics_do_what_their_names_say(models):
     assert counters["adaptive"].least_active < 400  # the cache is too small here
 
 
-def test_elimination_leaves_itself_alone_where_the_cache_holds_all_rows():
+def test_shrinking_leaves_itself_alone_where_the_cache_holds_all_rows():
     X, y = data()
     with working_sets_of(64):
         assert SVC(**SETTINGS).fit(X, y).counters_[0].least_active == 400
@@ -211,7 +211,7 @@ def without_reconstruction(monkeypatch):
 
 
 def test_without_reconstruction_a_wrong_answer_would_be_reported(monkeypatch):
-    """The oracle sees false eliminations; papers call the mutant the approximate variant."""
+    """The oracle sees what was shrunk falsely; papers call the mutant the approximate variant."""
 
     def true_gaps():
         for seed in range(4):
