@@ -183,7 +183,7 @@ def test_sizes_of_working_sets(num, free, size):
     assert working_set_size(num, free) == size
 
 
-def test_only_what_no_violation_can_contain_is_eliminated():
+def test_only_what_no_violation_can_contain_is_shrunk():
     """F against the extremes -1 (least that may grow) and 1 (largest that may shrink): too eager costs iterations."""
     f = np.array([-1.0, 0.99, 1.0, 1.01, -1.01, -1.0, 5.0, -5.0])
     beta = np.array([0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.5, 0.5])  # at the lower bound, the upper one, or free

@@ -145,7 +145,7 @@ class ShrunkSamples:
 
     Attributes:
         has_moved: Whether active samples may be with ranks that do not own them.
-        num_kernel_values: Kernel values that reconstruction has computed so far.
+        num_kernel_values: Kernel values that unshrinking has computed so far.
     """
 
     def __init__(self, problem: Problem, communicator: Communicator, chosen: ChosenSamples) -> None:
@@ -229,8 +229,8 @@ def is_out_of_balance(counts: NDArray[np.int64], num_samples: int) -> bool:
         num_samples: Of the whole problem.
     """
     excess = counts.max() - counts.mean()
-    was_eliminated = counts.sum() < num_samples
-    return bool(was_eliminated and excess > max((_IMBALANCE - 1) * counts.mean(), _IMBALANCE_SAMPLES))
+    was_shrunk = counts.sum() < num_samples
+    return bool(was_shrunk and excess > max((_IMBALANCE - 1) * counts.mean(), _IMBALANCE_SAMPLES))
 
 
 def balanced(communicator: Communicator, active: Active, counts: NDArray[np.int64]) -> Active:
@@ -267,7 +267,7 @@ class Heuristic:
     Attributes:
         every: Pair updates between two tests, or the fraction of the samples if `is_ratio`; None: never.
         is_ratio: What `every` counts.
-        again: Whether to go on shrinking after the first reconstruction.
+        again: Whether to go on shrinking after the first unshrinking.
         only_short_of_memory: Whether to test only when kernel rows are computed again for want of memory.
         least_gain_ratio: Shrink only if it drops at least this fraction of a rank's active samples.
     """

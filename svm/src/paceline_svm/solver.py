@@ -20,7 +20,7 @@ Rules
    limits of `Tally`: finite, whatever the problem. The result says how far it is from the optimum.
 
 Source:
-    Narasimhan, Vishnu et al. 2014 (arXiv 1406.5161) for shrinking and reconstruction; Fan, Chen & Lin 2005 for the
+    Narasimhan, Vishnu et al. 2014 (arXiv 1406.5161) for shrinking; Fan, Chen & Lin 2005 for the
     working set's solver; the large working set as in ThunderSVM (Wen et al. 2018, section 3).
 """
 
@@ -223,7 +223,7 @@ class Solver:
     # -- is it the optimum?
 
     def _check(self, nominations: Nominations) -> float:
-        """Reconstruct shrunk samples, check all samples in double precision; returns the true gap. Collective."""
+        """Bring shrunk samples back, check all samples in double precision; returns the true gap. Collective."""
         self._tally.count_check()
         if nominations.num_active < self._problem.num_samples:
             self._tally.num_unshrinks += 1
