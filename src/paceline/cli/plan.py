@@ -72,24 +72,12 @@ def predict(
     epoch_samples: Annotated[int | None, typer.Option(help="Samples of an epoch: shows its time.")] = None,
     price: Annotated[float | None, typer.Option(help="Of a device and hour: shows an epoch's cost.")] = None,
     steps: Steps = None,
-    score: Annotated[
-        bool, typer.Option("--score", help="Show how good predictions have been so far.")
-    ] = False,
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
     """How long is a step on 2, 4, ... devices, what limits it, what would help, what does an epoch cost?"""
     from paceline.errors import ConfigurationError
 
-    if score:
-        if source is not None:
-            raise ConfigurationError(
-                f"--score shows the score so far and predicts nothing. To score a run: paceline plan score {source}"
-            )
-        from paceline.plan.scoring import show_scores
-
-        show_scores(report, [], as_json=as_json)
-        return
     if source is None:
         raise ConfigurationError(
             "nothing to plan for. Pass a training script, a recorded workload, or a shipped one such as resnet50."
