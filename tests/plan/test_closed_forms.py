@@ -8,7 +8,6 @@ import pytest
 from paceline.errors import ConfigurationError
 from paceline.plan import (
     Cluster,
-    EmulationCost,
     HostLink,
     LayerTimes,
     RecordedWorkload,
@@ -235,16 +234,6 @@ def test_loss_stalls_more_the_more_messages_there_are() -> None:
         for a, b in zip(lossy, dry, strict=True)
     ]
     assert 0 < stalls[0] < stalls[1]
-
-
-def test_what_emulation_costs_is_apart() -> None:
-    load = workload()
-    cost = EmulationCost(2, collective_s=1e-3, message_s=1e-4, s_per_byte=1e-9, layer_s=1e-4)
-    alone, shared = flat(4), flat(4, emulation=cost)
-    ring = [collective_cost(c, "ring") for c in (alone, shared)]
-    added = 4 / 2 * 1e-3 + 24 / 2 * 1e-4 + 6 * MIB / 2 * 1e-9
-    assert ring[1].of(MIB) - ring[0].of(MIB) == pytest.approx(added)
-    assert simulate(load, shared).step_s > simulate(load, alone).step_s + 20 * 2 * 1e-4
 
 
 def test_priorities_serve_the_front_first() -> None:

@@ -55,30 +55,6 @@ class HostLink:
 
 
 @dataclass(frozen=True)
-class EmulationCost:
-    """Processor time that emulated hosts take from each other because they share a machine; a real cluster has none.
-
-    Attributes:
-        cores: Of the machine that emulates.
-        collective_s: Of one rank, for one collective.
-        message_s: Of sending one message and receiving it.
-        s_per_byte: Of sending and receiving one byte.
-        layer_s: Of one rank, for one layer's forward or backward: sleeping and waking up, and autograd.
-    """
-
-    cores: int = 1
-    collective_s: float = 0.0
-    message_s: float = 0.0
-    s_per_byte: float = 0.0
-    layer_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        costs = (self.collective_s, self.message_s, self.s_per_byte, self.layer_s)
-        if self.cores < 1 or not all(0 <= cost < math.inf for cost in costs):
-            raise ConfigurationError(f"{self}: at least one core, and no cost below 0")
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Hosts, their links, and their ranks.
 
@@ -94,7 +70,6 @@ class Cluster:
         fold_s_per_byte: Of adding what arrived.
         stall_s: What the loss of a message of one packet costs: TCP's smallest retransmission timeout.
         probe_s: What the loss of a longer message's last packet costs: TCP's tail loss probe.
-        emulation: If it is emulated, what that costs.
     """
 
     ranks_of_host: tuple[int, ...]
@@ -108,7 +83,6 @@ class Cluster:
     fold_s_per_byte: float = 0.0
     stall_s: float = 0.2
     probe_s: float = 0.01
-    emulation: EmulationCost = EmulationCost()
 
     def __post_init__(self) -> None:
         if not self.ranks_of_host or min(self.ranks_of_host) < 1:
@@ -161,6 +135,19 @@ class Cluster:
         """Which host each rank is on."""
         return Topology(tuple(chain.from_iterable((host,) * n for host, n in enumerate(self.ranks_of_host))))
 
+    def overhead_s(self, messages: int, bytes_ratio: float) -> tuple[float, float]:
+        """Of a collective of so many messages, and for each byte of it: what is neither latency, link nor adding.
+
+        Args:
+            messages: Of all ranks.
+            bytes_ratio: What all of them carry, of the message that is reduced.
+        """
+        return self.collective_s, 0.0
+
+    def layer_overhead_s(self) -> float:
+        """Of a layer's forward, or backward, beside what was recorded."""
+        return 0.0
+
     def rack_of(self, host: int) -> int:
         """The rack of a host: the hosts in order, as evenly as it goes."""
         return host * self.racks // self.num_hosts
@@ -200,7 +187,7 @@ class Cluster:
             words += (
                 f", {self.racks} racks with uplinks of {show_rate(8 * self.uplink_bytes_per_s, digits=3)}"
             )
-        return words + (", with what emulation costs" if self.emulation != EmulationCost() else "")
+        return words
 
 
 def _link_words(links: Sequence[tuple[float, float, float]]) -> str:

@@ -12,9 +12,6 @@ Rules
    rank has pushed it.
 6. A link that several connections share does not carry both directions at their full rates at once: each gets a part of
    it. Acknowledgements wait behind data of the other direction, and a piece waits for its slowest connection.
-
-What a prediction contains is the cluster's business: with `EmulationCost` it predicts an emulated run, without it the
-network alone.
 """
 
 from __future__ import annotations
@@ -103,8 +100,7 @@ class _Simulator:
         self.random = np.random.default_rng(seed)
         self.size = cluster.num_ranks
         self.slowness = self._slowness()
-        per_layer_s = cluster.emulation.layer_s * max(1.0, self.size / cluster.emulation.cores)
-        extra_s = per_layer_s * len(workload.layers)
+        extra_s = cluster.layer_overhead_s() * len(workload.layers)
         self.forward_s = workload.forward_s + extra_s
         self.backward_s = workload.backward_s + extra_s
         stretch = self.backward_s / workload.backward_s if workload.backward_s else 1.0
