@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import paceline
 
 PACKAGE = Path(paceline.__file__).parent
@@ -78,6 +80,7 @@ def test_a_shipped_workload_is_planned_without_torch(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_script_is_planned_by_at_most_20_files(tmp_path: Path) -> None:
     """The ways of docs/architecture.md: files of which a function runs, from the command to the last line printed."""
     (tmp_path / "train.py").write_text(SCRIPT)

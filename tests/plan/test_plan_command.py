@@ -108,7 +108,7 @@ def test_bad_input(
         "there is no script": ["no_such.py"],
         "cannot be read": ["no_such.json"],
         "cut off": ["torn.json"],
-        "nothing to plan for": ["--to", "4"],
+        "Missing argument 'source': A training script, a recorded workload": ["--to", "4"],
         "no predictions": ["score"],
         "--price 2.0 would change nothing without --epoch-samples": ["tiny", "--price", "2"],
         "--server-rate 1Gbit would change nothing without --servers": ["tiny", "--server-rate", "1Gbit"],
