@@ -13,7 +13,7 @@ from itertools import chain
 
 from paceline.errors import ConfigurationError
 from paceline.planning.bucket_assignment import DEFAULT_BUCKET_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MEBIBYTE
-from paceline.planning.replay import AlphaBetaCost
+from paceline.planning.replay import AlphaBetaCost, Wire, in_one_lane
 from paceline.quantities import show_rate
 from paceline.schedules.topology import Link, Topology
 
@@ -256,7 +256,6 @@ class ReductionPlan:
         launch: On the thread that computes, for each bucket.
         finish: After a bucket has arrived, on the thread that waits.
         sync_every: Micro-steps of which the last one synchronizes.
-        num_groups: Process groups that take buckets in turn.
         shares: Of the global batch, one a rank; empty: equal ones.
         servers: Parameter servers instead of an all-reduce.
         priority: Pieces of buckets go in the order of `planning.forward_overlap`, and the next forward hides them, too.
@@ -269,7 +268,6 @@ class ReductionPlan:
     launch: AlphaBetaCost = NO_TIME
     finish: AlphaBetaCost = NO_TIME
     sync_every: int = 1
-    num_groups: int = 1
     shares: tuple[float, ...] = ()
     servers: Servers | None = None
     priority: bool = False
@@ -282,18 +280,22 @@ class ReductionPlan:
             raise ConfigurationError(
                 f"a payload of {self.payload_ratio} of the gradients' bytes cannot be: above 0, at most 4."
             )
-        if self.sync_every < 1 or self.num_groups < 1:
+        if self.sync_every < 1:
             raise ConfigurationError(
-                f"synchronizing every {self.sync_every} micro-steps in {self.num_groups} groups cannot be: 1 or more."
+                f"synchronizing every {self.sync_every} micro-steps cannot be: 1 or more."
             )
         if self.shares and (min(self.shares) < 0 or not math.isclose(sum(self.shares), 1, rel_tol=1e-6)):
             raise ConfigurationError(
                 f"shares of a batch add up to 1, not to {sum(self.shares):g}; none is below 0."
             )
-        if self.priority and (self.num_groups > 1 or self.servers or self.sync_every > 1):
+        if self.priority and (self.servers or self.sync_every > 1):
             raise ConfigurationError(
-                "priorities are modelled for one process group that all-reduces every step: drop one of the others."
+                "priorities are modelled for an all-reduce in every step: drop one of the others."
             )
+
+    def arrivals_s(self, starts_s: Sequence[float], wires: Sequence[Wire]) -> list[float]:
+        """When collectives end that start at these times: one process group performs them in turn."""
+        return in_one_lane(starts_s, wires)
 
     def describe(self) -> str:
         """Some words for a table."""
@@ -304,8 +306,6 @@ class ReductionPlan:
             words.append(f"{self.payload_ratio:g} of the bytes")
         if self.sync_every > 1:
             words.append(f"synchronizing every {self.sync_every} micro-steps")
-        if self.num_groups > 1:
-            words.append(f"{self.num_groups} groups in turn")
         if self.priority:
             words.append("front layers first")
         return ", ".join(words)

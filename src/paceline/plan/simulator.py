@@ -192,8 +192,7 @@ class _Simulator:
         launch_s = [self.plan.launch.of(size) for size in sizes]
         finish_s = [self.plan.finish.of(size) for size in sizes]
         if self.plan.servers is None:
-            lanes = self.plan.num_groups
-            return replay(ready_s, wires, computed_s, launch_s, finish_s, num_lanes=lanes)
+            return replay(ready_s, wires, computed_s, launch_s, finish_s, arrive=self.plan.arrivals_s)
         if not self.plan.servers.duplex:
             return replay(ready_s, wires, computed_s, launch_s, finish_s)
         pulled_s = self._streamed(self.plan.servers, ready_s, wires)

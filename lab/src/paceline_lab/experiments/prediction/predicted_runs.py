@@ -25,6 +25,7 @@ from paceline_lab.bench.layer_profile import Profile
 from paceline_lab.bench.timed_model import gradient_bytes, planned
 from paceline_lab.experiments.papers.variants import Variant, bucket_caps_mb
 from paceline_lab.experiments.prediction.emulation_cost import EmulatedHosts, EmulationCost
+from paceline_lab.experiments.prediction.groups_in_turn import GroupsInTurn
 
 _UNITS = (0.95, 1e-4, 1e-3, 1e-4, 1e-10, 1e-4)  # of the fitted numbers, so that all are about 1
 _LEAST, _MOST = (0.8, 0, 0, 0, 0, 0), (1.06, 50, 50, 50, 50, 50)
@@ -129,7 +130,7 @@ def run_of(
         caps: tuple[float, ...] = (math.inf,)
     else:
         caps = tuple(cap * MEBIBYTE / scale for cap in bucket_caps_mb(variant, gradient_bytes(profile)))
-    plan = ReductionPlan(
+    plan = GroupsInTurn(
         caps,
         "ring",
         payload_ratio=0.5 if variant.half else 1.0,
