@@ -8,7 +8,6 @@ import pytest
 from paceline.errors import ConfigurationError
 from paceline.plan import (
     Cluster,
-    EmulationCost,
     HostLink,
     LayerTimes,
     RecordedWorkload,
@@ -21,7 +20,6 @@ from paceline.plan.round_patterns import ALL_REDUCES, candidates, is_possible, p
 from paceline.plan.simulator import _Simulator
 from paceline.planning import AlphaBetaCost
 from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
-from paceline.planning.replay import Wire, replay, shared_rates
 from paceline.schedules import SCHEDULES, Link, Links, Topology, price
 
 MIB = 2**20
@@ -128,29 +126,6 @@ def test_skipping_synchronization_saves_what_is_exposed() -> None:
         assert found.micro_step_s == pytest.approx(wanted, rel=1e-12)
 
 
-def test_groups_help_only_where_a_connection_cannot_fill_the_link() -> None:
-    load, plan = workload(backward_s=1e-5), ReductionPlan(caps_bytes=(MIB,), algorithm="ring")
-    free, capped = flat(4), flat(4, flow_bytes_per_s=RATE / 3)
-    no_latency = [
-        Cluster((1,) * 4, (HostLink(RATE),) * 4, flow_bytes_per_s=c.flow_bytes_per_s) for c in (free, capped)
-    ]
-    steps = [
-        [simulate(load, c, ReductionPlan((MIB,), "ring", num_groups=n)).wire_s for n in (1, 3)]
-        for c in no_latency
-    ]
-    assert steps[0][0] == steps[0][1]
-    times = [
-        [simulate(load, c, ReductionPlan((MIB,), "ring", num_groups=n)).exposed_s for n in (1, 3, 5)]
-        for c in no_latency
-    ]
-    assert times[0][1] == pytest.approx(times[0][0], rel=1e-3)
-    assert times[1][0] == pytest.approx(3 * times[0][0], rel=1e-3)
-    assert times[1][1] == pytest.approx(
-        times[0][0], rel=0.35
-    )  # ten buckets in three lanes: the last is alone
-    assert plan.num_groups == 1
-
-
 def test_unequal_links_speeds_and_shares() -> None:
     size, load = 8 * MIB, workload()
     links = (
@@ -237,16 +212,6 @@ def test_loss_stalls_more_the_more_messages_there_are() -> None:
     assert 0 < stalls[0] < stalls[1]
 
 
-def test_what_emulation_costs_is_apart() -> None:
-    load = workload()
-    cost = EmulationCost(2, collective_s=1e-3, message_s=1e-4, s_per_byte=1e-9, layer_s=1e-4)
-    alone, shared = flat(4), flat(4, emulation=cost)
-    ring = [collective_cost(c, "ring") for c in (alone, shared)]
-    added = 4 / 2 * 1e-3 + 24 / 2 * 1e-4 + 6 * MIB / 2 * 1e-9
-    assert ring[1].of(MIB) - ring[0].of(MIB) == pytest.approx(added)
-    assert simulate(load, shared).step_s > simulate(load, alone).step_s + 20 * 2 * 1e-4
-
-
 def test_priorities_serve_the_front_first() -> None:
     load, cluster = workload(size=8 * MIB), flat(4)
     plans = [ReductionPlan((MIB,), priority=first) for first in (False, True)]
@@ -255,13 +220,6 @@ def test_priorities_serve_the_front_first() -> None:
     assert wire_s * (1 - 1e-9) <= first < plain  # the next forward hides some of it, the wire is the limit
     fast = Cluster((1, 1), (HostLink(math.inf),) * 2)
     assert simulate(load, fast, plans[1]).step_s == pytest.approx(load.compute_s)
-
-
-def test_links_are_shared_fairly() -> None:
-    assert shared_rates([1.0, 1.0]) == [0.5, 0.5]
-    assert shared_rates([0.1, 1.0, 1.0]) == pytest.approx([0.1, 0.45, 0.45])
-    done = replay([0.0, 0.0], [Wire(0.0, 1.0, 1.0), Wire(0.5, 1.0, 1.0)], 0.0, num_lanes=2)
-    assert done.arrivals_s == pytest.approx((1.5, 2.0))
 
 
 def test_a_bucket_is_ready_with_its_last_gradient() -> None:
@@ -304,7 +262,7 @@ def test_what_cannot_be_is_refused() -> None:
         lambda: ReductionPlan(payload_ratio=0),
         lambda: ReductionPlan(shares=(0.5, 0.6)),
         lambda: ReductionPlan(sync_every=0),
-        lambda: ReductionPlan(priority=True, num_groups=2),
+        lambda: ReductionPlan(priority=True, sync_every=2),
         lambda: Servers(0, 1e9),
         lambda: RecordedWorkload("x", "y", ()),
         lambda: workload(backward_s=math.nan),

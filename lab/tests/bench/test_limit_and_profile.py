@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigurationError
+from paceline.plan import RecordedWorkload
 from paceline_lab.bench.allreduce import launches, num_per_turn
 from paceline_lab.bench.allreduce_sides import parse_sizes
 from paceline_lab.bench.commands import check_memory, needed_bytes
@@ -16,6 +17,7 @@ from paceline_lab.bench.layer_profile import LayerTime, Profile, default_profile
 from paceline_lab.bench.limit import StepLimit, backward_and_communication_s, bus_rate, ring_bytes_per_rank
 from paceline_lab.bench.profile_recording import record
 from paceline_lab.bench.step import StepConfig
+from paceline_lab.bench.timed_model import planned
 
 
 def test_a_ring_sends_what_the_papers_say() -> None:
@@ -80,6 +82,7 @@ def test_a_recorded_profile_adds_up_and_comes_back(tmp_path: Path) -> None:
     assert "recorded" in profile.source
     default_profile("resnet50").save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json", "resnet50") == default_profile("resnet50")
+    assert RecordedWorkload.load(tmp_path / "profile.json") == planned(default_profile("resnet50"))
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:

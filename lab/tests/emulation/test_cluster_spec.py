@@ -7,6 +7,7 @@ import pytest
 from paceline import quantities as q
 from paceline.errors import ConfigurationError
 from paceline_lab.emulation import ClusterSpec
+from paceline_lab.emulation import quantities as sizes
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_a_rate_that_can_be_read_in_two_ways_is_refused():
     ("text", "num_bytes"), [("256KiB", 262144), ("1MB", 1000000), ("1500B", 1500), ("0.5MiB", 524288)]
 )
 def test_sizes(text, num_bytes):
-    assert q.size(text, "--queue") == num_bytes
+    assert sizes.size(text, "--queue") == num_bytes
 
 
 @pytest.mark.parametrize(

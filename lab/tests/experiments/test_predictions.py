@@ -5,10 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan import EmulationCost, HostLink, LayerTimes, RecordedWorkload, ReductionPlan
+from paceline.plan import (
+    Cluster,
+    HostLink,
+    LayerTimes,
+    RecordedWorkload,
+    ReductionPlan,
+    collective_cost,
+    simulate,
+)
 from paceline_lab.bench.layer_profile import default_profile
 from paceline_lab.bench.timed_model import gradient_bytes, planned
 from paceline_lab.experiments.papers.variants import Variant, bucket_caps_mb
+from paceline_lab.experiments.prediction.emulation_cost import EmulatedHosts, EmulationCost
 from paceline_lab.experiments.prediction.paper_cases import bucket_cases, mlstm_cases, skipping_cases, solve
 from paceline_lab.experiments.prediction.predicted_runs import Errors, Fitted, Run, fit, run_of, samples
 
@@ -25,6 +34,19 @@ def _runs(counts: tuple[int, ...]) -> list[Run]:
             run = Run(f"{num_ranks} hosts", "torch", load, links, ReductionPlan((cap,), "ring"), (1.0,))
             runs.append(replace(run, steps_s=(TRUE.step_s(run),)))
     return runs
+
+
+def test_what_emulation_costs_is_apart() -> None:
+    load, mib = _runs((1,))[0].workload, 2**20
+    links = (HostLink(1e9, 1e-4),) * 4
+    cost = EmulationCost(2, collective_s=1e-3, message_s=1e-4, s_per_byte=1e-9, layer_s=1e-4)
+    alone, shared = Cluster((1,) * 4, links), EmulatedHosts((1,) * 4, links, emulation=cost)
+    ring = [collective_cost(cluster, "ring") for cluster in (alone, shared)]
+    added = 4 / 2 * 1e-3 + 24 / 2 * 1e-4 + 6 * mib / 2 * 1e-9
+    assert ring[1].of(mib) - ring[0].of(mib) == pytest.approx(added)
+    assert simulate(load, shared).step_s > simulate(load, alone).step_s + 2 * 20 * 2 * 1e-4
+    assert shared.with_links(faster=2.0).layer_overhead_s() == shared.layer_overhead_s() == 2e-4
+    assert "with what emulation costs" in shared.describe()
 
 
 def test_a_fit_predicts_what_it_has_not_seen() -> None:

@@ -27,7 +27,6 @@ plan = typer.Typer(
 
 ReportFolder = Annotated[Path, typer.Option("--report", help="Folder for numbers, figure and predictions.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, progress to stderr.")]
-Steps = Annotated[int | None, typer.Option(help="Steps to record, after two of warm-up.", show_default="20")]
 ScriptArguments = Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")]
 
 
@@ -35,9 +34,8 @@ ScriptArguments = Annotated[list[str] | None, typer.Argument(help="The script's 
 def predict(
     context: typer.Context,
     source: Annotated[
-        str | None,
-        typer.Argument(help="A training script, a recorded workload, or a shipped one such as resnet50."),
-    ] = None,
+        str, typer.Argument(help="A training script, a recorded workload, or a shipped one such as resnet50.")
+    ],
     arguments: ScriptArguments = None,
     to: Annotated[int, typer.Option(help="The largest number of devices.")] = 256,
     ranks_per_host: Annotated[
@@ -71,29 +69,13 @@ def predict(
     ] = None,
     epoch_samples: Annotated[int | None, typer.Option(help="Samples of an epoch: shows its time.")] = None,
     price: Annotated[float | None, typer.Option(help="Of a device and hour: shows an epoch's cost.")] = None,
-    steps: Steps = None,
-    score: Annotated[
-        bool, typer.Option("--score", help="Show how good predictions have been so far.")
-    ] = False,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps to record, after two of warm-up.", show_default="20")
+    ] = None,
     report: ReportFolder = Path("paceline-report"),
     as_json: AsJson = False,
 ) -> None:
     """How long is a step on 2, 4, ... devices, what limits it, what would help, what does an epoch cost?"""
-    from paceline.errors import ConfigurationError
-
-    if score:
-        if source is not None:
-            raise ConfigurationError(
-                f"--score shows the score so far and predicts nothing. To score a run: paceline plan score {source}"
-            )
-        from paceline.plan.scoring import show_scores
-
-        show_scores(report, [], as_json=as_json)
-        return
-    if source is None:
-        raise ConfigurationError(
-            "nothing to plan for. Pass a training script, a recorded workload, or a shipped one such as resnet50."
-        )
     from paceline.plan.forecast import forecast
     from paceline.plan.request import PlanRequest
 

@@ -40,8 +40,8 @@ class CollectiveCost:
         flow_s_per_byte: The same if one connection's limit counts as well; at least `link_s_per_byte`.
         fold_s_per_byte: Adding.
         bottleneck: The link that limits most of it, in words.
-        overhead_s: The library's fixed time, and what emulation adds to it.
-        overhead_s_per_byte: What emulation adds for each byte.
+        overhead_s: The library's fixed time.
+        overhead_s_per_byte: Of the cluster, for each byte: nothing, unless it is emulated.
         lossy_rounds: How many, messages in each, their part of the whole message, the loss ratio.
     """
 
@@ -195,8 +195,6 @@ class _Ledger:
 
     def total(self, algorithm: str) -> CollectiveCost:
         """All rounds together."""
-        cluster, emulation = self.cluster, self.cluster.emulation
-        shared = cluster.num_ranks / emulation.cores * emulation.collective_s
         return CollectiveCost(
             algorithm,
             self.rounds,
@@ -206,8 +204,7 @@ class _Ledger:
             self.flow,
             self.fold,
             max(self.by_link, key=lambda name: self.by_link[name], default="no link"),
-            cluster.collective_s + shared + self.messages / emulation.cores * emulation.message_s,
-            self.bytes_ratio / emulation.cores * emulation.s_per_byte,
+            *self.cluster.overhead_s(self.messages, self.bytes_ratio),
             tuple(self.lossy),
         )
 

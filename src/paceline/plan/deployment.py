@@ -13,7 +13,7 @@ from itertools import chain
 
 from paceline.errors import ConfigurationError
 from paceline.planning.bucket_assignment import DEFAULT_BUCKET_CAP_MB, DEFAULT_FIRST_BUCKET_BYTES, MEBIBYTE
-from paceline.planning.replay import AlphaBetaCost
+from paceline.planning.replay import AlphaBetaCost, Wire, in_one_lane
 from paceline.quantities import show_rate
 from paceline.schedules.topology import Link, Topology
 
@@ -55,30 +55,6 @@ class HostLink:
 
 
 @dataclass(frozen=True)
-class EmulationCost:
-    """Processor time that emulated hosts take from each other because they share a machine; a real cluster has none.
-
-    Attributes:
-        cores: Of the machine that emulates.
-        collective_s: Of one rank, for one collective.
-        message_s: Of sending one message and receiving it.
-        s_per_byte: Of sending and receiving one byte.
-        layer_s: Of one rank, for one layer's forward or backward: sleeping and waking up, and autograd.
-    """
-
-    cores: int = 1
-    collective_s: float = 0.0
-    message_s: float = 0.0
-    s_per_byte: float = 0.0
-    layer_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        costs = (self.collective_s, self.message_s, self.s_per_byte, self.layer_s)
-        if self.cores < 1 or not all(0 <= cost < math.inf for cost in costs):
-            raise ConfigurationError(f"{self}: at least one core, and no cost below 0")
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Hosts, their links, and their ranks.
 
@@ -94,7 +70,6 @@ class Cluster:
         fold_s_per_byte: Of adding what arrived.
         stall_s: What the loss of a message of one packet costs: TCP's smallest retransmission timeout.
         probe_s: What the loss of a longer message's last packet costs: TCP's tail loss probe.
-        emulation: If it is emulated, what that costs.
     """
 
     ranks_of_host: tuple[int, ...]
@@ -108,7 +83,6 @@ class Cluster:
     fold_s_per_byte: float = 0.0
     stall_s: float = 0.2
     probe_s: float = 0.01
-    emulation: EmulationCost = EmulationCost()
 
     def __post_init__(self) -> None:
         if not self.ranks_of_host or min(self.ranks_of_host) < 1:
@@ -161,6 +135,19 @@ class Cluster:
         """Which host each rank is on."""
         return Topology(tuple(chain.from_iterable((host,) * n for host, n in enumerate(self.ranks_of_host))))
 
+    def overhead_s(self, messages: int, bytes_ratio: float) -> tuple[float, float]:
+        """Of a collective of so many messages, and for each byte of it: what is neither latency, link nor adding.
+
+        Args:
+            messages: Of all ranks.
+            bytes_ratio: What all of them carry, of the message that is reduced.
+        """
+        return self.collective_s, 0.0
+
+    def layer_overhead_s(self) -> float:
+        """Of a layer's forward, or backward, beside what was recorded."""
+        return 0.0
+
     def rack_of(self, host: int) -> int:
         """The rack of a host: the hosts in order, as evenly as it goes."""
         return host * self.racks // self.num_hosts
@@ -200,7 +187,7 @@ class Cluster:
             words += (
                 f", {self.racks} racks with uplinks of {show_rate(8 * self.uplink_bytes_per_s, digits=3)}"
             )
-        return words + (", with what emulation costs" if self.emulation != EmulationCost() else "")
+        return words
 
 
 def _link_words(links: Sequence[tuple[float, float, float]]) -> str:
@@ -269,7 +256,6 @@ class ReductionPlan:
         launch: On the thread that computes, for each bucket.
         finish: After a bucket has arrived, on the thread that waits.
         sync_every: Micro-steps of which the last one synchronizes.
-        num_groups: Process groups that take buckets in turn.
         shares: Of the global batch, one a rank; empty: equal ones.
         servers: Parameter servers instead of an all-reduce.
         priority: Pieces of buckets go in the order of `planning.forward_overlap`, and the next forward hides them, too.
@@ -282,7 +268,6 @@ class ReductionPlan:
     launch: AlphaBetaCost = NO_TIME
     finish: AlphaBetaCost = NO_TIME
     sync_every: int = 1
-    num_groups: int = 1
     shares: tuple[float, ...] = ()
     servers: Servers | None = None
     priority: bool = False
@@ -295,18 +280,22 @@ class ReductionPlan:
             raise ConfigurationError(
                 f"a payload of {self.payload_ratio} of the gradients' bytes cannot be: above 0, at most 4."
             )
-        if self.sync_every < 1 or self.num_groups < 1:
+        if self.sync_every < 1:
             raise ConfigurationError(
-                f"synchronizing every {self.sync_every} micro-steps in {self.num_groups} groups cannot be: 1 or more."
+                f"synchronizing every {self.sync_every} micro-steps cannot be: 1 or more."
             )
         if self.shares and (min(self.shares) < 0 or not math.isclose(sum(self.shares), 1, rel_tol=1e-6)):
             raise ConfigurationError(
                 f"shares of a batch add up to 1, not to {sum(self.shares):g}; none is below 0."
             )
-        if self.priority and (self.num_groups > 1 or self.servers or self.sync_every > 1):
+        if self.priority and (self.servers or self.sync_every > 1):
             raise ConfigurationError(
-                "priorities are modelled for one process group that all-reduces every step: drop one of the others."
+                "priorities are modelled for an all-reduce in every step: drop one of the others."
             )
+
+    def arrivals_s(self, starts_s: Sequence[float], wires: Sequence[Wire]) -> list[float]:
+        """When collectives end that start at these times: one process group performs them in turn."""
+        return in_one_lane(starts_s, wires)
 
     def describe(self) -> str:
         """Some words for a table."""
@@ -317,8 +306,6 @@ class ReductionPlan:
             words.append(f"{self.payload_ratio:g} of the bytes")
         if self.sync_every > 1:
             words.append(f"synchronizing every {self.sync_every} micro-steps")
-        if self.num_groups > 1:
-            words.append(f"{self.num_groups} groups in turn")
         if self.priority:
             words.append("front layers first")
         return ", ".join(words)

@@ -12,9 +12,6 @@ Rules
    rank has pushed it.
 6. A link that several connections share does not carry both directions at their full rates at once: each gets a part of
    it. Acknowledgements wait behind data of the other direction, and a piece waits for its slowest connection.
-
-What a prediction contains is the cluster's business: with `EmulationCost` it predicts an emulated run, without it the
-network alone.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
@@ -40,7 +37,6 @@ from paceline.planning.forward_overlap import plan as order_of_pieces
 from paceline.planning.replay import BucketLoad, Replay, Wire, replay
 
 _EPSILON = 1e-12
-Tell = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,6 @@ def simulate(
     *,
     num_steps: int = 1,
     seed: int = 0,
-    tell: Tell | None = None,
 ) -> Simulation:
     """Simulate some steps.
 
@@ -92,12 +87,11 @@ def simulate(
         plan: How gradients are reduced; None: torch's default buckets, the fastest algorithm for each.
         num_steps: More than 1 only matters where something is drawn: computing that varies, loss.
         seed: Of the draws; the same seed draws the same.
-        tell: Told the share of the work that is done.
 
     Raises:
         ConfigurationError: The plan does not fit the cluster.
     """
-    return _Simulator(workload, cluster, plan or ReductionPlan(), seed).run(num_steps, tell)
+    return _Simulator(workload, cluster, plan or ReductionPlan(), seed).run(num_steps)
 
 
 class _Simulator:
@@ -106,8 +100,7 @@ class _Simulator:
         self.random = np.random.default_rng(seed)
         self.size = cluster.num_ranks
         self.slowness = self._slowness()
-        per_layer_s = cluster.emulation.layer_s * max(1.0, self.size / cluster.emulation.cores)
-        extra_s = per_layer_s * len(workload.layers)
+        extra_s = cluster.layer_overhead_s() * len(workload.layers)
         self.forward_s = workload.forward_s + extra_s
         self.backward_s = workload.backward_s + extra_s
         stretch = self.backward_s / workload.backward_s if workload.backward_s else 1.0
@@ -142,11 +135,11 @@ class _Simulator:
         sent = [bucket.size_bytes * self.plan.payload_ratio for bucket in self.buckets]
         return [min(costs, key=lambda cost: cost.of(size)) for size in sent]
 
-    def run(self, num_steps: int, tell: Tell | None) -> Simulation:
+    def run(self, num_steps: int) -> Simulation:
         if num_steps < 1:
             raise ConfigurationError(f"{num_steps} simulated steps show nothing. Pass 1 or more.")
         steps_s, computes_s, exposed_s = [], [], []
-        for number in range(num_steps):
+        for _ in range(num_steps):
             before, last = self._factors()
             wires = self._wires()
             if self.plan.priority and self.buckets:
@@ -160,8 +153,6 @@ class _Simulator:
             steps_s.append(step_s)
             computes_s.append(compute_s)
             exposed_s.append(shown_s)
-            if tell is not None:
-                tell((number + 1) / num_steps)
         return Simulation(
             tuple(steps_s),
             median(computes_s),
@@ -201,8 +192,7 @@ class _Simulator:
         launch_s = [self.plan.launch.of(size) for size in sizes]
         finish_s = [self.plan.finish.of(size) for size in sizes]
         if self.plan.servers is None:
-            lanes = self.plan.num_groups
-            return replay(ready_s, wires, computed_s, launch_s, finish_s, num_lanes=lanes)
+            return replay(ready_s, wires, computed_s, launch_s, finish_s, arrive=self.plan.arrivals_s)
         if not self.plan.servers.duplex:
             return replay(ready_s, wires, computed_s, launch_s, finish_s)
         pulled_s = self._streamed(self.plan.servers, ready_s, wires)

@@ -1,9 +1,8 @@
 """A training step as it was recorded: how long each layer computes, and how many bytes of gradients it produces.
 
-`RecordedWorkload.load` reads three kinds of file. A *trace* is what `observe.record_workload` writes while a script
+`RecordedWorkload.load` reads two kinds of file. A *trace* is what `observe.record_workload` writes while a script
 trains: a header, then a line a step, so that whatever was written before a crash can be read. A *workload* is what
-follows from it: medians, as one JSON object. A *profile* is what `paceline bench profile` writes of a shipped workload:
-shapes instead of bytes.
+follows from it: medians, as one JSON object.
 """
 
 from __future__ import annotations
@@ -174,7 +173,7 @@ class RecordedWorkload:
 
     @classmethod
     def load(cls, path: Path) -> RecordedWorkload:
-        """Read a workload, a trace or a profile.
+        """Read a workload or a trace.
 
         Raises:
             ConfigurationError: It cannot be read, is of another version, or holds no complete step.
@@ -196,12 +195,6 @@ class RecordedWorkload:
             if isinstance(record, dict) and record.get("format") == WORKLOAD_FORMAT:
                 check_version(record, WORKLOAD_VERSION, path)
                 return _from_record(record)
-            if (
-                isinstance(record, dict)
-                and "format" not in record
-                and {"workload", "layers"} <= record.keys()
-            ):
-                return _from_profile(record, path)
         except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
             if isinstance(error, ConfigurationError):
                 raise
@@ -242,37 +235,6 @@ def _from_record(record: Mapping[str, Any]) -> RecordedWorkload:
         tuple(map(int, record["ready_order"])),
         int(record["num_micro_steps"]),
     )
-
-
-def _from_profile(record: Mapping[str, Any], path: Path) -> RecordedWorkload:
-    """Float32 gradients of a shipped model's shapes, with the times of this profile."""
-    layers = tuple(
-        LayerTimes(
-            str(x["name"]),
-            float(x["forward_s"]),
-            float(x["backward_s"]),
-            tuple(4 * math.prod(map(int, shape)) for shape in x["shapes"]),
-        )
-        for x in record["layers"]
-    )
-    found = RecordedWorkload(
-        str(record["workload"]), str(record["source"]), layers, float(record["optimizer_s"])
-    )
-    ours = [(x.name, x.gradient_bytes) for x in found.layers]
-    theirs = [(x.name, x.gradient_bytes) for x in RecordedWorkload.shipped(found.name).layers]
-    if ours != theirs:
-        different = next((pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), None)
-        detail = f"it has {len(ours)} layers, the model {len(theirs)}"
-        if different is not None:
-            (name, sizes), (wanted_name, wanted_sizes) = different
-            detail = (
-                f"it has {name!r} of {list(sizes)} bytes, the model {wanted_name!r} of {list(wanted_sizes)}"
-            )
-        raise ConfigurationError(
-            f"the profile {path} (of {found.name}) does not fit the model: {detail}. Record one of this workload with "
-            "`paceline bench profile`."
-        )
-    return found
 
 
 def _from_trace(header: Mapping[str, Any], lines: Sequence[str], path: Path) -> RecordedWorkload:

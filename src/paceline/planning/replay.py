@@ -6,10 +6,8 @@
 Rules
 1. Launching blocks the thread that computes gradients, so it delays all later buckets. Finishing happens after
    backward, bucket by bucket, while later ones may still be on the wire.
-2. A lane (process group) performs its collectives one after another, in launch order; bucket i takes lane i mod the
-   number of lanes.
-3. A collective first waits (latencies), then flows. Those that flow at the same time share the link equally, unless a
-   connection's own limit gives them less.
+2. A process group performs its collectives one after another, in launch order.
+3. A collective first waits (latencies), then flows.
 
 Everything that predicts a step's time calls this: the simulator, the choice of compression, and the benchmarks' limits.
 """
@@ -17,12 +15,10 @@ Everything that predicts a step's time calls this: the simulator, the choice of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
-
-_EPSILON = 1e-12
 
 
 @dataclass(frozen=True)
@@ -96,36 +92,7 @@ class Replay:
         return self.end_s - self.computed_s
 
 
-def replay(
-    ready_s: Sequence[float],
-    wires: Sequence[Wire],
-    computed_s: float,
-    launch_s: Sequence[float] = (),
-    finish_s: Sequence[float] = (),
-    closing_s: float = 0.0,
-    num_lanes: int = 1,
-) -> Replay:
-    """Replay the buckets of one step.
-
-    Args:
-        ready_s: When each would be ready if launching took no time, in launch order.
-        wires: Its collective.
-        computed_s: When backward would end if launching took no time.
-        launch_s: What launching each takes; empty: nothing.
-        finish_s: What finishing each takes; empty: nothing.
-        closing_s: Once, at the end.
-        num_lanes: Process groups that take buckets in turn.
-    """
-    late_s, starts_s = 0.0, []
-    for i, when_s in enumerate(ready_s):
-        if launch_s:
-            late_s += launch_s[i]
-        starts_s.append(when_s + late_s)
-    arrivals_s = in_one_lane(starts_s, wires) if num_lanes == 1 else _in_lanes(starts_s, wires, num_lanes)
-    now_s = computed_s = computed_s + late_s
-    for i, arrival_s in enumerate(arrivals_s):
-        now_s = max(now_s, arrival_s) + (finish_s[i] if finish_s else 0.0)
-    return Replay(computed_s, tuple(arrivals_s), now_s + closing_s)
+Arrive = Callable[[Sequence[float], Sequence[Wire]], Sequence[float]]
 
 
 def in_one_lane(starts_s: Sequence[float], wires: Sequence[Wire]) -> list[float]:
@@ -137,55 +104,33 @@ def in_one_lane(starts_s: Sequence[float], wires: Sequence[Wire]) -> list[float]
     return arrivals_s
 
 
-class _Flow:
-    """A collective under way."""
+def replay(
+    ready_s: Sequence[float],
+    wires: Sequence[Wire],
+    computed_s: float,
+    launch_s: Sequence[float] = (),
+    finish_s: Sequence[float] = (),
+    closing_s: float = 0.0,
+    arrive: Arrive = in_one_lane,
+) -> Replay:
+    """Replay the buckets of one step.
 
-    def __init__(self, index: int, wire: Wire, flows_from_s: float) -> None:
-        self.index = index
-        self.flows_from_s = flows_from_s
-        self.left_s = wire.link_s  # of the whole link
-        self.most = wire.link_s / wire.alone_s if wire.alone_s else 1.0  # of the link
-
-
-def _in_lanes(starts_s: Sequence[float], wires: Sequence[Wire], num_lanes: int) -> list[float]:
-    """When each collective ends, several at once."""
-    queues = [list(range(lane, len(wires), num_lanes)) for lane in range(num_lanes)]
-    arrivals_s = [0.0] * len(wires)
-    flows: list[_Flow] = []
-
-    def launch_next(lane: int, now_s: float) -> None:
-        if queues[lane]:
-            index = queues[lane].pop(0)
-            flows.append(_Flow(index, wires[index], max(starts_s[index], now_s) + wires[index].fixed_s))
-
-    for lane in range(num_lanes):
-        launch_next(lane, 0.0)
-    now_s = 0.0
-    while flows:
-        flowing = [flow for flow in flows if flow.flows_from_s <= now_s + _EPSILON]
-        rates = shared_rates([flow.most for flow in flowing])
-        ends_s = [
-            now_s + flow.left_s / rate if rate else math.inf
-            for flow, rate in zip(flowing, rates, strict=True)
-        ]
-        waiting_s = [flow.flows_from_s for flow in flows if flow not in flowing]
-        next_s = min([*ends_s, *waiting_s])
-        for flow, rate in zip(flowing, rates, strict=True):
-            flow.left_s -= rate * (next_s - now_s)
-        done = [flow for flow, end_s in zip(flowing, ends_s, strict=True) if end_s <= next_s + _EPSILON]
-        now_s = next_s
-        for flow in done:
-            arrivals_s[flow.index] = now_s
-            flows.remove(flow)
-            launch_next(flow.index % num_lanes, now_s)
-    return arrivals_s
-
-
-def shared_rates(limits: Sequence[float]) -> list[float]:
-    """Max-min fair parts of one link for flows with limits of their own (1: the whole link)."""
-    rates = [0.0] * len(limits)
-    left, order = 1.0, sorted(range(len(limits)), key=lambda i: limits[i])
-    for place, index in enumerate(order):
-        rates[index] = min(limits[index], left / (len(order) - place))
-        left -= rates[index]
-    return rates
+    Args:
+        ready_s: When each would be ready if launching took no time, in launch order.
+        wires: Its collective.
+        computed_s: When backward would end if launching took no time.
+        launch_s: What launching each takes; empty: nothing.
+        finish_s: What finishing each takes; empty: nothing.
+        closing_s: Once, at the end.
+        arrive: When collectives that start at these times end.
+    """
+    late_s, starts_s = 0.0, []
+    for i, when_s in enumerate(ready_s):
+        if launch_s:
+            late_s += launch_s[i]
+        starts_s.append(when_s + late_s)
+    arrivals_s = arrive(starts_s, wires)
+    now_s = computed_s = computed_s + late_s
+    for i, arrival_s in enumerate(arrivals_s):
+        now_s = max(now_s, arrival_s) + (finish_s[i] if finish_s else 0.0)
+    return Replay(computed_s, tuple(arrivals_s), now_s + closing_s)

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.quantities import show_size
 from paceline_lab.bench.allreduce import Measured, ReduceConfig, launches
 from paceline_lab.bench.allreduce_sides import REDUCE_SIDES, ResidentExchange
 from paceline_lab.bench.limit import bus_rate, ring_bytes_per_rank
 from paceline_lab.bench.provenance import collect
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import Ranks
+from paceline_lab.emulation.quantities import show_size
 from paceline_lab.report.figures import draw_figure, show_time
 from paceline_lab.report.look import LIMIT, look_of
 from paceline_lab.report.panels import Line, Lines

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import ConfigurationError
-from paceline.quantities import size
 from paceline_lab.bench.protocol import require
+from paceline_lab.emulation.quantities import size
 
 FLOAT_BYTES = 4
 Buffer = npt.NDArray[np.float32]

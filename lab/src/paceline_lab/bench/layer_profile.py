@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.errors import ConfigurationError
+from paceline.plan import LayerTimes, RecordedWorkload
 from paceline_lab.workloads import make_workload
 from paceline_lab.workloads.workload import SizedWorkload, Workload
 
@@ -178,7 +180,16 @@ class Profile:
         return dataclasses.replace(self, layers=layers, optimizer_s=self.optimizer_s * factor, source=source)
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        """Write it as a recorded workload, which `paceline plan` reads, with shapes beside the bytes."""
+        layers = tuple(
+            LayerTimes(x.name, x.forward_s, x.backward_s, tuple(4 * math.prod(shape) for shape in x.shapes))
+            for x in self.layers
+        )
+        RecordedWorkload(self.workload, self.source, layers, self.optimizer_s).save(path)
+        record = json.loads(path.read_text())
+        for layer, timed in zip(record["layers"], self.layers, strict=True):
+            layer["shapes"] = timed.shapes
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path, workload: str) -> Profile:
@@ -190,7 +201,7 @@ class Profile:
         try:
             record = json.loads(path.read_text())
             profile = cls(
-                record["workload"],
+                record["name"],
                 record["source"],
                 tuple(_layer_time(layer) for layer in record["layers"]),
                 float(record["optimizer_s"]),

@@ -151,7 +151,7 @@ def _check(cluster: EmulatedCluster, console: Console, *, as_json: bool) -> int:
 
 def _traffic(outcome: Outcome) -> Table:
     """What became of each host, and what its links carried."""
-    from paceline.quantities import show_size
+    from paceline_lab.emulation.quantities import show_size
     from paceline_lab.report import table
 
     columns = ["host", "exit code", "sent", "received", "packets lost", "queue drops", "TCP retransmits"]

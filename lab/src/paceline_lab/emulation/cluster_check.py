@@ -22,6 +22,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline import quantities as q
+from paceline_lab.emulation import quantities as sizes
 from paceline_lab.emulation.cluster import EmulatedCluster
 from paceline_lab.emulation.cluster_spec import ETHERNET_HEADER, ClusterSpec
 from paceline_lab.emulation.link_meter import PAYLOAD_BYTES
@@ -160,7 +161,7 @@ def _loss(cluster: EmulatedCluster, source: int, target: int) -> Finding:
     chance = 3 * math.sqrt(asked * (1 - asked) / packets)
     return Finding(
         f"loss host{source} to host{target}",
-        q.show_percentage(asked),
+        sizes.show_percentage(asked),
         f"{measured * 100:.3g} %",
         abs(measured - asked) <= chance,
         f"of {packets} datagrams; chance allows +-{chance * 100:.2g}",

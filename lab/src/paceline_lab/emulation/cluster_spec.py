@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline import quantities as q
 from paceline.errors import ConfigurationError
+from paceline_lab.emulation import quantities as sizes
 
 MAX_HOSTS = 200
 MAX_LINKS = 8
@@ -130,17 +131,17 @@ class ClusterSpec:
         ranks = "--ranks-per-host"
 
         def each(text: str | None, option: str) -> list[str]:
-            return [] if text is None else q.per_host(text, hosts, option)
+            return [] if text is None else sizes.per_host(text, hosts, option)
 
         return cls(
             hosts=hosts,
-            ranks_per_host=tuple(q.whole(value, ranks) for value in each(str(ranks_per_host), ranks)),
+            ranks_per_host=tuple(sizes.whole(value, ranks) for value in each(str(ranks_per_host), ranks)),
             rate_bits_per_s=tuple(q.rate(value, "--rate") for value in each(rate, "--rate")),
             port_rate_bits_per_s=tuple(
                 q.rate(value, "--port-rate") for value in each(port_rate, "--port-rate")
             ),
             loss_ratio=tuple(q.percentage(value, "--loss") for value in each(loss, "--loss")),
-            queue_bytes=DEFAULT_QUEUE_BYTES if queue is None else q.size(queue, "--queue"),
+            queue_bytes=DEFAULT_QUEUE_BYTES if queue is None else sizes.size(queue, "--queue"),
             cores=tuple(q.percentage(value, "--cpu") for value in each(cpu, "--cpu")),
             delay_s=0.0 if delay is None else q.seconds(delay, "--delay"),
             jitter_s=0.0 if jitter is None else q.seconds(jitter, "--jitter"),
@@ -149,7 +150,7 @@ class ClusterSpec:
             congestion_control=congestion_control,
             min_rto_s=None if min_rto is None else q.seconds(min_rto, "--min-rto"),
             priority=priority,
-            mark_bytes=None if mark is None else q.size(mark, "--mark"),
+            mark_bytes=None if mark is None else sizes.size(mark, "--mark"),
             drop_bytes=_thresholds(drop),
             racks=racks,
             uplink_bits_per_s=None if uplink is None else q.rate(uplink, "--uplink"),
@@ -201,8 +202,8 @@ class ClusterSpec:
         rows = [
             ("hosts x ranks", self.shape.replace("x", " x ").replace("+", " + ")),
             ("rate", _each(self.rate_bits_per_s, q.show_rate, "not limited")),
-            ("queue of a switch port", q.show_size(self.queue_bytes)),
-            ("loss", _each(self.loss_ratio, q.show_percentage, "")),
+            ("queue of a switch port", sizes.show_size(self.queue_bytes)),
+            ("loss", _each(self.loss_ratio, sizes.show_percentage, "")),
             ("delay, one way", _show_delay(self.delay_s, self.jitter_s)),
             ("cores a host", _each(self.cores, lambda cores: f"{cores:g}", "not limited")),
             ("MTU", f"{self.mtu} B, segmentation offload {'on' if self.offload else 'off'}"),
@@ -215,9 +216,9 @@ class ClusterSpec:
         if self.priority:
             rows.append(("priority", "strict, by DSCP class selector"))
         if self.mark_bytes is not None:
-            rows.append(("ECN marks above", q.show_size(self.mark_bytes)))
+            rows.append(("ECN marks above", sizes.show_size(self.mark_bytes)))
         if self.drop_bytes is not None:
-            shown = _each(self.drop_limits() or (), q.show_size, "")
+            shown = _each(self.drop_limits() or (), sizes.show_size, "")
             rows.append(("drops not-ECN above", shown))
         if self.racks > 1:
             uplink = "not limited" if self.uplink_bits_per_s is None else q.show_rate(self.uplink_bits_per_s)
@@ -339,7 +340,7 @@ def _thresholds(text: str | None) -> int | tuple[int, ...] | None:
     """One value, or several separated by commas."""
     if text is None:
         return None
-    found = tuple(q.size(value.strip(), "--drop") for value in text.split(","))
+    found = tuple(sizes.size(value.strip(), "--drop") for value in text.split(","))
     return found[0] if len(found) == 1 else found
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import quantities as q
 from paceline.errors import ConfigurationError, PacelineError
+from paceline_lab.emulation import quantities as sizes
 from paceline_lab.emulation.cluster_spec import ClusterSpec
 
 if TYPE_CHECKING:
@@ -126,9 +127,9 @@ class Change:
     def describe(self) -> str:
         """As a line of a scenario says it."""
         shows: dict[str, Callable[[float], str]] = {
-            "cores": q.show_percentage,
+            "cores": sizes.show_percentage,
             "rate": q.show_rate,
-            "loss": q.show_percentage,
+            "loss": sizes.show_percentage,
             "delay": q.show_seconds,
             "link": lambda up: "up" if up else "down",
         }

@@ -35,6 +35,7 @@ from paceline_lab.experiments.papers.published import (
     SKIPPED_EVERY,
     SKIPPED_SECONDS,
 )
+from paceline_lab.experiments.prediction.groups_in_turn import GroupsInTurn
 
 GPUS_A_SERVER = 8
 Numbers = Mapping[str, float]
@@ -229,7 +230,7 @@ def group_cases() -> list[PaperCase]:
             cluster = _gpus(16, rate)
             if "connection B/s" in numbers:
                 cluster = replace(cluster, flow_bytes_per_s=min(numbers["connection B/s"], rate))
-            plan = ReductionPlan((25 * MEBIBYTE,), "ring", num_groups=int(groups))
+            plan = GroupsInTurn((25 * MEBIBYTE,), "ring", num_groups=int(groups))
             return simulate(_model(model, alone_s), cluster, plan).step_s
 
         start = {"rate B/s": 2e9} | ({"connection B/s": 1e9} if gains else {})

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from paceline.errors import ConfigurationError
-from paceline.plan import Cluster, EmulationCost, HostLink, RecordedWorkload, ReductionPlan, simulate
+from paceline.plan import Cluster, HostLink, RecordedWorkload, ReductionPlan, simulate
 from paceline.planning.bucket_assignment import MEBIBYTE
 from paceline_lab.bench.layer_profile import Profile
 from paceline_lab.bench.timed_model import gradient_bytes, planned
 from paceline_lab.experiments.papers.variants import Variant, bucket_caps_mb
+from paceline_lab.experiments.prediction.emulation_cost import EmulatedHosts, EmulationCost
+from paceline_lab.experiments.prediction.groups_in_turn import GroupsInTurn
 
 _UNITS = (0.95, 1e-4, 1e-3, 1e-4, 1e-10, 1e-4)  # of the fitted numbers, so that all are about 1
 _LEAST, _MOST = (0.8, 0, 0, 0, 0, 0), (1.06, 50, 50, 50, 50, 50)
@@ -75,8 +77,11 @@ class Fitted:
             HostLink(link.bytes_per_s * self.goodput, self.latency_s + link.latency_s, link.loss_ratio)
             for link in run.links
         )
-        cluster = Cluster((1,) * len(links), links, speeds=run.speeds, flow_bytes_per_s=run.flow_bytes_per_s)
-        return replace(cluster, emulation=self.emulation) if emulated else cluster
+        hosts, limit = (1,) * len(links), run.flow_bytes_per_s
+        if not emulated:
+            return Cluster(hosts, links, speeds=run.speeds, flow_bytes_per_s=limit)
+        costs = self.emulation
+        return EmulatedHosts(hosts, links, speeds=run.speeds, flow_bytes_per_s=limit, emulation=costs)
 
     def step_s(self, run: Run, *, emulated: bool = True) -> float:
         """The predicted step, or micro-step."""
@@ -125,7 +130,7 @@ def run_of(
         caps: tuple[float, ...] = (math.inf,)
     else:
         caps = tuple(cap * MEBIBYTE / scale for cap in bucket_caps_mb(variant, gradient_bytes(profile)))
-    plan = ReductionPlan(
+    plan = GroupsInTurn(
         caps,
         "ring",
         payload_ratio=0.5 if variant.half else 1.0,

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from paceline.quantities import show_size
 from paceline_lab.bench.protocol import turns
 from paceline_lab.bench.provenance import collect
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import LoopbackRanks, gather
+from paceline_lab.emulation.quantities import show_size
 from paceline_lab.experiments.options import (
     REPORT_FOLDER,
     AsJson,

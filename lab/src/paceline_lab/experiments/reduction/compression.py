@@ -18,11 +18,11 @@ import typer
 from torch import Tensor
 
 from paceline.compression import BY_NAME, Layout, Seeds
-from paceline.quantities import show_size
 from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, turns
 from paceline_lab.bench.provenance import collect
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import LoopbackRanks
+from paceline_lab.emulation.quantities import show_size
 from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, ReportFolder, Rounds
 from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.figures import draw_figure
