@@ -7,6 +7,7 @@ Libraries that are not installed are refused before anything starts; lab/peers-r
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -220,3 +221,13 @@ def digest(tensors: Iterable[Tensor]) -> str:
         state.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
         state.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()
+
+
+def bucket_bytes(model: nn.Module) -> tuple[int, ...]:
+    """Return the bytes of each bucket in the order of launch; none where the side does not tell."""
+    logging_data: Any = getattr(model, "_get_ddp_logging_data", None)  # torch's name; ours has it, too
+    if logging_data is None:
+        return ()
+    record = logging_data()
+    text = record.get("rebuilt_bucket_sizes") or record.get("bucket_sizes", "")
+    return tuple(int(size) for size in re.findall(r"\d+", str(text)))

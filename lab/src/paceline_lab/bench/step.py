@@ -11,7 +11,6 @@ gradients against the mean that is known in advance. `real` compute computes: ra
 from __future__ import annotations
 
 import gc
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from paceline_lab.bench.layer_profile import Profile
 from paceline_lab.bench.protocol import WrongAnswerError, turns
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import gather
-from paceline_lab.bench.sides import SIDES, StepTimes, Trainee, digest, labels
+from paceline_lab.bench.sides import SIDES, StepTimes, Trainee, bucket_bytes, digest, labels
 from paceline_lab.bench.timed_model import TimedModel, TimedWorkload, gradient_bytes
 from paceline_lab.workloads import Workload, make_workload
 
@@ -197,17 +196,7 @@ def _outcome(name: str, trainee: Trainee, times: StepTimes) -> SideOutcome:
         error = max(gather(trainee.module.expected_error(answer, dist.get_world_size())))
     equal = len(set(gather(digest(answer)))) == 1
     trainee.rest()
-    return SideOutcome(name, tuple(gather(times)), equal, error, _bucket_bytes(trainee))
-
-
-def _bucket_bytes(trainee: Trainee) -> tuple[int, ...]:
-    model = trainee.parallel.model
-    logging_data = getattr(model, "_get_ddp_logging_data", None)  # torch's name; ours has it, too
-    if logging_data is None:
-        return ()
-    record = logging_data()
-    text = record.get("rebuilt_bucket_sizes") or record.get("bucket_sizes", "")
-    return tuple(int(size) for size in re.findall(r"\d+", str(text)))
+    return SideOutcome(name, tuple(gather(times)), equal, error, bucket_bytes(trainee.parallel.model))
 
 
 def check(outcome: StepOutcome) -> None:

@@ -17,6 +17,7 @@ from paceline_lab.checkout import in_repository
 
 ROOT = "root"  # an emulated cluster
 CHECKOUT = "the source repository"
+IS_ROOT = os.geteuid() == 0
 
 
 @dataclass(frozen=True)
@@ -25,22 +26,22 @@ class Experiment:
 
     Attributes:
         name: Of the command.
-        question: In one sentence.
-        module: Below `paceline_lab.experiments`; with the name of a `Study` behind a colon, if it is one of time.
-        target: What is aimed for, or whose claim is tested.
+        module: Below `paceline_lab.experiments`; with the name of a `TimeStudy` behind a colon, if it is one.
         takes: About how long, on two cores.
+        target: What is aimed for, or whose claim is tested.
+        question: In one sentence.
         needs: `ROOT`, `CHECKOUT` or nothing.
-        reports: The first words of its stored reports' names. A module without `draw` leaves no pictures.
+        reports: The first words of its stored reports' names; empty: its name. Pictures are by the module's `draw`.
         runs: The options of each run of `paceline study all`; empty: it is not among them.
     """
 
     name: str
-    question: str
     module: str
-    target: str
     takes: str
-    reports: tuple[str, ...]
+    target: str
+    question: str
     needs: str = ""
+    reports: tuple[str, ...] = ()
     runs: tuple[str, ...] = ("",)
 
     def main(self) -> Callable[..., Any]:
@@ -61,418 +62,124 @@ class Experiment:
     @property
     def is_possible(self) -> bool:
         """Whether this process may run it."""
-        return self.needs != ROOT or os.geteuid() == 0
+        return self.needs != ROOT or IS_ROOT
 
 
 _WORKLOADS = ("tiny", "wide_mlp", "resnet50", "transformer", "mlstm")  # those that two cores can compute
 
+# fmt: off
 _ALL = (
     # What does a step cost, and what hides behind it?
-    Experiment(
-        "overhead",
-        "How much CPU time is added to backward per parameter, and to a step?",
-        "step.overhead",
-        "1.0 µs (1.5 with find_unused_parameters)",
-        "1 min",
-        ("overhead",),
-    ),
-    Experiment(
-        "memory",
-        "How much memory do gradients need at the peak?",
-        "step.memory",
-        "1.05 x their size",
-        "2 min",
-        ("memory",),
-    ),
-    Experiment(
-        "step-time",
+    Experiment("overhead", "step.overhead", "1 min", "1.0 µs (1.5 with find_unused_parameters)",
+        "How much CPU time is added to backward per parameter, and to a step?"),
+    Experiment("memory", "step.memory", "2 min", "1.05 x their size",
+        "How much memory do gradients need at the peak?"),
+    Experiment("step-time", "step.step_time", "3 min a run", "1.00 x torch's; 0.9 on wide_mlp",
         "How long is a step of one workload, on one host?",
-        "step.step_time",
-        "1.00 x torch's; 0.9 on wide_mlp",
-        "3 min a run",
-        ("step_time",),
-        runs=tuple(f"--workload {workload} --ranks {ranks}" for ranks in (2, 1) for workload in _WORKLOADS),
-    ),
-    Experiment(
-        "overlap",
+        runs=tuple(f"--workload {name} --ranks {ranks}" for ranks in (2, 1) for name in _WORKLOADS)),
+    Experiment("overlap", "step.overlap", "10 min", "0.95 behind 1 Gbit/s",
         "Which share of the ideal overlap is realised, by link and by bucket size?",
-        "step.overlap",
-        "0.95 behind 1 Gbit/s",
-        "10 min",
-        ("overlap",),
-        runs=("--rate 1Gbit --rounds 5",) if os.geteuid() == 0 else ("",),
-    ),
-    Experiment(
-        "forward-overlap",
-        "How much shorter is a step whose gradients the next forward hides as well?",
-        "step.forward_overlap",
-        "0.82 of torch's, 1.05 of the least",
-        "5 min",
-        ("forward_overlap",),
-        ROOT,
-    ),
-    Experiment(
-        "forward-overlap-loss",
-        "How much sooner does a training with forward overlap come down to a loss?",
-        "step.forward_overlap_loss",
-        "0.9 of torch's time",
-        "5 min",
-        ("forward_overlap_loss",),
-        ROOT,
-    ),
-    Experiment(
-        "bucket-caps",
-        'Does `bucket_cap_mb="auto"` find the caps with the shortest steps?',
-        "step.bucket_caps",
-        "1.03 x the best of a grid, 1.01 x the default",
-        "5 min",
-        ("bucket_caps",),
-        ROOT,
-    ),
-    Experiment(
-        "skipped-layers",
-        "What does a step save that leaves layers out?",
-        "step.skipped_layers",
-        "no longer than torch's",
-        "5 min a run",
-        ("skipped_layers",),
-        ROOT,
-        ("--case depth", "--case backbone"),
-    ),
-    Experiment(
-        "optimizers",
-        "How long is a step of LARS and LAMB, beside torch's foreach SGD and Adam?",
-        "step.optimizers",
-        "1.3 x torch's",
-        "3 min",
-        ("optimizers",),
-    ),
-    Experiment(
-        "adasum-updates",
-        "How much of combining updates by Adasum does backward hide?",
-        "step.adasum_updates",
-        "",
-        "3 min",
-        ("adasum-updates",),
-        ROOT,
-    ),
+        runs=("--rate 1Gbit --rounds 5",) if IS_ROOT else ("",)),
+    Experiment("forward-overlap", "step.forward_overlap", "5 min", "0.82 of torch's, 1.05 of the least",
+        "How much shorter is a step whose gradients the next forward hides as well?", needs=ROOT),
+    Experiment("forward-overlap-loss", "step.forward_overlap_loss", "5 min", "0.9 of torch's time",
+        "How much sooner does a training with forward overlap come down to a loss?", needs=ROOT),
+    Experiment("bucket-caps", "step.bucket_caps", "5 min", "1.03 x the best of a grid, 1.01 x the default",
+        'Does `bucket_cap_mb="auto"` find the caps with the shortest steps?', needs=ROOT),
+    Experiment("skipped-layers", "step.skipped_layers", "5 min a run", "no longer than torch's",
+        "What does a step save that leaves layers out?", needs=ROOT, runs=("--case depth", "--case backbone")),
+    Experiment("optimizers", "step.optimizers", "3 min", "1.3 x torch's",
+        "How long is a step of LARS and LAMB, beside torch's foreach SGD and Adam?"),
+    Experiment("adasum-updates", "step.adasum_updates", "3 min", "",
+        "How much of combining updates by Adasum does backward hide?", needs=ROOT),
     # How long does a reduction take?
-    Experiment(
-        "adasum",
+    Experiment("adasum", "reduction.adasum", "2 min a run", "",
         "How long does a bucket take by Adasum, and by the mean, and how many bytes?",
-        "reduction.adasum",
-        "",
-        "2 min a run",
-        ("adasum",),
-        runs=("", "--ranks 4", *(["--hosts 2 --rate 1Gbit"] if os.geteuid() == 0 else [])),
-    ),
-    Experiment(
-        "collectives",
-        "How long do torch's collectives of ordinary tensors take, and FSDP2's step, over our backend and Gloo?",
-        "reduction.collectives",
-        "",
-        "2 min",
-        ("collectives",),
-    ),
-    Experiment(
-        "compression",
-        "What does each compressor cost one rank, beside a copy of memory?",
-        "reduction.compression",
-        "",
-        "3 min",
-        ("compression",),
-    ),
-    Experiment(
-        "auto-compression",
-        'Does `compression="auto"` choose well, from 50 Mbit/s to no limit?',
-        "reduction.auto_compression",
-        "1.05 x the best fixed choice, 1.02 x none",
-        "20 min",
-        ("auto-compression",),
-        ROOT,
-    ),
-    Experiment(
-        "parameter-servers",
+        runs=("", "--ranks 4", *(["--hosts 2 --rate 1Gbit"] if IS_ROOT else []))),
+    Experiment("collectives", "reduction.collectives", "2 min", "",
+        "How long do torch's collectives of ordinary tensors take, and FSDP2's step, over our backend and Gloo?"),
+    Experiment("compression", "reduction.compression", "3 min", "",
+        "What does each compressor cost one rank, beside a copy of memory?"),
+    Experiment("auto-compression", "reduction.auto_compression", "20 min", "1.05 x the best fixed choice, 1.02 x none",
+        'Does `compression="auto"` choose well, from 50 Mbit/s to no limit?', needs=ROOT),
+    Experiment("parameter-servers", "reduction.parameter_servers", "5 min a run", "knee within 1 server",
         "When do parameter servers win against an all-reduce, and how many does lemma 3.2 ask for?",
-        "reduction.parameter_servers",
-        "knee within 1 server",
-        "5 min a run",
-        ("parameter_servers",),
-        ROOT,
-        ("--case lemma", "--case symmetric", "--case asymmetric"),
-    ),
+        needs=ROOT, runs=("--case lemma", "--case symmetric", "--case asymmetric")),
     # What do lost packets cost?
-    Experiment(
-        "bounded-loss",
+    Experiment("bounded-loss", "datagrams.bounded_loss", "2 min a run", "docs/guide/bounded-loss.md, by row",
         "How long does a sum take where packets are lost, over UDP with bounded loss, and over TCP?",
-        "datagrams.bounded_loss",
-        "docs/guide/bounded-loss.md, by row",
-        "2 min a run",
-        ("bounded_loss",),
-        ROOT,
-        (),
-    ),
-    Experiment(
-        "emulated-network",
-        "How long do sums and pushes take on emulated hosts, by bounded loss and TCP?",
-        "datagrams.emulated_network",
-        "",
-        "10 min a run",
-        ("emulated-network",),
-        ROOT,
-        (),
-    ),
-    Experiment(
-        "shared-port",
-        "How do sums by bounded loss and a TCP connection share a port that both send into?",
-        "datagrams.shared_port",
-        "Jain 0.9",
-        "1 min a run",
-        ("shared_port",),
-        ROOT,
-        (),
-    ),
-    Experiment(
-        "network",
+        needs=ROOT, runs=()),
+    Experiment("emulated-network", "datagrams.emulated_network", "10 min a run", "",
+        "How long do sums and pushes take on emulated hosts, by bounded loss and TCP?", needs=ROOT, runs=()),
+    Experiment("shared-port", "datagrams.shared_port", "1 min a run", "Jain 0.9",
+        "How do sums by bounded loss and a TCP connection share a port that both send into?", needs=ROOT, runs=()),
+    Experiment("network", "datagrams.network_scale", "1 h", "DLCP's",
         "How long do flows take on leaf-spines of 16 to 144 hosts, bounded loss beside TCPs? (simulated)",
-        "datagrams.network_scale",
-        "DLCP's",
-        "1 h",
-        ("network-scale",),
-        runs=(),
-    ),
-    Experiment(
-        "network-check",
-        "How far is the simulated network from emulated ones?",
-        "datagrams.network_check",
-        "10 %",
-        "20 min",
-        ("network-check",),
-        runs=(),
-    ),
+        reports=("network-scale",), runs=()),
+    Experiment("network-check", "datagrams.network_check", "20 min", "10 %",
+        "How far is the simulated network from emulated ones?", runs=()),
     # What does it cost in accuracy?
-    Experiment(
-        "large-batch",
-        "What do large batches, compression and local steps cost in accuracy?",
-        "accuracy.large_batch",
-        "the papers'",
-        "hours",
-        ("large-batch",),
-        runs=(),
-    ),
-    Experiment(
-        "loss-bound",
-        "What do gradients that are lost cost in accuracy?",
-        "accuracy.loss_bound",
-        "",
-        "hours",
-        ("loss-bound",),
-        runs=(),
-    ),
+    Experiment("large-batch", "accuracy.large_batch", "hours", "the papers'",
+        "What do large batches, compression and local steps cost in accuracy?", runs=()),
+    Experiment("loss-bound", "accuracy.loss_bound", "hours", "",
+        "What do gradients that are lost cost in accuracy?", runs=()),
     # Do unequal machines work all the time?
-    Experiment(
-        "unequal",
-        'Do unequal machines work all the time, with `balance="auto"`?',
-        "unequal.shares",
-        "1.05 x the ideal in 10 steps; 1.01 x fixed shares on equal ranks",
-        "5 min",
-        ("unequal",),
-    ),
-    Experiment(
-        "time-to-loss",
+    Experiment("unequal", "unequal.shares", "5 min", "1.05 x the ideal in 10 steps; 1.01 x fixed shares on equal ranks",
+        'Do unequal machines work all the time, with `balance="auto"`?'),
+    Experiment("time-to-loss", "unequal.time_to_loss", "30 min", "1.15 x the ideal, 1.05 x after 20 steps",
         "How long do unequal machines take to a given loss, by torch, HetSeq's rule, fixed and automatic shares?",
-        "unequal.time_to_loss",
-        "1.15 x the ideal, 1.05 x after 20 steps",
-        "30 min",
-        ("time_to_loss",),
-        ROOT,
-    ),
-    Experiment(
-        "hetseq-table",
-        "What does HetSeq's table of 1 to 8 nodes become with shares by speed?",
-        "unequal.hetseq_table",
-        "1.05 x the ideal",
-        "10 min",
-        ("hetseq_table",),
-    ),
+        needs=ROOT),
+    Experiment("hetseq-table", "unequal.hetseq_table", "10 min", "1.05 x the ideal",
+        "What does HetSeq's table of 1 to 8 nodes become with shares by speed?"),
     # Is it right, whatever a script does?
-    Experiment(
-        "fuzz",
-        "Does any random training program give other gradients than one process on the whole batch?",
-        "fuzz",
-        "no mismatch",
-        "30 min",
-        ("fuzz",),
-        CHECKOUT,
-    ),
-    Experiment(
-        "soak",
-        "Do shares that change at random lose or double a sample, or let replicas drift?",
-        "unequal.soak",
-        "nothing lost, nothing doubled",
-        "2 min",
-        (),
-        runs=(),
-    ),
+    Experiment("fuzz", "fuzz", "30 min", "no mismatch",
+        "Does any random training program give other gradients than one process on the whole batch?", needs=CHECKOUT),
+    Experiment("soak", "unequal.soak", "2 min", "nothing lost, nothing doubled",
+        "Do shares that change at random lose or double a sample, or let replicas drift?", reports=(), runs=()),
     # Do the papers' figures come out here?
-    Experiment(
-        "paper-overlap",
+    Experiment("paper-overlap", "papers.ddp_step_figures:OverlapStudy", "5 min", "Li et al. 2020",
         "What does overlapping communication with backward save? (figure 6)",
-        "papers.ddp_step_figures:OverlapStudy",
-        "Li et al. 2020",
-        "5 min",
-        ("study-overlap",),
-        ROOT,
-        (),
-    ),
-    Experiment(
-        "bucket-size",
-        "How long is a step, by bucket size? (figures 7 and 8)",
-        "papers.ddp_step_figures:BucketSizeStudy",
-        "Li et al. 2020",
-        "10 min",
-        ("study-bucket-size",),
-        ROOT,
-        (),
-    ),
-    Experiment(
-        "rank-count",
-        "How long is a step, by number of ranks? (figure 9)",
-        "papers.ddp_scale_figures:RankCountStudy",
-        "Li et al. 2020",
-        "10 min",
-        ("study-rank-count",),
-        ROOT,
-        (),
-    ),
-    Experiment(
-        "skipped-sync",
+        needs=ROOT, reports=("study-overlap",), runs=()),
+    Experiment("bucket-size", "papers.ddp_step_figures:BucketSizeStudy", "10 min", "Li et al. 2020",
+        "How long is a step, by bucket size? (figures 7 and 8)", needs=ROOT, reports=("study-bucket-size",), runs=()),
+    Experiment("rank-count", "papers.ddp_scale_figures:RankCountStudy", "10 min", "Li et al. 2020",
+        "How long is a step, by number of ranks? (figure 9)", needs=ROOT, reports=("study-rank-count",), runs=()),
+    Experiment("skipped-sync", "papers.ddp_scale_figures:SkippedSyncStudy", "10 min", "Li et al. 2020",
         "What does synchronizing only every n-th backward save? (figure 10)",
-        "papers.ddp_scale_figures:SkippedSyncStudy",
-        "Li et al. 2020",
-        "10 min",
-        ("study-skipped-sync",),
-        ROOT,
-        (),
-    ),
-    Experiment(
-        "round-robin",
-        "What do process groups in turn gain? (figure 12)",
-        "papers.ddp_scale_figures:RoundRobinStudy",
-        "Li et al. 2020",
-        "10 min",
-        ("study-round-robin",),
-        ROOT,
-        (),
-    ),
-    Experiment(
-        "threads",
-        "Are threads of one process slower than processes?",
-        "papers.worker_threads:ThreadsStudy",
-        "Puri et al. 2018",
-        "5 min",
-        ("study-threads",),
-        runs=(),
-    ),
-    Experiment(
-        "model-size",
-        "How does a step of real computation grow with the model?",
-        "papers.model_size:ModelSizeStudy",
-        "Puri et al. 2018",
-        "5 min",
-        ("study-model-size",),
-        runs=(),
-    ),
-    Experiment(
-        "scaling",
+        needs=ROOT, reports=("study-skipped-sync",), runs=()),
+    Experiment("round-robin", "papers.ddp_scale_figures:RoundRobinStudy", "10 min", "Li et al. 2020",
+        "What do process groups in turn gain? (figure 12)", needs=ROOT, reports=("study-round-robin",), runs=()),
+    Experiment("threads", "papers.worker_threads:ThreadsStudy", "5 min", "Puri et al. 2018",
+        "Are threads of one process slower than processes?", reports=("study-threads",), runs=()),
+    Experiment("model-size", "papers.model_size:ModelSizeStudy", "5 min", "Puri et al. 2018",
+        "How does a step of real computation grow with the model?", reports=("study-model-size",), runs=()),
+    Experiment("scaling", "papers.mlstm_scaling", "20 min", "Puri et al. 2018",
         "How does training scale over ranks, by model size, link and precision?",
-        "papers.mlstm_scaling",
-        "Puri et al. 2018",
-        "20 min",
-        ("study-mlstm-scaling",),
-        ROOT,
-        (),
-    ),
+        needs=ROOT, reports=("study-mlstm-scaling",), runs=()),
     # How far off are predictions?
-    Experiment(
-        "prediction",
+    Experiment("prediction", "prediction.emulated_clusters:PredictionStudy", "20 min", "median 10 %",
         "How far off are the simulator's steps, on emulated clusters of many shapes?",
-        "prediction.emulated_clusters:PredictionStudy",
-        "median 10 %",
-        "20 min",
-        ("study-prediction",),
-        ROOT,
-        (),
-    ),
-    Experiment(
-        "predicted-steps",
-        "How far off are the simulator's steps of emulated clusters that were measured before?",
-        "prediction.predicted_steps",
-        "median 10 %",
-        "2 min",
-        ("predicted-steps",),
-        CHECKOUT,
-    ),
-    Experiment(
-        "predicted-papers",
-        "Does the simulator reproduce published figures on scaling?",
-        "prediction.predicted_papers",
-        "median 10 %",
-        "2 min",
-        ("predicted-papers",),
-    ),
-    Experiment(
-        "guidelines",
-        "Do the guidelines of Zou et al. hold?",
-        "prediction.guidelines",
-        "Zou et al. 2017",
-        "10 min",
-        ("guidelines",),
-    ),
-    Experiment(
-        "minibatch-memory",
-        "Is the memory of a minibatch what the model of Zou et al. says?",
-        "prediction.minibatch_memory",
-        "Zou et al. 2017",
-        "1 min",
-        ("minibatch-memory",),
-    ),
+        needs=ROOT, reports=("study-prediction",), runs=()),
+    Experiment("predicted-steps", "prediction.predicted_steps", "2 min", "median 10 %",
+        "How far off are the simulator's steps of emulated clusters that were measured before?", needs=CHECKOUT),
+    Experiment("predicted-papers", "prediction.predicted_papers", "2 min", "median 10 %",
+        "Does the simulator reproduce published figures on scaling?"),
+    Experiment("guidelines", "prediction.guidelines", "10 min", "Zou et al. 2017",
+        "Do the guidelines of Zou et al. hold?"),
+    Experiment("minibatch-memory", "prediction.minibatch_memory", "1 min", "Zou et al. 2017",
+        "Is the memory of a minibatch what the model of Zou et al. says?"),
     # How long does a kernel SVM take?
-    Experiment(
-        "svm",
+    Experiment("svm", "kernel_svm.fitting", "10 min", "6 x scikit-learn, 3.5 x sklearnex",
         "How long does a kernel SVM fit and predict?",
-        "kernel_svm.fitting",
-        "6 x scikit-learn, 3.5 x sklearnex",
-        "10 min",
-        ("svm", "svm-elimination-1ranks", "svm-elimination-2ranks"),
-    ),
-    Experiment(
-        "svm-elimination",
-        "Which shrinking heuristic is fastest, on which set?",
-        "kernel_svm.elimination",
-        "",
-        "20 min",
-        ("svm-elimination",),
-        runs=(),
-    ),
-    Experiment(
-        "svm-memory",
-        "How much memory does a fit take on a rank?",
-        "kernel_svm.memory",
-        "",
-        "5 min",
-        ("svm-memory",),
-        runs=(),
-    ),
-    Experiment(
-        "svm-ranks",
-        "What does each of 1 to 64 ranks do in one fit (counted), and how long would it take (predicted)?",
-        "kernel_svm.over_ranks",
-        "",
-        "5 min",
-        ("svm-ranks",),
-    ),
+        reports=("svm", "svm-elimination-1ranks", "svm-elimination-2ranks")),
+    Experiment("svm-elimination", "kernel_svm.elimination", "20 min", "",
+        "Which shrinking heuristic is fastest, on which set?", runs=()),
+    Experiment("svm-memory", "kernel_svm.memory", "5 min", "",
+        "How much memory does a fit take on a rank?", runs=()),
+    Experiment("svm-ranks", "kernel_svm.over_ranks", "5 min", "",
+        "What does each of 1 to 64 ranks do in one fit (counted), and how long would it take (predicted)?"),
 )
+# fmt: on
 EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}
 
 
@@ -485,11 +192,13 @@ def drawing_of(report: str) -> Callable[..., Any] | None:
     drawn_by: dict[str, Callable[[], Callable[..., Any] | None]] = {
         "allreduce": lambda: _attribute("paceline_lab.bench.allreduce_report", "draw"),
         "step": lambda: _attribute("paceline_lab.bench.step_report", "draw"),
-        "noise-scale": lambda: None,  # from the launcher's `--noise-scale`
+        "noise-scale": lambda: None,  # of a step that measures the noise scale, beside one that does not
         "mlstm-shakespeare": _drawing_of_the_example,
     }
-    drawn_by |= {prefix: each.drawing for each in EXPERIMENTS.values() for prefix in each.reports}
-    fitting = [prefix for prefix in drawn_by if report == prefix or report.startswith(f"{prefix}-")]
+    for each in EXPERIMENTS.values():
+        drawn_by |= dict.fromkeys(each.reports or (each.name,), each.drawing)
+    words = f"{report.replace('_', '-')}-"
+    fitting = [prefix for prefix in drawn_by if words.startswith(f"{prefix}-")]
     if not fitting:
         raise KeyError(f"{report}: no experiment of the registry leaves a report of this name")
     return drawn_by[max(fitting, key=len)]()

@@ -20,27 +20,22 @@ What it cannot show: all hosts share this machine's cores; see "busy" in the out
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from paceline.errors import ConfigurationError
 from paceline_lab.bench.provenance import collect, load_average
-from paceline_lab.emulation import Change, ClusterSpec, EmulatedCluster
+from paceline_lab.emulation import Change, ClusterSpec
+from paceline_lab.experiments.datagrams.rank_jobs import TCP, keep, run_job
 from paceline_lab.experiments.options import REPORT_FOLDER, ReportFolder
 
 NAME = "bounded_loss"
-TCP: dict[str, dict[str, Any]] = {
-    "cubic": {"congestion_control": "cubic"},
-    "tuned": {"congestion_control": "bbr", "min_rto": "5ms"},
-}
-_RANK_PROGRAM = str(Path(__file__).with_name("bounded_loss_rank.py"))
+_RANK_PROGRAM = Path(__file__).with_name("bounded_loss_rank.py")
 _BASELINES = ("Gloo", "torch over Gloo", "without priorities")
 
 
@@ -174,45 +169,16 @@ def main(
     )
     for kind in [tcp] if tcp else list(TCP):
         load = load_average()
-        samples, busy = _measure(case, kind)
+        told = asdict(case) | {"kind": case.kind}
+        samples, busy = run_job(case.spec(kind), _RANK_PROGRAM, told, change=case.slower_link)
         summary = {side: summarise(taken, case.wire_ms) for side, taken in samples.items()}
         baseline = next(summary[side]["ms"] for side in _BASELINES if side in summary)
         for row in summary.values():
             row["times_as_fast"] = baseline / row["ms"]
         name = f"{case.name}, {kind}"
         record = {"case": asdict(case), "busy": round(busy, 2), "sides": samples}
-        _keep(report_folder, name, record | {"provenance": asdict(collect(hosts, load))}, summary)
+        record["provenance"] = asdict(collect(hosts, load))
+        keep(report_folder / f"{NAME}.json", name, record, summary)
         print(f"{name}; busy {busy:.0%}, load {load}")
         for side, row in summary.items():
             print(f"  {side:22s} " + "  ".join(f"{column} {value:.4g}" for column, value in row.items()))
-
-
-def _keep(folder: Path, name: str, record: dict[str, Any], summary: dict[str, Any]) -> None:
-    """Write a case beside those that were measured before."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{NAME}.json"
-    stored: dict[str, Any] = (
-        json.loads(path.read_text()) if path.exists() else {"samples": {}, "summaries": {}}
-    )
-    stored["samples"][name], stored["summaries"][name] = record, summary
-    path.write_text(json.dumps(stored) + "\n")
-
-
-def _measure(case: Case, tcp: str) -> tuple[dict[str, list[dict[str, float]]], float]:
-    """Run a job; returns its first rank's samples by side, and how busy this machine was."""
-    found: list[dict[str, list[dict[str, float]]]] = []
-
-    def take(host: int, rank: int | None, text: str) -> None:
-        if text.startswith("{"):
-            found.append(json.loads(text))
-        elif rank is not None:
-            print(f"[host{host}] {text}", file=sys.stderr)
-
-    told = json.dumps(asdict(case) | {"kind": case.kind})
-    with EmulatedCluster(case.spec(tcp)) as cluster:
-        if case.slower_link:
-            cluster.change(case.slower_link)
-        outcome = cluster.run([_RANK_PROGRAM, told], on_line=take, timeout_s=500)
-    if outcome.exit_code or not found:
-        raise ConfigurationError(outcome.failure() or "a rank failed.")
-    return found[0], outcome.busy_ratio

@@ -12,27 +12,22 @@ What it cannot show: all hosts share this machine's cores; see `busy` in the out
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from paceline.errors import ConfigurationError
 from paceline_lab.bench.provenance import collect, load_average
-from paceline_lab.emulation import ClusterSpec, EmulatedCluster
+from paceline_lab.emulation import ClusterSpec
+from paceline_lab.experiments.datagrams.rank_jobs import TCP, keep, run_job
 from paceline_lab.experiments.options import REPORT_FOLDER, ReportFolder
 
-_RANK_PROGRAM = str(Path(__file__).with_name("emulated_network_rank.py"))
+_RANK_PROGRAM = Path(__file__).with_name("emulated_network_rank.py")
 NAME = "emulated-network"
 BOUNDS = {"ours, bound 0": 0.0, "ours, bound 5 %": 0.05}
-TCP: dict[str, dict[str, Any]] = {
-    "cubic": {"congestion_control": "cubic"},
-    "tuned": {"congestion_control": "bbr", "min_rto": "5ms"},
-}
 
 
 @dataclass(frozen=True)
@@ -79,20 +74,18 @@ def main(
     chosen = CASES[case]
     for kind in [tcp] if tcp else list(TCP):
         for loss in chosen.loss:
-            samples, busy = _measure(chosen, kind, loss)
-            stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"samples": {}}
+            spec = ClusterSpec.parse(
+                hosts=chosen.hosts, rate=chosen.rate, loss=loss, queue=chosen.queue, **TCP[kind]
+            )
+            samples, busy = run_job(spec, _RANK_PROGRAM, asdict(chosen) | {"bounds": BOUNDS})
             key = f"{case}, loss {loss}, {kind}"
-            stored["samples"][key] = {
+            record = {
                 "case": asdict(chosen),
                 "busy": round(busy, 2),
                 "ms": {side: [round(ms, 2) for ms in values] for side, values in samples.items()},
             }
-            stored["summaries"] = {
-                name: {side: _summary(ms) for side, ms in record["ms"].items()}
-                for name, record in stored["samples"].items()
-            }
-            stored["provenance"] = asdict(collect(chosen.hosts, load))
-            path.write_text(json.dumps(stored) + "\n")
+            summary = {side: _summary(ms) for side, ms in record["ms"].items()}
+            keep(path, key, record, summary, provenance=asdict(collect(chosen.hosts, load)))
             print(f"{key}; busy {busy:.0%}")
             for side, values in samples.items():
                 print(
@@ -103,23 +96,3 @@ def main(
 def _summary(ms: list[float]) -> dict[str, float]:
     ordered = sorted(ms)
     return {"median_ms": statistics.median(ms), "p99_ms": ordered[min(len(ms) - 1, int(0.99 * len(ms)))]}
-
-
-def _measure(case: Case, tcp: str, loss: str) -> tuple[dict[str, list[float]], float]:
-    """Run one job; returns milliseconds by side, and how busy this machine was."""
-    spec = ClusterSpec.parse(hosts=case.hosts, rate=case.rate, loss=loss, queue=case.queue, **TCP[tcp])
-    found: list[dict[str, list[float]]] = []
-
-    def take(host: int, rank: int | None, text: str) -> None:
-        if text.startswith("{"):
-            found.append(json.loads(text))
-        elif rank is not None:
-            print(f"[host{host}] {text}", file=sys.stderr)
-
-    with EmulatedCluster(spec) as cluster:
-        outcome = cluster.run(
-            [_RANK_PROGRAM, json.dumps(asdict(case) | {"bounds": BOUNDS})], on_line=take, timeout_s=500
-        )
-    if outcome.exit_code:
-        raise ConfigurationError(outcome.failure() or "a rank failed.")
-    return found[0], outcome.busy_ratio

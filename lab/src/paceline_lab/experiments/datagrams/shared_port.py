@@ -12,20 +12,19 @@ machine's cores; see "busy".
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from paceline.errors import ConfigurationError
 from paceline_lab.bench.provenance import collect, load_average
-from paceline_lab.emulation import ClusterSpec, EmulatedCluster
+from paceline_lab.emulation import ClusterSpec
+from paceline_lab.experiments.datagrams.rank_jobs import keep, run_job
 from paceline_lab.experiments.options import REPORT_FOLDER, ReportFolder
 
 NAME = "shared_port"
-_RANK_PROGRAM = str(Path(__file__).with_name("shared_port_rank.py"))
+_RANK_PROGRAM = Path(__file__).with_name("shared_port_rank.py")
 
 
 def main(
@@ -42,26 +41,13 @@ def main(
         hosts=ranks + 1, rate=rate, queue=queue, delay=delay or None, congestion_control="cubic"
     )
     case = {"ranks": ranks, "megabytes": megabytes, "seconds": seconds}
-    lines: list[str] = []
     load = load_average()
-    with EmulatedCluster(spec) as cluster:
-        outcome = cluster.run(
-            [_RANK_PROGRAM, json.dumps(case)],
-            on_line=lambda _host, _rank, text: lines.append(text),
-            timeout_s=seconds + 60,
-        )
-    told = [json.loads(line) for line in lines if line.startswith("[{")]
-    if outcome.exit_code or not told:
-        raise ConfigurationError(outcome.failure() or "\n".join(lines))
-    every_second: list[dict[str, float]] = told[0]
+    every_second, busy = run_job(spec, _RANK_PROGRAM, case, timeout_s=seconds + 60)
     summary = summarise(every_second, ranks - 1)
     name = f"{ranks} ranks, {rate}, queue {queue}" + (f", delay {delay}" if delay else "")
-    path = report_folder / f"{NAME}.json"
-    stored = json.loads(path.read_text()) if path.exists() else {"samples": {}, "summaries": {}}
-    kept = {"case": case, "busy": outcome.busy_ratio, "provenance": asdict(collect(ranks + 1, load))}
-    stored["samples"][name], stored["summaries"][name] = kept | {"every_second": every_second}, summary
-    path.write_text(json.dumps(stored) + "\n")
-    print(f"{name}; busy {outcome.busy_ratio:.0%}, load {load}")
+    record = {"case": case, "busy": busy, "provenance": asdict(collect(ranks + 1, load))}
+    keep(report_folder / f"{NAME}.json", name, record | {"every_second": every_second}, summary)
+    print(f"{name}; busy {busy:.0%}, load {load}")
     print("  ".join(f"{key} {value:.3g}" for key, value in summary.items()))
 
 

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.ddp import DistributedDataParallel as OurDDP
 from paceline.planning.bucket_assignment import MEBIBYTE, BucketCaps
 from paceline_lab.bench.layer_profile import Profile
+from paceline_lab.bench.sides import bucket_bytes
 from paceline_lab.bench.timed_model import SleepingOptimizer, TimedModel, gradient_bytes
 from paceline_lab.doubles.round_robin import RoundRobin
 
@@ -191,8 +192,7 @@ class VariantTrainee:
         """Return into how many buckets the gradients were cut; 0 where there are none."""
         if self.variant.side in ("after", "none"):
             return 0
-        record = self.model._get_ddp_logging_data()
-        return len(str(record.get("rebuilt_bucket_sizes") or record["bucket_sizes"]).split(","))
+        return len(bucket_bytes(self.model))
 
 
 def bucket_caps_mb(variant: Variant, num_bytes: int) -> Sequence[float]:

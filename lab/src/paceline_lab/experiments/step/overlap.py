@@ -19,7 +19,6 @@ Source: Li et al., VLDB 2020, figure 6, in which torch realises 0.84 to 0.96 of 
 sweeps bucket sizes (figures 7 and 8).
 """
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,7 +36,7 @@ from paceline_lab.bench.protocol import ENVIRONMENTS, Allocator, turns
 from paceline_lab.bench.provenance import collect
 from paceline_lab.bench.rank_program import TellProgress
 from paceline_lab.bench.ranks import choose_place, gather
-from paceline_lab.bench.sides import labels, parse_sides, wrap
+from paceline_lab.bench.sides import bucket_bytes, labels, parse_sides, wrap
 from paceline_lab.experiments.options import REPORT_FOLDER, AsJson, Quick, Ranks, ReportFolder, Rounds, Sides
 from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.figures import draw_figure
@@ -201,7 +200,7 @@ def _measure_case(config: Config, ratio: float, cap: str, backward_s: float) -> 
     for trainer in trainers:
         for _ in range(WARM_UP_STEPS):
             trainer.step(timed=False)
-    buckets = [_bucket_bytes(trainer.model) for trainer in trainers]
+    buckets = [bucket_bytes(trainer.model) for trainer in trainers]
     communications = [Communication(sizes) for sizes in buckets]
     subjects: list[Callable[[], None]] = [
         alone.step,
@@ -224,12 +223,6 @@ def _measure_case(config: Config, ratio: float, cap: str, backward_s: float) -> 
             for sizes, trainer, communication in zip(buckets, trainers, communications, strict=True)
         ),
     )
-
-
-def _bucket_bytes(model: nn.Module) -> tuple[int, ...]:
-    record = model._get_ddp_logging_data()  # type: ignore[operator]  # torch's name; ours has it, too
-    text = record.get("rebuilt_bucket_sizes") or record["bucket_sizes"]
-    return tuple(int(size) for size in re.findall(r"\d+", str(text)))
 
 
 def _slowest(phases: Phases) -> Phases:
