@@ -91,7 +91,7 @@ def forked(training):
 
 def has_left(training):
     """Whether the others have been told that this rank has left."""
-    roll_call = training.model._steps.peers._roll_call
+    roll_call = training.model._steps.membership.peers._roll_call
     groups = [group for group in dist.distributed_c10d._world.pg_map if hasattr(group, "host")]
     in_memory = any(group.host.me.status.has_left for group in groups)
     return in_memory or roll_call._store.get(f"left/{training.rank}") is not None

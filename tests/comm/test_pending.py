@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.comm.pending import Chain
+from paceline.comm.collectives import Chain
 
 
 class Stage:

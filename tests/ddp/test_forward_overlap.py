@@ -86,7 +86,7 @@ class Run:
 
     def __init__(self, rank, mode, make=None, **options):
         torch.manual_seed(0)
-        self.rank, self.mode, self.saw, self.num_put_off = rank, mode, [], 0
+        self.rank, self.mode, self.saw, self.num_deferred = rank, mode, [], 0
         options = {"find_unused_parameters": True, "bucket_cap_mb": CAP_MB, **options}
         self.model = DistributedDataParallel(Net(), overlap_forward=mode, **options)
         make = make or (
@@ -104,7 +104,7 @@ class Run:
 
     def step(self):
         self.optimizer.step()
-        self.num_put_off += bool(self.mode) and self.model.forward_overlap.has_outstanding
+        self.num_deferred += bool(self.mode) and self.model.forward_overlap.has_outstanding
 
     def see(self, *tensors):
         assert all(bool(tensor.isfinite().all()) for tensor in tensors)  # two NaNs may differ in bits
@@ -126,7 +126,7 @@ class Run:
         tensors = [t for each in own for t in each.values() if isinstance(t, torch.Tensor)]
         self.see(*self.model.state_dict().values(), *tensors)
         self.see(*self.model.parameters())
-        return self.saw, self.num_put_off
+        return self.saw, self.num_deferred
 
 
 # ---- kinds of training; each takes (rank, mode), and returns what was seen
@@ -312,12 +312,12 @@ def with_closure(rank, mode):
             return loss
 
         run.see(run.optimizer.step(closure))
-        run.num_put_off += bool(mode) and run.model.forward_overlap.has_outstanding
+        run.num_deferred += bool(mode) and run.model.forward_overlap.has_outstanding
     return run.result()
 
 
 def hooked(rank, mode):
-    """Hooks of the optimizer see a whole step, so there is nothing to put off."""
+    """Hooks of the optimizer see a whole step, so there is nothing to defer."""
     run = Run(rank, mode)
     run.optimizer.register_step_post_hook(
         lambda *_: run.see(*[p.data for p in run.model.module.parameters()])
@@ -415,44 +415,44 @@ def all_cases(rank, _num_ranks, names):
     found = {}
     for name in names:
         without, _ = CASES[name](rank, False)
-        with_it, num_put_off = CASES[name](rank, "always")
-        found[name] = (without, with_it, num_put_off)
+        with_it, num_deferred = CASES[name](rank, "always")
+        found[name] = (without, with_it, num_deferred)
     return found
 
 
 @pytest.mark.parametrize("names", [list(CASES)[:12], list(CASES)[12:]], ids=["first", "second"])
 def test_the_same_bits_as_without(names):
-    """With two ranks, everything that is read on the way is the same with forward overlap, and steps are put off."""
+    """With two ranks, everything that is read on the way is the same with forward overlap, and steps are deferred."""
     per_rank = pool(2).run(all_cases, names)
     for name in names:
-        for without, with_it, num_put_off in (found[name] for found in per_rank):
+        for without, with_it, num_deferred in (found[name] for found in per_rank):
             assert len(without) == len(with_it)
             assert with_it == without, name
-            assert num_put_off > 0, f"{name}: nothing was put off"
+            assert num_deferred > 0, f"{name}: nothing was deferred"
         assert per_rank[0][name][1][-1] == per_rank[1][name][1][-1], f"{name}: the ranks differ"
 
 
-def put_off_or_settled(rank, num_ranks):
+def deferred_or_flushed(rank, num_ranks):
     """With more than two ranks the order of sums depends on how gradients are cut: compare the same pieces."""
     warnings.simplefilter("ignore")
     agreement.AGREES_AGAIN_EVERY, last = 2, []
-    for settles in (False, True):
+    for flushes in (False, True):
         run = Run(rank, "always", lambda p: torch.optim.Adam(p, lr=0.01), bucket_cap_mb=0.01)
         for step in range(STEPS):
             run.optimizer.zero_grad()
             run.backward(step)
-            if settles:
-                run.model.settle()
+            if flushes:
+                run.model.flush()
             run.step()
         last.append(run.result())
     return last
 
 
 def test_three_ranks_make_the_same_put_off_or_at_once():
-    """What is put off is exact for any number of ranks, and all ranks agree."""
-    per_rank = pool(3).run(put_off_or_settled)
-    for (put_off, many), (at_once, none) in per_rank:
-        assert put_off == at_once
+    """What is deferred is exact for any number of ranks, and all ranks agree."""
+    per_rank = pool(3).run(deferred_or_flushed)
+    for (deferred, many), (at_once, none) in per_rank:
+        assert deferred == at_once
         assert (many > 0, none) == (True, 0)
     assert len({found[0][0][-1] for found in per_rank}) == 1
 
@@ -462,7 +462,7 @@ def past_the_hooks(rank, num_ranks):
     warnings.simplefilter("ignore")
     run = Run(rank, "debug")
     run.plainly()
-    assert run.num_put_off > 0
+    assert run.num_deferred > 0
     without = Run(rank, False).plainly()
     assert digest(list(run.model.parameters())) == digest(list(without.model.parameters()))
     module = run.model.module
@@ -544,7 +544,7 @@ def agree_on(gain, *given, needed_s=None):
 
 
 def where_it_is_on(rank, num_ranks):
-    """Whether it is on, the hooks that it leaves, and how often steps were put off: by hosts and predicted gain."""
+    """Whether it is on, the hooks that it leaves, and how often steps were deferred: by hosts and predicted gain."""
     warnings.simplefilter("ignore")
     before = dict(os.environ)
     found = {}
@@ -563,7 +563,7 @@ def where_it_is_on(rank, num_ranks):
                 os.environ.update(before)
         steps = run.model.forward_overlap
         hooks = sum(len(part._forward_pre_hooks) for part in run.model.module.modules())
-        found[hosts, with_s] = (steps and steps.is_on, hooks > 0, run.num_put_off > 0)
+        found[hosts, with_s] = (steps and steps.is_on, hooks > 0, run.num_deferred > 0)
     return found
 
 
@@ -578,11 +578,11 @@ def test_it_is_off_where_nothing_can_be_gained():
 
 
 class Told:
-    """Stands for the timings of a module's steps: those that were put off last 1 s or 2 s, on rank 1 a bit longer."""
+    """Stands for the timings of a module's steps: those that were deferred last 1 s or 2 s, on rank 1 a bit longer."""
 
-    def __init__(self, timings, put_off, is_shorter, rank):
+    def __init__(self, timings, deferred, is_shorter, rank):
         self._timings = timings
-        lasted_s = [(1.0 if (each == "x") == is_shorter else 2.0) + rank / 8 for each in put_off]
+        lasted_s = [(1.0 if (each == "x") == is_shorter else 2.0) + rank / 8 for each in deferred]
         self._started_s = [0.0, *itertools.accumulate(lasted_s)]
 
     def recent(self, number):
@@ -593,7 +593,7 @@ class Told:
 
 
 def what_comparing_decides(rank, num_ranks):
-    """By whether steps with it are the shorter ones: which steps were put off, whether it stays, what was seen.
+    """By whether steps with it are the shorter ones: which steps were deferred, whether it stays, what was seen.
 
     And of each plan, whether it knew that forward needs some gradients before others.
     """
@@ -604,38 +604,38 @@ def what_comparing_decides(rank, num_ranks):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LOCAL_WORLD_SIZE", "1")
             patch.setenv("WORLD_SIZE", "2")
-            run, put_off, needed_s = Run(rank, True), [], []
+            run, deferred, needed_s = Run(rank, True), [], []
             patch.setattr(agreement, "agree", functools.partial(agree_on, Gain(1.0, 0.5), needed_s=needed_s))
             patch.setattr(agreement, "TRIED_STEPS", 7)
             patch.setattr(agreement, "COMPARED_STEPS", 4)
             patch.setattr(agreement, "AGREES_AGAIN_EVERY", 14)  # in the step after the comparison
 
-            def told(self, timings, put_off=put_off, is_shorter=is_shorter):
-                compare(self, Told(timings, put_off, is_shorter, rank))
+            def told(self, timings, deferred=deferred, is_shorter=is_shorter):
+                compare(self, Told(timings, deferred, is_shorter, rank))
 
             patch.setattr(agreement.Agreement, "_compare", told)
             for step in range(17):
                 run.optimizer.zero_grad()
                 run.backward(step)
                 run.step()
-                put_off.append("x" if run.model.forward_overlap.has_outstanding else ".")
+                deferred.append("x" if run.model.forward_overlap.has_outstanding else ".")
                 if step == 5:  # the forward before the plan after 6 steps waits for nothing
                     run.model.state_dict()
         steps = run.model.forward_overlap
         knew = [max(each) > min(each) for each in needed_s]
-        found[is_shorter] = ("".join(put_off), steps.is_on, steps.gain, steps.seen, knew)
+        found[is_shorter] = ("".join(deferred), steps.is_on, steps.gain, steps.seen, knew)
     return found
 
 
 def test_a_predicted_gain_stays_only_if_it_is_seen():
     first, second = pool(2).run(what_comparing_decides)
     assert first == second  # all ranks see the same
-    put_off, is_on, gain, seen, knew = first[True]
-    assert (put_off, is_on, gain) == ("...xxxxxxx....xxx", True, Gain(1.0, 0.5))
+    deferred, is_on, gain, seen, knew = first[True]
+    assert (deferred, is_on, gain) == ("...xxxxxxx....xxx", True, Gain(1.0, 0.5))
     assert seen == Gain(without_s=2.125, with_s=1.125)  # the slower rank's
     assert knew == [True] * 4  # after 3, 6, 12 and 14 steps
-    put_off, is_on, gain, seen, _ = first[False]
-    assert (put_off, is_on, gain) == ("...xxxxxxx.......", False, Gain(1.0, 0.5))
+    deferred, is_on, gain, seen, _ = first[False]
+    assert (deferred, is_on, gain) == ("...xxxxxxx.......", False, Gain(1.0, 0.5))
     assert seen == Gain(without_s=1.125, with_s=2.125)
 
 

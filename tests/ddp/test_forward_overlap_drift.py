@@ -50,7 +50,7 @@ def step_at(communication_s):
 
 
 def lengths(rank, num_ranks, communication_s):
-    """Each step of a training: whether it was put off, how long it took, and how long with a plan for its link."""
+    """Each step of a training: whether it was deferred, how long it took, and how long with a plan for its link."""
     agreement = Agreement(
         dist.group.WORLD, Peers(dist.group.WORLD, "drift", in_slices=False), is_forced=False
     )
@@ -59,7 +59,7 @@ def lengths(rank, num_ranks, communication_s):
     timings, now_s, steps = StepTimings(), 0.0, []
     for number in range(STEPS):
         step = step_at(communication_s(number))
-        is_put_off = agreement.puts_off(buckets, number, timings, FORWARD_S, Needs())
+        is_put_off = agreement.defers(buckets, number, timings, FORWARD_S, Needs())
         order = (
             [pieces.index(piece) for piece in agreement.pieces] if is_put_off else list(range(len(pieces)))
         )
@@ -101,21 +101,21 @@ def test_the_plan_follows_a_link_whose_rate_halves():
     assert first == second
     steps, is_on = first
     assert is_on
-    put_off, took_s, planned_s = zip(*steps, strict=True)
+    deferred, took_s, planned_s = zip(*steps, strict=True)
     assert took_s[CHANGES] > 1.01 * planned_s[CHANGES]  # the old order is not the right one
     after = CHANGES + FOLLOWS_STEPS
     assert took_s[after] == planned_s[after]
-    assert put_off[-1]
+    assert deferred[-1]
 
 
 def test_it_is_off_while_nothing_can_be_gained_and_comes_back():
     steps, is_on = pool(2).run(lengths, is_fast_for_a_while)[0]
-    put_off = [each[0] for each in steps]
+    deferred = [each[0] for each in steps]
     assert is_on
-    assert put_off[CHANGES - 1]
-    assert not put_off[CHANGES_BACK - 1]
-    assert put_off[CHANGES_BACK + FOLLOWS_STEPS]
-    assert sum(put_off[CHANGES:CHANGES_BACK]) <= 64
+    assert deferred[CHANGES - 1]
+    assert not deferred[CHANGES_BACK - 1]
+    assert deferred[CHANGES_BACK + FOLLOWS_STEPS]
+    assert sum(deferred[CHANGES:CHANGES_BACK]) <= 64
 
 
 def test_a_steady_link_is_compared_once():

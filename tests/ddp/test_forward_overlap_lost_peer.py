@@ -42,7 +42,7 @@ def die_under_way(rank, _num_ranks):
 
     for step in range(5):
         train(step)
-    model.settle()
+    model.flush()
     if rank == VICTIM:
         model.forward_overlap._piece_group = Withheld(model.forward_overlap._piece_group)
     train(5)

@@ -30,7 +30,7 @@ class Run:
         layers = (nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
         self.rank, self.net = rank, nn.Sequential(*layers)
         self.model = DistributedDataParallel(self.net, overlap_forward=mode, bucket_cap_mb=0.0005)
-        self.mode, self.num_put_off = mode, 0
+        self.mode, self.num_deferred = mode, 0
         self.use(make or (lambda parameters: torch.optim.SGD(parameters, lr=0.01)), **using)
 
     def use(self, make, **options):
@@ -45,7 +45,7 @@ class Run:
         self.optimizer.zero_grad()
         self.model(self.batch(*parts)).square().mean().backward()
         self.optimizer.step()
-        self.num_put_off += bool(self.mode) and self.model.forward_overlap.has_outstanding
+        self.num_deferred += bool(self.mode) and self.model.forward_overlap.has_outstanding
 
     def result(self):
         return digest(list(self.model.parameters()))
@@ -62,7 +62,7 @@ def read_between(rank, _num_ranks, who):
                 float(run.net[4].weight.norm())
         runs.append(run)
     without, with_it = runs
-    return with_it.result() == without.result(), with_it.num_put_off
+    return with_it.result() == without.result(), with_it.num_deferred
 
 
 @pytest.mark.parametrize("who", [(0, 1), (0,)], ids=["all ranks", "rank 0"])
@@ -84,7 +84,7 @@ class Failing(torch.optim.SGD):
 
 
 def raise_within(rank, _num_ranks):
-    """What each read says after an optimizer has raised, or was interrupted, in a step that was put off."""
+    """What each read says after an optimizer has raised, or was interrupted, in a step that was deferred."""
     found = []
     for error in (RuntimeError("out of memory"), KeyboardInterrupt()):
         run = Run(rank, "always", lambda parameters: Failing(parameters, lr=0.01), per_parameter=True)
@@ -128,14 +128,14 @@ class Watched(torch.optim.SGD):
         super().step(closure)
 
 
-class SettlesWhenCopied:
+class FlushesWhenCopied:
     """A setting of a group: as `step()` notes it, another thread completes what is outstanding."""
 
     model = None
 
     def __copy__(self):
         if self.model is not None:
-            meanwhile(self.model.settle)
+            meanwhile(self.model.flush)
         return copy.copy(None)
 
 
@@ -149,9 +149,9 @@ def meanwhile(read):
 
 
 def read_by_threads(rank, _num_ranks):
-    """Another thread reads while this one steps, and completes while this one puts off."""
+    """Another thread reads while this one steps, and completes while this one defers."""
     without = Run(rank, False, lambda p: torch.optim.SGD(p, lr=0.01))
-    setting = SettlesWhenCopied()
+    setting = FlushesWhenCopied()
     run = Run(
         rank,
         "always",
@@ -169,7 +169,7 @@ def read_by_threads(rank, _num_ranks):
         groups.append(sum(len(group["params"]) for group in run.optimizer.param_groups))
 
     run.optimizer.before = watch
-    run.model.settle()
+    run.model.flush()
     del run.optimizer.before
     whole = []
     for parameter, thread, found in reads:
@@ -304,17 +304,17 @@ def read_by_unusual_ways(rank, _num_ranks):
     for place, (name, read) in enumerate(READS.items(), PUT_OFF_FROM):
         run.step(place)
         first = digest(read(run))
-        run.model.settle()
+        run.model.flush()
         found[name] = first == digest(read(run))
     for step in range(PUT_OFF_FROM + len(READS)):
         without.step(step)
-    return found, run.num_put_off, run.result() == without.result()
+    return found, run.num_deferred, run.result() == without.result()
 
 
 def test_transforms_and_copies_see_whole_steps():
-    for found, num_put_off, is_same in pool(2).run(read_by_unusual_ways):
+    for found, num_deferred, is_same in pool(2).run(read_by_unusual_ways):
         assert found == dict.fromkeys(READS, True)
-        assert num_put_off == len(READS)
+        assert num_deferred == len(READS)
         assert is_same
 
 
@@ -358,12 +358,12 @@ def let_go_on_a_foreign_thread(rank, _num_ranks):
     run.optimizer.before = watch
     _thread.start_new_thread(run.model.forward_overlap.let_go, ())
     assert is_done.wait(20)
-    run.model.settle()
+    run.model.flush()
     return names
 
 
 def test_no_thread_of_the_network_waits_for_itself():
-    assert pool(2).run(let_go_on_a_foreign_thread) == [{"paceline-settle"}] * 2
+    assert pool(2).run(let_go_on_a_foreign_thread) == [{"paceline-flush"}] * 2
 
 
 def refusals(rank, _num_ranks):

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from harness.models import digest, generator, squares
 from harness.ranks import Ranks, pool
 from paceline import DistributedDataParallel
-from paceline.ddp.arrivals import completed
 from paceline.ddp.droppable import units_of
+from paceline.ddp.ready_tracking import completed
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError, SkipError
 from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
 from paceline.reductions import PowerSGD
@@ -330,7 +330,7 @@ def frozen_in_mid_run(rank, _num_ranks):
 
 
 def test_a_frozen_backbone():
-    """Frozen after wrapping: None stays None, and all its buckets are left out; also with control words behind them."""
+    """Frozen after wrapping: None stays None, and all its buckets are left out; also with status words behind them."""
     assert pool(2).run(frozen_in_mid_run) == [([True] * 6, [False, False, True, True, False, False])] * 2
 
 
@@ -455,7 +455,7 @@ def unforeseen_at_the_end(rank, num_ranks):
 
 
 def test_the_last_bucket_comes_late_on_one_rank():
-    """Where control words go does not depend on what a rank has found in a bucket that was left out."""
+    """Where status words go does not depend on what a rank has found in a bucket that was left out."""
     assert pool(2).run(unforeseen_at_the_end) == [[], []]
 
 
@@ -678,7 +678,7 @@ def test_a_rank_that_raises_in_the_middle():
 
 
 def stumbling_behind_a_frozen_front(rank, _num_ranks):
-    """The last bucket, behind which control words travel, is left out, and rank 1's backward raises in step 1."""
+    """The last bucket, behind which status words travel, is left out, and rank 1's backward raises in step 1."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = DistributedDataParallel(make(18), droppable=["stem"], process_group=group, **SMALL_CAPS)
 
@@ -703,7 +703,7 @@ def stumbling_behind_a_frozen_front(rank, _num_ranks):
 
 
 def test_ranks_are_told_also_where_the_last_bucket_stays():
-    """Control words then travel by themselves."""
+    """Status words then travel by themselves."""
     first, second = pool(2).run(stumbling_behind_a_frozen_front)
     assert (first[1], second[1]) == ("PeerAbortedError", "KeyError")
     assert (first[0], first[2]) == (second[0], second[2])

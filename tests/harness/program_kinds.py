@@ -1,4 +1,4 @@
-"""Random programs of the other kinds: what torch's class can do, two models, local steps, steps put off."""
+"""Random programs of the other kinds: what torch's class can do, two models, local steps, steps deferred."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def with_torch(program: Program, rank: int, num_ranks: int, compare: Comparison)
 def _left_early(reducer: Any, compare: Comparison) -> None:
     """Once a static graph has been counted, each bucket is full at its last gradient: neither sooner nor at the end."""
     timing = reducer.timings.last
-    if reducer.arrivals.expected.defers:
+    if reducer.tracker.pending.waits_for_end:
         compare.fail("a bucket of a static graph left before its last gradient")
     elif reducer.num_steps > 1:
         ended_s = timing.started_s + timing.backward_s

@@ -64,7 +64,7 @@ OPERATIONS: dict[str, dict[str, int]] = {
     "gan": {"discriminate": 3, "generate": 3, "generate, frozen critic": 2, "both": 2, "step": 2},
     # Parameters instead of gradients.
     "local steps": {"train": 6, "evaluate": 1, "synchronize": 1},
-    # The optimizer's step is put off into the next forward.
+    # The optimizer's step is deferred into the next forward.
     "overlap": {"train": 6, "train on two micro-batches": 2, "accumulate": 2, "evaluate": 1, "read": 2},
     "mixed precision": {"train": 6, "train on two micro-batches": 2, "evaluate": 1},
     # Samplers and streams that are saved anywhere and resumed with other shares.

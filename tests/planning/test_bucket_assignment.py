@@ -208,4 +208,6 @@ def test_the_launcher_says_how_many_hosts(monkeypatch, local_ranks, ranks, maste
     """By torchrun's variables first; else a master on the loopback interface can only have ranks here."""
     for name, value in (("LOCAL_WORLD_SIZE", local_ranks), ("WORLD_SIZE", ranks), ("MASTER_ADDR", master)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    assert on_one_host() is expected
+    assert [on_one_host(unknown) for unknown in (True, False)] == (
+        [True, False] if expected is None else [expected] * 2
+    )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from paceline.comm.pending import Chain
+from paceline.comm.collectives import Chain
 from paceline.observe import BucketTiming, StepTiming
 from paceline.planning import BucketLoad, Rules
 from paceline.reductions import Mean, Message

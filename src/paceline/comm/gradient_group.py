@@ -16,22 +16,23 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import BACKEND_NAME
-from paceline.comm.collectives import launch_maximum
+from paceline.comm.collectives import launch_maximum, shares_memory
 from paceline.errors import ConfigurationError
 from paceline.host.addresses import is_loopback
 
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def on_one_host() -> bool | None:
-    """Whether all ranks of the job run on this host, by the launcher's environment variables; None if there are none.
+def on_one_host(unknown: bool) -> bool:
+    """Whether all ranks of the job run on this host, by the launcher's environment variables; `unknown` without any.
 
-    Torchrun sets LOCAL_WORLD_SIZE; who starts processes alone, as torch.multiprocessing does, sets a MASTER_ADDR.
+    This is asked before there is a group; whether the ranks of a group share memory says `shares_memory`. Torchrun sets
+    LOCAL_WORLD_SIZE; who starts processes alone, as torch.multiprocessing does, sets a MASTER_ADDR.
     """
     here, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     if here is not None and ranks is not None:
         return here == ranks
-    return True if is_loopback(os.environ.get("MASTER_ADDR", "")) else None
+    return is_loopback(os.environ.get("MASTER_ADDR", "")) or unknown
 
 
 def gradient_groups(process_groups: list[dist.ProcessGroup], all_on_cpu: bool) -> list[dist.ProcessGroup]:
@@ -76,11 +77,16 @@ def is_beside(group: dist.ProcessGroup) -> bool:
 
 def _make_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     gloo: Any = _gloo_of(group)
-    if gloo is None or group.size() == 1 or group.size() < dist.get_world_size() or not on_one_host():
+    if (
+        gloo is None
+        or group.size() == 1
+        or group.size() < dist.get_world_size()
+        or not on_one_host(unknown=False)
+    ):
         return group
     ranks = dist.get_process_group_ranks(group)
     ours: Any = dist.new_group(ranks, timeout=gloo.options._timeout, backend=BACKEND_NAME)
-    if len(ours.host.hosts) > 1:  # the same on every rank
+    if not shares_memory(ours):  # the same on every rank
         if ours.host.remark and group.rank() == 0:
             warnings.warn(
                 f"gradients go over Gloo, not through shared memory: {ours.host.remark}.", stacklevel=2
@@ -113,7 +119,7 @@ def group_apart(group: dist.ProcessGroup) -> dist.ProcessGroup:
         come. The new group ends with the default group.
     """
     ours: Any = group
-    if not getattr(group, "shares_memory", False):
+    if not shares_memory(group):
         return group
     return _with_the_same_ranks(group, ours._timeout, BACKEND_NAME)
 

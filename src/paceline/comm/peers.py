@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from paceline.comm.collectives import Pending
 from paceline.comm.forked import keep_when_forked
-from paceline.comm.pending import Pending
 from paceline.comm.rendezvous import announce
 from paceline.comm.sealed_store import SealedStore
 from paceline.errors import PeerLostError, ServerLostError

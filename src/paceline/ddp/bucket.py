@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.pending import Pending
+from paceline.comm.collectives import Pending
 from paceline.reductions import Reduction
 
 
@@ -46,7 +46,7 @@ class Bucket(Protocol):
 
     @property
     def words(self) -> Tensor | None:
-        """Room behind the gradients for control words, which are summed with them; None: there is none."""
+        """Room behind the gradients for status words, which are summed with them; None: there is none."""
 
     # ---- before and during a backward
 

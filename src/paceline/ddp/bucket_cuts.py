@@ -8,10 +8,10 @@ from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import allocate_zeros
 from paceline.comm.peers import Peers
-from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.layout import GradientMemory, ManagedParameters
+from paceline.ddp.ready_tracking import ReadyTracker
 from paceline.ddp.setting import Setting
 from paceline.ddp.verdict import Verdict
 from paceline.observe import StepTimings
@@ -23,8 +23,8 @@ class BucketCuts:
     Args:
         managed: Whose gradients.
         setting: How large a bucket may become, and whether other caps are tried.
-        arrivals: Told of the buckets.
-        verdict: Whose control words lie behind the last one.
+        tracker: Told of the buckets.
+        verdict: Whose status words lie behind the last one.
         group: Over whom the ranks agree; buffers are in the memory that it prefers.
         peers: For waiting.
 
@@ -39,14 +39,14 @@ class BucketCuts:
         self,
         managed: ManagedParameters,
         setting: Setting,
-        arrivals: Arrivals,
+        tracker: ReadyTracker,
         verdict: Verdict,
         group: ProcessGroup,
         peers: Peers,
     ) -> None:
-        self._arrivals, self._verdict, self._group, self._peers = arrivals, verdict, group, peers
+        self._tracker, self._verdict, self._group, self._peers = tracker, verdict, group, peers
         allocate = functools.partial(allocate_zeros, group)
-        self._memory = GradientMemory(managed, setting.caps, verdict.control, allocate)
+        self._memory = GradientMemory(managed, setting.caps, verdict.status, allocate)
         is_searched = setting.searches_caps and group.size() > 1
         self.search = CapSearch(setting.caps, self._memory.size_bytes) if is_searched else None
         self.order = list(range(len(managed) - 1, -1, -1))
@@ -61,7 +61,7 @@ class BucketCuts:
     def cut(self) -> list[Bucket]:
         """Return the buckets for the order and the caps of now. Local; old buckets are worthless afterwards."""
         buckets = self._memory.cut(self.order)
-        self._arrivals.listen_to(buckets)
+        self._tracker.listen_to(buckets)
         return buckets
 
     def is_due(self, timings: StepTimings) -> bool:
@@ -76,7 +76,7 @@ class BucketCuts:
 
     def _tries_others(self, timings: StepTimings) -> bool:
         assert self.search is not None
-        device = self._verdict.control.words.device
+        device = self._verdict.status.words.device
         caps = self.search.after_step(timings, device, self._group, self._peers)
         if caps is not None:
             self._memory.cap(caps)
@@ -84,9 +84,9 @@ class BucketCuts:
 
     def _follow(self) -> bool:
         """Take the order that rank 0 has observed; whether it is another one."""
-        device = self._verdict.control.words.device
+        device = self._verdict.status.words.device
         batch_size = self._batch_size
-        order, first_size = self._arrivals.agree_on_order(
+        order, first_size = self._tracker.agree_on_order(
             self.order, batch_size, device, self._group, self._peers
         )
         if batch_size and first_size and batch_size != first_size:

@@ -6,7 +6,7 @@ Rules
    The end brings those of the first rank that has trained in this step: rank 0's share may be nothing, and its
    statistics would stand still for ever.
 2. Once a step, not before each of its forwards: a rank whose forward or loss raised begins another forward while the
-   others are in backward. It then meets them there, where control words tell all of them that it is ahead.
+   others are in backward. It then meets them there, where status words tell all of them that it is ahead.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.nn import Module
 from paceline.comm.collectives import launch_broadcast
 from paceline.comm.peers import Peers
 from paceline.ddp.membership import Membership
+from paceline.reductions import Reduction
 
 BROADCAST_BYTES = 250 * 1024 * 1024
 
@@ -141,19 +142,27 @@ class Buffers:
         """A synchronized backward has ended: before the next forward they are brought in line again. Local."""
         self._are_in_line = False
 
-    def launch_at_end(self) -> None:
-        """All buckets have been launched: send the buffers behind them, if they come now. Collective; does not wait."""
-        if self._come_at_end:
+    def launch_at_end(self, reduction: Reduction) -> None:
+        """All buckets have been launched: send the buffers behind them, if they come now. Collective; does not wait.
+
+        Args:
+            reduction: Of the buckets. One that brings no status words may be a hook that is starting collectives: then
+                the buffers are sent later, in `end_step`.
+        """
+        if self._come_at_end and reduction.carries_words:
             self.launch(self._source)
 
     def end_step(self) -> None:
         """All buckets have arrived: bring the buffers, launched already or not. Collective; blocks."""
+        if self._come_at_end or self._futures:
+            self._bring()
+
+    def _bring(self) -> None:
         if self._come_at_end and self._under_way is None:
             self.launch(self._source)
         self.finish()
-        if self._futures:
-            torch.futures.wait_all(self._futures)
-            self._futures = []
+        torch.futures.wait_all(self._futures)
+        self._futures = []
 
     def come_at_end(self, wanted: bool) -> None:
         """Whether the end of the next synchronized backward brings them. Local; the same on every rank."""

@@ -195,10 +195,10 @@ class StepCoordinator:
         self._frozen = [p for p in setting.parameters if not p.requires_grad]
 
     def overlap_forward(self, wanted: bool | str) -> None:
-        """Make what puts the end of steps off into the next forward, where that may pay. Collective if `wanted`."""
+        """Make what defers the end of steps into the next forward, where that may pay. Collective if `wanted`."""
         is_forced = wanted in ("always", "debug")
         members = self.membership
-        if not wanted or members.size == 1 or (on_one_host() and not is_forced):
+        if not wanted or members.size == 1 or (on_one_host(unknown=False) and not is_forced):
             return
         self.forward_overlap = ForwardOverlap(
             self._module,
@@ -218,7 +218,7 @@ class StepCoordinator:
     def rebuild_reducer(self, managed: ManagedParameters) -> None:
         """Put another reducer in the place of the one that there is. Local."""
         self.setting.reduction.prepare(managed.named(), self.membership.process_group)
-        self.reducer.arrivals.stop()
+        self.reducer.tracker.stop()
         self.build_reducer(managed, self.reducer.num_steps)
 
     def let_go(self) -> None:

@@ -9,8 +9,8 @@ Rules
    version counter, which counts what autograd has written there.
 4. A parameter that no rank used gets back exactly what `.grad` it had. One for which autograd finds no gradient (a
    function that returns None) was not used, although autograd calls its hooks. So a buffer into which autograd adds is
-   filled with -0.0, to which adding anything gives just that. Where less was written than touched, what still is -0.0
-   has no gradient; from then on the bucket leaves `.grad` to autograd, which says None.
+   filled with -0.0: adding a gradient to it gives that gradient. If autograd wrote fewer gradients than hooks fired, a
+   view that still is all -0.0 received none. From then on the bucket leaves `.grad` to autograd, which says None.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import launch_sum
-from paceline.comm.pending import Chain, Done, Pending
-from paceline.ddp.non_finite import Sample, has_negative_zero
+from paceline.comm.collectives import Pending
+from paceline.ddp.late_gradients import launch_late
 from paceline.ddp.views import gradient_views, is_large
 from paceline.reductions import Message, Reduction
 from paceline.reductions.reduction import real_numel
@@ -49,6 +48,44 @@ def _is_filling(view: Tensor) -> bool:
 def _set_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
     """`parameter.grad = gradient` for each pair, for many pairs; stops with the shorter."""
     collections.deque(map(_set_gradient, parameters, gradients), maxlen=0)
+
+
+_INTEGERS = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
+_LEAST = {size: torch.iinfo(integers).min for size, integers in _INTEGERS.items()}  # has the bits of -0.0
+
+
+class _Sample:
+    """The first elements of the gradients that lie in a buffer.
+
+    Args:
+        flat: The buffer.
+        sizes: Elements of each gradient, in order; together at most the buffer's.
+    """
+
+    def __init__(self, flat: Tensor, sizes: Sequence[int]) -> None:
+        places = [sum(sizes[:place]) for place, size in enumerate(sizes) if size > 0]
+        self._flat = flat
+        self._places = torch.tensor(places, dtype=torch.long, device=flat.device)
+        self._zeros = flat.new_zeros(len(places))
+
+    def take(self) -> Tensor:
+        """The elements as they are now, shape (gradients,). Does not wait for the device."""
+        return self._flat.index_select(0, self._places)
+
+    def times_zero(self, elements: Tensor) -> Tensor:
+        """Zero if all are finite, else NaN; shape (). Does not wait for the device."""
+        return elements.dot(self._zeros)
+
+
+def _has_negative_zero(elements: Tensor) -> bool:
+    """Whether one of them is -0.0. On an accelerator this waits for the device."""
+    numbers = elements.view(_INTEGERS[elements.itemsize])
+    return len(numbers) > 0 and numbers.min().item() == _LEAST[elements.itemsize]
 
 
 @dataclass(frozen=True)
@@ -76,7 +113,7 @@ class DenseBucket:
             index: Place in the launch order.
             members: Parameter indices in layout order: all large ones, then all small ones.
             parameters: The members' parameters.
-            message: Real, contiguous; holds the members' gradients and, behind them, the control words.
+            message: Real, contiguous; holds the members' gradients and, behind them, the status words.
             num_words: How many of these; only in the last bucket.
         """
         self.index = index
@@ -91,7 +128,7 @@ class DenseBucket:
         self._small = body[num_large_elements:]
         self._small_parameters = self.parameters[self.num_large :]
         self._small_views = self.views[self.num_large :]
-        self._sample = Sample(body, [real_numel(parameter) for parameter in self.parameters])
+        self._sample = _Sample(body, [real_numel(parameter) for parameter in self.parameters])
         self._slots = {id(parameter): slot for slot, parameter in enumerate(self.parameters)}
 
         # State of one backward.
@@ -192,7 +229,7 @@ class DenseBucket:
         if not (self._installed and self._small.is_cpu and len(self._entered) == self.num_large):
             return False
         self._seen = self._sample.take()
-        return not has_negative_zero(self._seen[self.num_large :])
+        return not _has_negative_zero(self._seen[self.num_large :])
 
     def _is_counted(self) -> bool:
         if not self._is_touched_once():
@@ -340,22 +377,8 @@ class DenseBucket:
         return (self.is_collected or self.left_out) and len(self.touched) > self._num_touched_at_collect
 
     def launch_late(self, scale: float, group: ProcessGroup) -> Pending:
-        return Chain(self._reduce_late(self._take_late(scale), group), num_stages=1)
-
-    def _reduce_late(self, late: Tensor, group: ProcessGroup) -> Iterator[Pending]:
-        yield launch_sum(late, group) if group.size() > 1 else Done()
-        self.body.add_(late)
-
-    def _take_late(self, scale: float) -> Tensor:
-        """Gradients that arrived after the bucket had left, scaled, in a buffer like the body; zeros elsewhere."""
-        late = torch.zeros_like(self.body)
-        if not self.has_late_gradients():
-            return late
-        for parameter, view in zip(self.parameters, gradient_views(late, self.parameters), strict=True):
-            if parameter.grad is not None:
-                _write(view, parameter.grad.detach(), scale)
-                parameter.grad = None
-        return late
+        late = self.parameters if self.has_late_gradients() else []
+        return launch_late(self.body, late, scale, group)
 
     def drop_installed(self) -> None:
         if not self._installed:

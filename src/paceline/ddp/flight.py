@@ -15,13 +15,13 @@ from typing import Protocol
 from torch.distributed import ProcessGroup
 
 from paceline.comm.backward import Backward
+from paceline.comm.collectives import Pending
 from paceline.comm.peers import Peers
-from paceline.comm.pending import Pending
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.open_forwards import OpenForwards
 from paceline.observe import BucketTiming, StepTimings
-from paceline.observe.stations import station
+from paceline.observe.timings import station
 from paceline.reductions import Reduction
 
 

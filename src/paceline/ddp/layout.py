@@ -13,7 +13,7 @@ from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
 from paceline.ddp.droppable import Unit
 from paceline.ddp.sparse_bucket import SparseBucket
-from paceline.ddp.verdict import ControlWords
+from paceline.ddp.verdict import PiggybackedStatus
 from paceline.ddp.views import is_large, real_dtype
 from paceline.planning.bucket_assignment import BucketCaps, GradientSpec, assign_buckets
 from paceline.reductions.reduction import real_numel
@@ -90,21 +90,21 @@ class GradientMemory:
     Args:
         managed: Whose gradients.
         caps: How large a bucket may become.
-        control: The control words, which lie behind the last bucket's gradients.
+        status: The status words, which lie behind the last bucket's gradients.
         allocate: Makes a buffer; a process group may have memory from which it sends without a copy.
     """
 
     def __init__(
-        self, managed: ManagedParameters, caps: BucketCaps, control: ControlWords, allocate: Allocate
+        self, managed: ManagedParameters, caps: BucketCaps, status: PiggybackedStatus, allocate: Allocate
     ) -> None:
         self._managed = managed
         self._caps = caps
-        self._control = control
+        self._status = status
         self._has_been_cut = False
         self._flat: dict[Key, Tensor] = {}
         for key, num_elements in self._elements_by_key().items():
             dtype, device = key
-            self._flat[key] = allocate(num_elements + control.num_words, real_dtype(dtype), device)
+            self._flat[key] = allocate(num_elements + status.num_words, real_dtype(dtype), device)
 
     def _elements_by_key(self) -> dict[Key, int]:
         elements: dict[Key, int] = {}
@@ -119,7 +119,7 @@ class GradientMemory:
         self._caps = caps
 
     def cut(self, order: Sequence[int]) -> list[Bucket]:
-        """Lay the gradients out for this ready order; the control words lie behind the last bucket where that is dense.
+        """Lay the gradients out for this ready order; the status words lie behind the last bucket where that is dense.
 
         Gradients that are alive move along.
 
@@ -139,12 +139,12 @@ class GradientMemory:
                 buckets.append(SparseBucket(place, members[0], parameters[0]))
                 continue
             large_first = sorted(members, key=lambda index: not is_large(managed.parameters[index]))
-            num_words = self._control.num_words if place == len(plan) - 1 else 0
+            num_words = self._status.num_words if place == len(plan) - 1 else 0
             buckets.append(self._dense_bucket(place, large_first, used, num_words))
         words = buckets[-1].words
         if words is None:
-            words = torch.zeros(self._control.num_words, device=buckets[-1].parameters[0].device)
-        self._control.place(words)
+            words = torch.zeros(self._status.num_words, device=buckets[-1].parameters[0].device)
+        self._status.place(words)
         for bucket in buckets:
             bucket.take_over(alive)
         return buckets

@@ -4,8 +4,8 @@ Rules
 1. A backward belongs to the forwards whose nodes it passes. Mostly it passes an output, whose hook says so.
 2. Where it passes none that was found (a loss in a global, say), its graph is searched from the tensors it began with.
    A thread numbers the nodes it makes, so a forward's are those between its beginning and its end.
-3. A graph without such nodes (zero times all parameters, in place of a loss) stands for the newest forward before it,
-   if that still waits. Otherwise it has been made around the wrapper, as by `model.module(...)`: it stays local.
+3. A loss that touches no output (zero times all parameters) is attributed to the newest forward before it without a
+   backward. If there is none, the graph was made around the wrapper, as by `model.module(...)`: it stays local.
 4. Ranks that have left different numbers of forwards in training mode without a backward are not in the same step.
    A rank may pass one forward in a backward, and another rank several.
 """

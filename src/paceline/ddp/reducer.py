@@ -3,7 +3,7 @@
 Rules
 1. Buckets are launched in order of index, on every rank, each at most once a backward. A bucket that is full waits for
    the ones before it.
-2. The last bucket leaves when backward has ended: it carries how each rank's ended (control words, `verdict`).
+2. The last bucket leaves when backward has ended: it carries how each rank's ended (status words, `verdict`).
 3. Every backward outside `no_sync` reduces every bucket. What a rank did not use counts as zero. So the sequence of
    collectives depends on the number of synchronized backwards alone, never on which parameters they touched. A flight
    may leave out buckets, if all ranks have agreed in that backward that none of them needs these.
@@ -33,19 +33,19 @@ from torch.nn import Parameter
 
 from paceline.comm.backward import Backward
 from paceline.comm.peers import Peers
-from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.bucket_cuts import BucketCuts
 from paceline.ddp.buffers import Buffers
 from paceline.ddp.flight import Flight, Flights, Step, Terms
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.open_forwards import Owner
+from paceline.ddp.ready_tracking import ReadyTracker
 from paceline.ddp.recovery import Recovery
 from paceline.ddp.setting import Setting
 from paceline.ddp.verdict import Status, Verdict
 from paceline.errors import ProtocolError, StepDroppedError
 from paceline.observe import StepTiming, StepTimings
-from paceline.observe.stations import station
+from paceline.observe.timings import station
 
 
 class Reducer:
@@ -67,7 +67,7 @@ class Reducer:
         recovery: Which backward is under way, and what happens if it raises.
         verdict: Whether every rank's ended well.
         open_forwards: Which forwards wait for a backward, and to which one a backward belongs.
-        arrivals: Which bucket is full.
+        tracker: Which bucket is full.
         cuts: How gradients are cut into buckets, and when anew.
     """
 
@@ -110,15 +110,15 @@ class Reducer:
         self.verdict = Verdict(group.rank(), self._num_ranks, list(managed.named().items()), number)
         self.open_forwards = self.verdict.open_forwards
         self.recovery = Recovery(self, managed.parameters, self._used_before)
-        self.arrivals = Arrivals(managed, setting, self._take, self._on_full)
+        self.tracker = ReadyTracker(managed, setting, self._take, self._on_full)
         flights.follow(managed, self.process_groups, peers, self.open_forwards, timings)
-        self.cuts = BucketCuts(managed, setting, self.arrivals, self.verdict, group, peers)
+        self.cuts = BucketCuts(managed, setting, self.tracker, self.verdict, group, peers)
         self.buckets = self.cuts.cut()
-        self.arrivals.record_order()
+        self.tracker.record_order()
 
     def let_go(self) -> None:
         """Leave the parameters alone from now on, and keep nothing of the module alive."""
-        self.arrivals.stop()
+        self.tracker.stop()
         self._terms = Terms
 
     # ---- before a backward
@@ -144,7 +144,7 @@ class Reducer:
 
         def on_output(_: tuple[Tensor, ...]) -> None:
             open_forwards.close(forward)
-            if self.recovery.current() is None and self.arrivals.expected.is_backward():
+            if self.recovery.current() is None and self.tracker.pending.is_backward():
                 self.begin(owner)
 
         for node in output_nodes:
@@ -179,7 +179,7 @@ class Reducer:
             self.recovery.watch(backward)
             self._by_autograd = backward.by_autograd
             self._goes_first = self.recovery.is_first_over_its_groups()
-            reduction, expected = self.setting.reduction, self.arrivals.expected
+            reduction, expected = self.setting.reduction, self.tracker.pending
             if backward.synchronizes:
                 reduction.begin_step()
                 if terms.share is not None:
@@ -198,7 +198,7 @@ class Reducer:
                 expected.reached,
             )
             self._flight = self._flights.begin(step, self.buckets)
-            self.arrivals.arm(backward.synchronizes, backward.started_s, self._flight.not_expected)
+            self.tracker.arm(backward.synchronizes, backward.started_s, self._flight.not_expected)
 
     def _running(self) -> Backward:
         """The backward under way. It begins here if it has made a gradient, but passed no output that is watched."""
@@ -209,7 +209,7 @@ class Reducer:
     def _take(self, bucket: Bucket, slot: int, parameter: Parameter) -> None:
         """Autograd has finished a large gradient; the small ones it has added into the buffer itself."""
         backward = self._running()
-        if not self.arrivals.has_foreign_hooks(parameter) and bucket.expected:
+        if not self.tracker.has_foreign_hooks(parameter) and bucket.expected:
             if backward.synchronizes:
                 bucket.enter(slot, self._scale)
             else:
@@ -219,11 +219,11 @@ class Reducer:
         backward = self._running()
         if bucket.is_collected or not backward.synchronizes or len(bucket.touched) != bucket.expected:
             return
-        if not self.arrivals.is_full(bucket):
+        if not self.tracker.is_full(bucket):
             return  # one parameter twice, another not yet: this bucket leaves when backward has ended
         with station("ready"):
             bucket.note_ready(time.perf_counter())
-        if not self.arrivals.has_foreign_hooks(bucket.touched[-1]):
+        if not self.tracker.has_foreign_hooks(bucket.touched[-1]):
             self._launch_ready()  # otherwise with the next full bucket: those hooks want to see `.grad`
 
     def _launch_ready(self) -> None:
@@ -302,13 +302,13 @@ class Reducer:
             raise
         if backward.by_autograd and (unused or self.setting.find_unused_parameters):
             self._note_unused(unused)
-        self.arrivals.expected.learn(self.buckets)
+        self.tracker.pending.learn(self.buckets)
         self.num_steps += 1
         self._peers.note_step(self.num_steps)
         self._used_before.clear()
         record = functools.partial(self._record, flight, self.num_steps, backward.started_s, ended_s)
         is_whole = backward.by_autograd and self._on_reduced is None and not has_late
-        is_used = self.verdict.control.is_used
+        is_used = self.verdict.status.is_used
         if is_whole and flight.hand_over(lambda bucket: bucket.attach(is_used), record):
             return
         flight.wait()
@@ -327,7 +327,7 @@ class Reducer:
         self.setting.reduction.end_step(timing)
 
     def _complete(self, status: Status) -> list[int]:
-        """Launch the remaining buckets, the last with control words, and wait for these. Returns unused parameters."""
+        """Launch the remaining buckets, the last with status words, and wait for these. Returns unused parameters."""
         unused: list[int] = []
         not_finite: list[Tensor] = []
         has_late = False
@@ -345,14 +345,13 @@ class Reducer:
                 not_finite.append(bucket.not_finite)
         if has_late and status is Status.GOOD:
             status = Status.LATE_GRADIENTS
-            self.arrivals.expected.defer()
+            self.tracker.pending.wait_for_end()
             self.verdict.warn_of_late_gradients()
         num_open = self.open_forwards.word(self._by_autograd)
-        self.verdict.control.write(unused, status, num_open, not_finite)
+        self.verdict.status.write(unused, status, num_open, not_finite)
         for bucket in remaining:
             self._launch(bucket)
-        if self.setting.reduction.carries_words:
-            self._buffers.launch_at_end()  # else later: a hook may be starting collectives
+        self._buffers.launch_at_end(self.setting.reduction)
         if not self._flight.wait_for_words():
             self.verdict.exchange(self.process_groups[0], self._peers)
         self._buffers.end_step()
@@ -367,7 +366,7 @@ class Reducer:
     def _attach(self, unused: list[int]) -> None:
         """Give every parameter its reduced gradient; those that no rank used get what they had."""
         with station("attached"):
-            is_used = self.verdict.control.is_used
+            is_used = self.verdict.status.is_used
             for bucket in self.buckets:
                 bucket.attach(is_used)
             if unused_everywhere := [index for index in unused if not is_used(index)]:
@@ -379,16 +378,16 @@ class Reducer:
     def _note_unused(self, unused: list[int]) -> None:
         looks = self.setting.find_unused_parameters
         if unused := self._flight.unexplained(unused):
-            self.arrivals.expected.look()
+            self.tracker.pending.look()
             if not (looks or self.setting.static_graph):
                 self.verdict.warn_of_unused(unused)
-        elif looks and self.num_steps == 0 and self.verdict.control.all_used_everywhere():
+        elif looks and self.num_steps == 0 and self.verdict.status.all_used_everywhere():
             self.verdict.warn_of_none_unused()
 
     def rest(self) -> None:
         """No backward is under way any more."""
         self.recovery.forget()
-        self.arrivals.rest()
+        self.tracker.rest()
 
     # ---- besides
 
@@ -408,7 +407,7 @@ class Reducer:
         Returns:
             The ranks that ran out of memory, if nothing else went wrong on any rank.
         """
-        self.arrivals.expect_nothing()
+        self.tracker.expect_nothing()
         self._buffers.note_backward()
         with suppress(StepDroppedError):  # the other ranks raise it; nothing was launched
             self._flight.close()

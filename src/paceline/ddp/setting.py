@@ -154,7 +154,7 @@ class Setting:
         """Take the caps that were given; else the default for these groups, hosts and devices. Local."""
         size_bytes = sum(p.numel() * p.element_size() for p in self.parameters if p.requires_grad)
         num_ranks = self.process_groups[0].size()
-        default = BucketCaps.default(size_bytes, self.any_on_cpu, _is_on_one_host(), num_ranks)
+        default = BucketCaps.default(size_bytes, self.any_on_cpu, on_one_host(unknown=True), num_ranks)
         self.caps = self.given_caps or default
 
     def learn_devices(self, any_on_cpu: bool) -> None:
@@ -178,7 +178,9 @@ class Setting:
     def described_caps(self) -> str:
         """What was asked for, equal on all ranks also where defaults depend on the rank."""
         how = "searched" if self.searches_caps else "default"
-        return str(self.given_caps or f"{how} on {'one host' if _is_on_one_host() else 'several hosts'}")
+        return str(
+            self.given_caps or f"{how} on {'one host' if on_one_host(unknown=True) else 'several hosts'}"
+        )
 
     def for_a_copy(self) -> Setting:
         """What survives pickling: a copy is trained by itself, and a hook's state need not survive, as with torch."""
@@ -186,7 +188,3 @@ class Setting:
         kept.process_groups, kept.weight, kept.shares = [], None, None
         kept.reduction = self.reduction if self.reduction.is_ours else Mean()
         return kept
-
-
-def _is_on_one_host() -> bool:
-    return on_one_host() is not False

@@ -29,13 +29,13 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from paceline.comm.collectives import device_for_metadata, launch_sum
+from paceline.comm.collectives import Done, Pending, device_for_metadata, launch_sum
 from paceline.comm.gradient_group import is_beside
 from paceline.comm.peers import Peers
-from paceline.comm.pending import Done, Pending
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.droppable import Parts, Unit, flat
 from paceline.ddp.flight import Flight, PlainFlight, PlainFlights, Step
+from paceline.ddp.late_gradients import collect_left_out
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.open_forwards import OpenForwards, out_of_step
 from paceline.errors import ConfigurationError, SkipError
@@ -307,7 +307,7 @@ class SkippingFlight:
 
     def launch_late(self, bucket: Bucket, scale: float) -> Pending:
         if bucket.left_out:
-            _collect_late(bucket)
+            collect_left_out(bucket)
         return self._plain.launch_late(bucket, scale)
 
     def unexplained(self, unused: list[int]) -> list[int]:
@@ -315,23 +315,6 @@ class SkippingFlight:
 
     def timings(self) -> tuple[BucketTiming, ...]:
         return self._plain.timings()
-
-
-def _collect_late(bucket: Bucket) -> None:
-    """Make the message of a bucket that was left out, of zeros; what has come nevertheless counts as late (rule 5).
-
-    So does what was there before: autograd has added to it, here or on another rank.
-    """
-    bucket.drop_installed()
-    touched = list(bucket.touched)
-    late = [(p, p.grad.detach().clone()) for p in bucket.parameters if p.grad is not None]
-    for slot in bucket.slots_with_gradients():
-        bucket.parameters[slot].grad = None
-    bucket.touched.clear()
-    bucket.collect(0.0, 0.0, set(), has_ended=False)
-    bucket.touched.extend(touched or [parameter for parameter, _ in late])
-    for parameter, gradient in late:
-        parameter.grad = gradient
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.pending import Pending
+from paceline.comm.collectives import Pending
 from paceline.reductions import Reduction
 from paceline.reductions.reduction import launch_sparse_sum
 

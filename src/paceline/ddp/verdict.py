@@ -1,8 +1,8 @@
 """Did every rank's backward end well? The metadata that ranks sum with the last bucket, and what follows from it.
 
-Control words are metadata in the last bucket's message, summed with its gradients, so agreeing costs no message of its
+Status words are metadata in the last bucket's message, summed with its gradients, so agreeing costs no message of its
 own. Word i (i < number of parameters) is 1 on a rank that used parameter i, so the sum counts the ranks that did; then
-comes one status word a rank, zero on all others.
+comes one word a rank, zero on all others, that says how its backward ended.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Status(IntEnum):
     OUT_OF_MEMORY = 3  # likewise, and smaller batches may help
 
 
-# A status word packs four numbers, the least significant first: the status; how many forwards are open; whether
-# gradients are not finite; the module's number, of which words of few bits have room for a remainder only.
+# A rank's word packs four numbers, the least significant first: the status; how many forwards are open; whether
+# gradients are not finite; the module's number. Narrow dtypes store that number modulo what fits.
 _OPEN_FORWARD = 4
 _NOT_FINITE = _OPEN_FORWARD * (NOT_COUNTED + 1)
 _MODULE = 2 * _NOT_FINITE
@@ -47,8 +47,8 @@ def _num_remainders(dtype: torch.dtype) -> int:
     return int(2 / torch.finfo(dtype).eps / _MODULE)
 
 
-class ControlWords:
-    """This rank's control words, and after the reduction their sum over all ranks."""
+class PiggybackedStatus:
+    """This rank's status words, and after the reduction their sum over all ranks."""
 
     def __init__(self, num_parameters: int, num_ranks: int, rank: int, module_number: int) -> None:
         self._num_parameters = num_parameters
@@ -57,7 +57,7 @@ class ControlWords:
         self._module_number = module_number
         self.words = torch.zeros(self.num_words)
         self._all_used = torch.cat([torch.ones(num_parameters), torch.zeros(num_ranks)])
-        self._status_words: list[int] = []
+        self._ranks_words: list[int] = []
         self._uses: list[float] = []  # of each parameter, how many ranks used it; once asked for
 
     def place(self, words: Tensor) -> None:
@@ -92,26 +92,26 @@ class ControlWords:
         """Take in the ranks' status words. On an accelerator this waits for the device."""
         words = self.words[self._num_parameters :].tolist()
         plain = _MODULE * self._module_remainder()
-        self._status_words = [] if words == [plain] * len(words) else [round(word) for word in words]
+        self._ranks_words = [] if words == [plain] * len(words) else [round(word) for word in words]
         self._uses = []
 
     @property
     def is_plain(self) -> bool:
         """Whether no rank has anything to say: all ended well, in this module, with no forward open; after `read`."""
-        return not self._status_words
+        return not self._ranks_words
 
     def ranks_with(self, status: Status) -> list[int]:
         """Ranks whose backward ended so; after `read`."""
-        return [rank for rank, word in enumerate(self._status_words) if word % _OPEN_FORWARD == status]
+        return [rank for rank, word in enumerate(self._ranks_words) if word % _OPEN_FORWARD == status]
 
     def open_forwards(self) -> dict[int, int]:
         """The ranks' words on forwards without a backward, of those that count them; after `read`."""
-        counts = {rank: word % _NOT_FINITE // _OPEN_FORWARD for rank, word in enumerate(self._status_words)}
+        counts = {rank: word % _NOT_FINITE // _OPEN_FORWARD for rank, word in enumerate(self._ranks_words)}
         return {rank: count for rank, count in counts.items() if count != NOT_COUNTED}
 
     def ranks_not_finite(self) -> list[int]:
         """Ranks that have seen gradients of their own that are not finite; after `read`."""
-        return [rank for rank, word in enumerate(self._status_words) if word % _MODULE >= _NOT_FINITE]
+        return [rank for rank, word in enumerate(self._ranks_words) if word % _MODULE >= _NOT_FINITE]
 
     def _module_remainder(self) -> int:
         """The module's number, less 1, as far as there is room."""
@@ -119,7 +119,7 @@ class ControlWords:
 
     def modules(self) -> list[int]:
         """Which module each rank has synchronized; after `read`."""
-        return [word // _MODULE + 1 for word in self._status_words]
+        return [word // _MODULE + 1 for word in self._ranks_words]
 
     def is_used(self, index: int) -> bool:
         """Whether any rank used this parameter; after `read`. On an accelerator the first call waits for the device."""
@@ -133,7 +133,7 @@ class ControlWords:
 
 
 class Verdict:
-    """What follows from all ranks' control words, for one module on one rank.
+    """What follows from all ranks' status words, for one module on one rank.
 
     Args:
         rank: This rank.
@@ -145,7 +145,7 @@ class Verdict:
     def __init__(
         self, rank: int, num_ranks: int, named: Sequence[tuple[str, Tensor]], module_number: int
     ) -> None:
-        self.control = ControlWords(len(named), num_ranks, rank, module_number)
+        self.status = PiggybackedStatus(len(named), num_ranks, rank, module_number)
         self.open_forwards = OpenForwards()
         self._rank = rank
         self._named = named
@@ -155,7 +155,7 @@ class Verdict:
     def exchange(self, process_group: ProcessGroup, peers: Peers) -> None:
         """Sum the words by themselves, where no bucket carries them. Collective; blocks."""
         if process_group.size() > 1:
-            peers.wait(launch_sum(self.control.words, process_group), "waiting for the ranks' statuses")
+            peers.wait(launch_sum(self.status.words, process_group), "waiting for the ranks' statuses")
 
     def reach(self, step: int, reduction: Reduction) -> bool:
         """Read the words.
@@ -170,19 +170,19 @@ class Verdict:
         Raises:
             PeerAbortedError: This step's gradients are of no use, on every rank.
         """
-        self.control.read()
-        if self.control.is_plain:
+        self.status.read()
+        if self.status.is_plain:
             return False
         self._raise_if_another_module()
         self._raise_if_aborted(step)
         self._raise_if_out_of_step(step)
-        late = self.control.ranks_with(Status.LATE_GRADIENTS)
+        late = self.status.ranks_with(Status.LATE_GRADIENTS)
         if late:
             self._raise_if_not_linear(late[0], reduction)
         return bool(late)
 
     def _raise_if_another_module(self) -> None:
-        modules = self.control.modules()
+        modules = self.status.modules()
         for rank, module in enumerate(modules):
             if module != modules[0]:
                 raise ProtocolError(
@@ -194,13 +194,13 @@ class Verdict:
 
     def only_out_of_memory(self) -> tuple[int, ...]:
         """Ranks that ran out of memory, if no backward raised anything else; once all words are there."""
-        self.control.read()
-        full = tuple(self.control.ranks_with(Status.OUT_OF_MEMORY))
-        return () if self.control.ranks_with(Status.ABORTED) else full
+        self.status.read()
+        full = tuple(self.status.ranks_with(Status.OUT_OF_MEMORY))
+        return () if self.status.ranks_with(Status.ABORTED) else full
 
     def _raise_if_aborted(self, step: int) -> None:
-        aborted = self.control.ranks_with(Status.ABORTED)
-        full = tuple(self.control.ranks_with(Status.OUT_OF_MEMORY))
+        aborted = self.status.ranks_with(Status.ABORTED)
+        full = tuple(self.status.ranks_with(Status.OUT_OF_MEMORY))
         if full and not aborted:
             raise PeerOutOfMemoryError(
                 f"rank {self._rank}: {describe_ranks(full)} ran out of memory in step {step}. This step's gradients "
@@ -216,7 +216,7 @@ class Verdict:
             )
 
     def _raise_if_out_of_step(self, step: int) -> None:
-        found = out_of_step(self.control.open_forwards())
+        found = out_of_step(self.status.open_forwards())
         if not found:
             return
         self.open_forwards.forget()
@@ -243,7 +243,7 @@ class Verdict:
             step: The number of the step that ends.
             order: In which backward makes the gradients.
         """
-        ranks = self.control.ranks_not_finite()
+        ranks = self.status.ranks_not_finite()
         if ranks and self._suspicion is None:
             self._suspicion = Suspicion.of(step, ranks, [self._named[index] for index in order])
 

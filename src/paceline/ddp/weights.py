@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import device_for_metadata, launch_sum
+from paceline.comm.collectives import Done, Pending, device_for_metadata, launch_sum
 from paceline.comm.peers import Peers
-from paceline.comm.pending import Done, Pending
 from paceline.ddp.buffers import Buffers
 from paceline.ddp.flight import Terms
 from paceline.ddp.membership import Membership

@@ -199,11 +199,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     @property
     def forward_overlap(self) -> ForwardOverlap | None:
-        """What puts the end of steps off into the next forward: `is_on`, `gain`. None without `overlap_forward`."""
+        """What defers the end of steps into the next forward: `is_on`, `gain`. None without `overlap_forward`."""
         return self._steps.forward_overlap
 
-    def settle(self) -> None:
-        """Complete the steps that `overlap_forward` has put off: every gradient arrives, every parameter is stepped.
+    def flush(self) -> None:
+        """Complete the steps that `overlap_forward` has deferred: every gradient arrives, every parameter is stepped.
 
         Whoever reads a parameter or a gradient waits for it anyway; this is for reads that torch does not see, and for
         measuring.
@@ -215,7 +215,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             PeerLostError: A rank died or hangs; the model cannot be used any more.
         """
         if self.forward_overlap is not None:
-            self.forward_overlap.settle()
+            self.forward_overlap.flush()
 
     @property
     def reducer(self) -> Reducer:  # type: ignore[override]
@@ -255,7 +255,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._check_not_within(TorchDDP._active_ddp_module)
         if self._steps.forward_overlap is not None:
-            run_uncompiled_if_compiling(self.settle)  # what dynamo makes of a module may not run its hooks
+            run_uncompiled_if_compiling(self.flush)  # what dynamo makes of a module may not run its hooks
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
             if self._low_precision is not None:

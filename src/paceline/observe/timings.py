@@ -1,4 +1,6 @@
-"""One record a synchronized step: when each bucket was ready, launched and done, and how long we waited.
+"""One record a synchronized step: when each bucket was ready, launched and done, and how long the step waited.
+
+And ranges in torch's profiler for the stations of a gradient's way, named as the fields of these records.
 
 All times are host times of `time.perf_counter()`, in seconds. On an accelerator "done" is when the host had
 finished waiting, which is not when the device finished.
@@ -8,7 +10,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+
+from torch.autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 
 HISTORY_STEPS = 256
 
@@ -96,3 +102,12 @@ class StepTimings:
 
     def __iter__(self) -> Iterator[StepTiming]:
         return iter(tuple(self._steps))
+
+
+PREFIX = "paceline:"
+_UNSEEN = nullcontext()
+
+
+def station(name: str) -> AbstractContextManager[object]:
+    """A range `paceline:<name>` around what is done within; costs a tenth of a microsecond where no profiler runs."""
+    return record_function(PREFIX + name) if _profiler_enabled() else _UNSEEN

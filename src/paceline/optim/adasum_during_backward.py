@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.backward import Backward
-from paceline.comm.pending import Pending
+from paceline.comm.collectives import Pending
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.optim.flat_parameters import FlatParameters, flatten
 

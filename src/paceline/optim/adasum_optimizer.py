@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from paceline.comm.collectives import Pending
 from paceline.comm.gradient_group import group_apart
-from paceline.comm.pending import Pending
 from paceline.errors import ConfigurationError
 from paceline.optim.across_ranks import AcrossRanks
 from paceline.optim.adasum_during_backward import DuringBackward, cut

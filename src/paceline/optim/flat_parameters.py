@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import launch_broadcast, launch_sum
-from paceline.comm.pending import Pending
+from paceline.comm.collectives import Pending, launch_broadcast, launch_sum
 from paceline.reductions import Message
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from paceline.comm.collectives import device_for_metadata, launch_sum
-from paceline.comm.pending import Pending
+from paceline.comm.collectives import Pending, device_for_metadata, launch_sum
 from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError, ProtocolError

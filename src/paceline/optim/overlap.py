@@ -1,4 +1,4 @@
-"""`overlap`: an ordinary torch optimizer whose step is put off, parameter by parameter, into the next forward.
+"""`overlap`: an ordinary torch optimizer whose step is deferred, parameter by parameter, into the next forward.
 
 Rules
 1. A step is noted with the settings of the groups at that moment (rate, momentum, decay), and made for each bucket of
@@ -43,7 +43,7 @@ PER_PARAMETER = (
 )
 
 
-class PutsOff(Protocol):
+class Defers(Protocol):
     """The forward overlap of a wrapped model, as this module uses it."""
 
     def take_optimizer(self) -> None:
@@ -51,7 +51,7 @@ class PutsOff(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Held while a step is put off, or a part of it completed."""
+        """Held while a step is deferred, or a part of it completed."""
 
     @property
     def has_outstanding(self) -> bool:
@@ -66,14 +66,14 @@ class PutsOff(Protocol):
     def zero_grad_of(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
         """Drop these gradients, or those that are under way when they have been used."""
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Complete everything."""
 
 
 class Wrapped(Protocol):
     """A wrapped model, as this module uses it."""
 
-    forward_overlap: PutsOff | None
+    forward_overlap: Defers | None
 
 
 def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False) -> AnyOptimizer:
@@ -100,7 +100,7 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
             step parameters one by one, or its `step` has been replaced.
     """
     steps = getattr(model, "forward_overlap", _MISSING)
-    if steps is _MISSING or not hasattr(model, "settle"):
+    if steps is _MISSING or not hasattr(model, "flush"):
         raise ConfigurationError(
             f"overlap(optimizer, model): the model is a {type(model).__name__}. Pass what "
             "paceline.DistributedDataParallel(..., overlap_forward=True) returned."
@@ -132,18 +132,18 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
     if not any(id(parameter) in own for parameter in stepped):
         raise ConfigurationError(
             f"overlap(optimizer, model): none of the {len(stepped)} parameters that this {type(optimizer).__name__} "
-            "steps is the model's, so there is nothing to put off. Make it of model.parameters(), or pass the model "
+            "steps is the model's, so there is nothing to defer. Make it of model.parameters(), or pass the model "
             "whose parameters it steps."
         )
     if steps is not None:  # else one rank, or one host: there is nothing to hide
-        _adopt(optimizer, cast("PutsOff", steps))
+        _adopt(optimizer, cast("Defers", steps))
     return optimizer
 
 
 _MISSING = object()
 
 
-def _adopt(optimizer: Optimizer, steps: PutsOff) -> None:
+def _adopt(optimizer: Optimizer, steps: Defers) -> None:
     replaced = optimizer.__dict__.pop("step", None)
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         optimizer.__dict__["step"] = replaced
@@ -186,7 +186,7 @@ class _Overlapped(Optimizer):
 
     _kind: type[Optimizer]
     _stand_in: type[Any]  # of that class, with groups of its own
-    _steps: PutsOff
+    _steps: Defers
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -194,16 +194,16 @@ class _Overlapped(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._has_hooks():
-            self._steps.settle()
+            self._steps.flush()
         # Another thread, which reads a parameter, may complete the last bucket meanwhile.
         with self._steps.lock:
             if self._steps.has_outstanding:
-                self._put_off()
+                self._defer()
             else:
                 self._kind.step(self)
         return loss
 
-    def _put_off(self) -> None:
+    def _defer(self) -> None:
         settings = [_settings(group) for group in self.param_groups]
         members = [list(group["params"]) for group in self.param_groups]
         there = [[p for p in own if not self._steps.is_outstanding(p)] for own in members]
@@ -240,7 +240,7 @@ class _Overlapped(Optimizer):
 
     @property
     def state(self) -> Any:
-        self._steps.settle()
+        self._steps.flush()
         return self.__dict__["state"]
 
     @state.setter
@@ -248,19 +248,19 @@ class _Overlapped(Optimizer):
         self.__dict__["state"] = value
 
     def state_dict(self) -> dict[str, Any]:
-        self._steps.settle()
+        self._steps.flush()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._steps.settle()
+        self._steps.flush()
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._steps.settle()
+        self._steps.flush()
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._steps.settle()
+        self._steps.flush()
         return super().__getstate__()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

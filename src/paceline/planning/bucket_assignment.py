@@ -3,8 +3,7 @@
 Rules
 1. Gradients of one (dtype, device) share buckets; a sparse gradient has one of its own.
 2. A bucket is closed by the gradient that brings it to its cap, so it may exceed the cap by one gradient. What remains
-   is a bucket, too: the last one. Where buckets are cut from the end it is the first one, or a part of the one after it
-   if it is less than half of its cap.
+   is the last bucket. Cutting from the end, the remainder is bucket 0; under half a cap it joins bucket 1.
 3. Buckets are numbered in the order in which they close when gradients become ready in the given order;
    those still open at the end follow, by their last gradient. So bucket i is full before bucket i+1 is.
 4. Gradients of a unit share buckets with no others, and its last one closes one: a step may leave out what it skips.

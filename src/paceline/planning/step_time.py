@@ -56,7 +56,7 @@ class ReductionCost:
         finish: Afterwards, on the thread that waits.
         cpu: Processor time of all threads.
         link_s_per_byte: The part of `wire.s_per_byte` that the link takes; the rest is compressing and decompressing.
-        closing_s: Once a step, after the last bucket: for control words that cannot be sent with a bucket.
+        closing_s: Once a step, after the last bucket: for status words that cannot be sent with a bucket.
     """
 
     name: str

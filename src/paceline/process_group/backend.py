@@ -136,7 +136,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def explain(self, size_bytes: int) -> str:
         """Say how an all-reduce of this size is performed, and why, from links measured at first use. Collective."""
-        if len(self.host.hosts) == 1:
+        if self.shares_memory:
             ways = {
                 True: "every rank folds all inputs",
                 False: "every rank folds its share and hands it to all",
@@ -244,7 +244,7 @@ class ProcessGroup(dist.ProcessGroup):
     @property
     def shares_memory(self) -> bool:
         """Whether all ranks do: then there is `on_all_vectors`. The same on every rank."""
-        return len(self.host.hosts) == 1
+        return self.host.is_only_one
 
     def on_all_vectors(self, kind: str, flat: Tensor, perform: Callable[[SharedVectors], None]) -> dist.Work:
         """Let every rank work on its share of all ranks' tensors. Collective; does not block.

@@ -13,8 +13,15 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from paceline.process_group.across_hosts import AcrossHosts
 from paceline.process_group.connections import Gloo
 from paceline.process_group.descriptor import Descriptor, dtype_name
-from paceline.process_group.executor import flat_view, flat_views
-from paceline.process_group.folds import PREMULTIPLIED, Fold, factor_of, fold_of, op_name
+from paceline.process_group.folds import (
+    PREMULTIPLIED,
+    Fold,
+    factor_of,
+    flat_view,
+    flat_views,
+    fold_of,
+    op_name,
+)
 from paceline.process_group.host_collectives import HostCollectives
 from paceline.process_group.shared_vectors import SharedVectors
 from paceline.process_group.staging import MOST_NUMBERS
@@ -35,7 +42,7 @@ class BlockingCollectives:
         self._here = here
         self._across = across
         self._inner = inner
-        self._alone = len(host.hosts) == 1
+        self._alone = host.is_only_one
         self._num_ranks = inner.size()
         self._number = 0
 

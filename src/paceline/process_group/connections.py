@@ -72,7 +72,7 @@ def open_transport(store: dist.Store, rank: int, num_ranks: int, timeout: timede
         Collective over these ranks.  Blocks: until every rank has come.
     """
     host = join_host(dist.PrefixStore("memory", store), rank, num_ranks, timeout)
-    if len(host.hosts) == 1:
+    if host.is_only_one:
         return SharedMemoryTransport(host)
     address = address_towards(len(host.hosts))
     return C10dTransport(make_gloo(dist.PrefixStore("gloo", store), rank, num_ranks, timeout, address))

@@ -1,4 +1,4 @@
-"""How two slices are reduced (folded) elementwise, for every ReduceOp and dtype that allows it.
+"""How two slices are reduced (folded) elementwise, for every ReduceOp and dtype that allows it; tensors as such slices.
 
 16-bit floating-point sums and products are accumulated in float32 and rounded once, by the rank that completes the
 block. Minimum, maximum and bitwise operations round nothing and stay in their dtype.
@@ -6,7 +6,8 @@ block. Minimum, maximum and bitwise operations round nothing and stay in their d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -141,3 +142,50 @@ def factor_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float | None:
     premultiplied: Any = op
     factor = premultiplied.__getstate__()[1]  # nothing else reveals it
     return float(factor.item() if isinstance(factor, Tensor) else factor)
+
+
+# ---- a tensor as one slice
+
+
+def flat_view(tensor: Tensor, is_output: bool) -> AbstractContextManager[Tensor]:
+    """Yield the values as a contiguous 1-D CPU tensor; afterwards they are in `tensor`, if it is an output.
+
+    It is the tensor's own memory where that is contiguous and on the host; else a copy, pinned for a GPU.
+    """
+    if tensor.is_cpu and tensor.is_contiguous():
+        is_flat = tensor.dim() == 1 and not tensor.requires_grad
+        return nullcontext(tensor if is_flat else tensor.detach().view(-1))
+    return _flat_copy(tensor, is_output)
+
+
+@contextmanager
+def _flat_copy(tensor: Tensor, is_output: bool) -> Iterator[Tensor]:
+    flat = _to_host(tensor).view(-1)
+    yield flat
+    if is_output:
+        with torch.no_grad():
+            tensor.copy_(flat.view(tensor.shape), non_blocking=tensor.is_cuda)
+
+
+def flat_views(tensors: Sequence[Tensor], are_outputs: bool) -> AbstractContextManager[list[Tensor]]:
+    """As `flat_view`, of several."""
+    flat = []
+    for tensor in tensors:  # no call of ours for each: a small collective by itself is made of calls
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            return _flat_copies(tensors, are_outputs)
+        flat.append(tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1))
+    return nullcontext(flat)
+
+
+@contextmanager
+def _flat_copies(tensors: Sequence[Tensor], are_outputs: bool) -> Iterator[list[Tensor]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(flat_view(tensor, are_outputs)) for tensor in tensors]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.detach().contiguous()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    host.copy_(tensor.detach())  # waits for the current stream
+    return host

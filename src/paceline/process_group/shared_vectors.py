@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.collectives import shares_memory
+
 
 @dataclass(frozen=True)
 class SharedVectors:
@@ -28,4 +30,4 @@ OnAllVectors = Callable[[str, Tensor, Callable[[SharedVectors], None]], dist.Wor
 def shared_vectors_of(group: dist.ProcessGroup) -> OnAllVectors | None:
     """Return the group's `on_all_vectors`; None where its ranks do not share memory. The same on every rank."""
     ours: Any = group
-    return ours.on_all_vectors if getattr(group, "shares_memory", False) else None
+    return ours.on_all_vectors if shares_memory(group) else None

@@ -7,9 +7,9 @@ Rules
    barrier; what others do to it they do before the next one. So while others work on a piece, its owner fills the other
    slot with the next: one barrier a piece, and what is staged stays in the cache.
 3. Every rank goes through the same turns: the number of pieces follows from what all have announced.
-4. So a slot is filled, by its owner, only when all are done with it: they were before the last barrier, as the piece
-   after it was in the other slot. That holds across collectives, whose last piece may still be read when the next one
-   fills the other slot and waits at its first barrier.
+4. A slot is used again after two pieces; the barrier between them proves that its readers are done. That holds across
+   collectives, too: the last piece may still be read when the next collective fills the other slot and waits at its
+   first barrier.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch import Tensor
 from paceline.process_group.descriptor import NUM_INTEGERS, Descriptor, check_agreement
 from paceline.process_group.executor import KeptMemory
 from paceline.transports.shared_memory import Host, HostBarrier
-from paceline.transports.shared_memory.arena import Place
-from paceline.transports.shared_memory.status import NUM_ANNOUNCED
+from paceline.transports.shared_memory.arena import NUM_ANNOUNCED, Place
 
 PIECE_BYTES = 1024 * 1024  # a slot's; in the cache until it is copied out. Less only adds calls and barriers
 STAGING_BYTES = 2 * PIECE_BYTES

@@ -1,7 +1,7 @@
 """The mean of the ranks' gradients over UDP, of which a bounded part may be lost: `reduction=BoundedLoss(bound=0.01)`.
 
 Rules
-1. It has connections of its own, made from c10d's store at the first launch, as Adasum does. Control words, buffers and
+1. It has connections of its own, made from c10d's store at the first launch, as Adasum does. Status words, buffers and
    everything else go over the caller's group, where nothing is lost.
 2. Each rank sums one shard of a bucket directly from the others, so that a lost datagram concerns one pair of ranks.
    Then it is sent to all, without any loss: all ranks hold the same bits.
@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import launch_session_name
+from paceline.comm.collectives import Done, Pending, PendingWork, launch_session_name
 from paceline.comm.lane import Lane, LaneWork
-from paceline.comm.pending import Done, Pending, PendingWork
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming

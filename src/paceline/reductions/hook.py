@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.comm.pending import Pending, PendingFuture
+from paceline.comm.collectives import Pending, PendingFuture
 from paceline.errors import HookError
 from paceline.reductions.reduction import Message, Reduction
 

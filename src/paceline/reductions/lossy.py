@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from paceline.comm.collectives import Pending, PendingWork
 from paceline.comm.lane import Lane, LaneWork
-from paceline.comm.pending import Pending, PendingWork
 from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Layout
 from paceline.observe import StepTiming
@@ -189,7 +189,7 @@ class Lossy(Reduction):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent for gradients so far; control words of `ddp` are not counted."""
+        """Bytes that this rank has sent for gradients so far; status words of `ddp` are not counted."""
         return self._total.sent_bytes
 
     @property

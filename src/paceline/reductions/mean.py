@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from paceline.comm.collectives import launch_sum
-from paceline.comm.pending import Chain, Done, Pending
+from paceline.comm.collectives import Chain, Done, Pending, launch_sum
 from paceline.reductions.reduction import Message, Reduction
 
 

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import launch_sum
-from paceline.comm.pending import Chain, Pending
+from paceline.comm.collectives import Chain, Pending, launch_sum
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
 from paceline.observe import StepTiming

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import (
+    PendingWork,
     can_all_to_all,
     launch_all_to_all,
     launch_average,
     launch_gather,
     launch_sum,
-    reduces_in_shared_memory,
+    shares_memory,
 )
-from paceline.comm.pending import PendingWork
 from paceline.comm.traffic import all_reduced
 from paceline.compression import accumulation_dtype
 
@@ -48,7 +48,7 @@ def launch_mean(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     if num_ranks == 1:
         return lambda: tensor
     is_narrow = tensor.dtype in _NARROW
-    if is_narrow and reduces_in_shared_memory(group):
+    if is_narrow and shares_memory(group):
         # Between hosts this backend sends partial sums of 16-bit numbers in 32 bits.
         averaging = launch_average(tensor, group)
         return lambda: _waited(averaging, tensor)

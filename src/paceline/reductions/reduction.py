@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import backend_of, launch_sum
-from paceline.comm.pending import Chain, Done, Pending
+from paceline.comm.collectives import Chain, Done, Pending, backend_of, launch_sum
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 
@@ -85,7 +84,7 @@ class Reduction(ABC):
 
     @property
     def carries_words(self) -> bool:
-        """Whether `launch` returns exact sums of the control words behind the gradients; else `ddp` sends them apart.
+        """Whether `launch` returns exact sums of the status words behind the gradients; else `ddp` sends them apart.
 
         Constant from `begin_step` to the end of the step.
         """

@@ -24,10 +24,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.comm.collectives import backend_of, launch_broadcast, launch_gather, launch_sum
+from paceline.comm.collectives import Pending, backend_of, launch_broadcast, launch_gather, launch_sum
 from paceline.comm.gradient_group import group_beside
 from paceline.comm.peers import Peers, next_name
-from paceline.comm.pending import Pending
 
 _FEW_BYTES, _FACTS_BYTES = 4096, 16384  # of a first message
 

@@ -1,4 +1,4 @@
-"""Whether a module's steps are put off, and in which order their pieces are sent: measured, predicted, then seen.
+"""Whether a module's steps are deferred, and in which order their pieces are sent: measured, predicted, then seen.
 
 Rules
 1. The ranks decide at the same steps by the same numbers, so they are never apart.
@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from paceline.comm.collectives import launch_broadcast, launch_gather
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
-from paceline.ddp.forward_overlap.hooks import Needs
+from paceline.ddp.forward_overlap.outstanding import Needs
 from paceline.observe import StepTiming, StepTimings
 from paceline.planning.forward_overlap import Gain, MeasuredStep, Piece, cut, plan, predict
 
@@ -35,7 +35,7 @@ LOOKS_BACK_STEPS = 8
 DECLINES = 3  # so often it is predicted not to pay before it is off for good
 
 TRIED_STEPS = 20  # with the overlap, before it is compared
-UNSETTLED_STEPS = 4  # the first of them, which are not compared
+UNSTEADY_STEPS = 4  # the first of them, which are not compared
 COMPARED_STEPS = 6  # without it
 DRIFT_RATIO = 1.25  # between two rates that are not the same any more
 
@@ -46,10 +46,10 @@ class Agreement:
     Args:
         group: That the ranks agree over.
         peers: For waiting.
-        is_forced: Steps are put off without asking whether that pays.
+        is_forced: Steps are deferred without asking whether that pays.
 
     Attributes:
-        is_on: Whether steps are put off; None as long as the ranks measure, or wait for another rate (rule 4); False
+        is_on: Whether steps are deferred; None as long as the ranks measure, or wait for another rate (rule 4); False
             is for good.
         pieces: In the order in which they are sent.
         gain: What it was predicted to save, before it was on.
@@ -71,11 +71,11 @@ class Agreement:
 
     @property
     def is_off(self) -> bool:
-        """Whether steps are never put off again."""
+        """Whether steps are never deferred again."""
         return self.is_on is False
 
     def stop(self) -> None:
-        """Put no step off any more."""
+        """Defer no step any more."""
         self.is_on = False
 
     def start_again(self) -> None:
@@ -83,10 +83,10 @@ class Agreement:
         self._first_step = self._on_since = self._compared_rate = None
         self._is_paused = False
 
-    def puts_off(
+    def defers(
         self, buckets: Sequence[Bucket], step: int, timings: StepTimings, forward_s: float, needs: Needs
     ) -> bool:
-        """Whether the step whose backward begins is put off; `step` counts those of the module.
+        """Whether the step whose backward begins is deferred; `step` counts those of the module.
 
         Contract:
             Collective and blocking in the steps in which the ranks agree or compare, local otherwise.
@@ -139,7 +139,7 @@ class Agreement:
             self.is_on = False if self._num_declined == DECLINES else None
 
     def _turn_on(self, step: int) -> None:
-        """Put steps off, and compare some with others that are not."""
+        """Defer steps, and compare some with others that are not."""
         self.is_on, self._on_since, self._is_paused, self._compared_rate = True, step, False, None
 
     # ---- rules 3 and 4
@@ -166,7 +166,7 @@ class Agreement:
     def _compare(self, timings: StepTimings) -> None:
         started_s = [timing.started_s for timing in timings.recent(TRIED_STEPS + COMPARED_STEPS)]
         lasted_s = [after - before for before, after in itertools.pairwise(started_s)]
-        with_s = lasted_s[UNSETTLED_STEPS : 1 - COMPARED_STEPS]
+        with_s = lasted_s[UNSTEADY_STEPS : 1 - COMPARED_STEPS]
         without_s = lasted_s[1 - COMPARED_STEPS :]
         row = torch.tensor([_median_s(with_s), _median_s(without_s)], dtype=torch.float64)
         rows = [torch.empty_like(row) for _ in range(self._group.size())]

@@ -18,14 +18,13 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import launch_sum
+from paceline.comm.collectives import Pending, launch_sum
 from paceline.comm.peers import Peers
-from paceline.comm.pending import Pending
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
 from paceline.ddp.flight import describe_bucket
 from paceline.observe import BucketTiming
-from paceline.observe.stations import station
+from paceline.observe.timings import station
 from paceline.planning.forward_overlap import Piece
 
 IN_FLIGHT = 2  # what Gloo performs at once; a third would wait in its queue, where nothing can overtake it

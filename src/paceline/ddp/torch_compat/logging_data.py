@@ -145,7 +145,7 @@ def _runtime(wrapped: Logged) -> dict[str, Any]:
     rebuilt = reducer.cuts.has_followed
     data: dict[str, Any] = {
         "has_rebuilt_buckets": int(rebuilt),
-        "prev_iteration_grad_ready_order_indices": _join(dict.fromkeys(reducer.arrivals.order)),
+        "prev_iteration_grad_ready_order_indices": _join(dict.fromkeys(reducer.tracker.order)),
         "num_buckets_reduced": len(buckets) if reducer.num_steps else 0,
         "unused_parameter_size": sum(
             parameters[index].numel() * parameters[index].element_size()

@@ -295,7 +295,7 @@ class TorchSurface:
 
     def _remove_autograd_hooks(self) -> None:
         """From now on gradients stay local."""
-        self.reducer.arrivals.stop()
+        self.reducer.tracker.stop()
 
     def _check_reducer_finalized(self) -> None:
         """Raise if the last backward was not completed; otherwise every backward is, when it returns."""

@@ -27,11 +27,11 @@ class TorchsReducer(Reducer):
                 "one that counts a static graph, so call it before, or pass static_graph=True to the constructor."
             )
         self.setting.expect(self.setting.find_unused_parameters, static_graph=True)
-        self.arrivals.expected.expect_static_graph()
+        self.tracker.pending.expect_static_graph()
 
     def _get_local_used_map(self) -> Tensor:
         """How many ranks used each parameter in the last synchronized backward, shape (parameters,), int32."""
-        words = self.verdict.control.words[: len(self.managed)]
+        words = self.verdict.status.words[: len(self.managed)]
         return words.real.round().to(torch.int32)
 
     def _note_unused(self, unused: list[int]) -> None:

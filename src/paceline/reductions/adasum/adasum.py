@@ -28,14 +28,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import launch_session_name
+from paceline.comm.collectives import Done, Pending, PendingWork, launch_session_name
 from paceline.comm.lane import Lane, LaneWork
-from paceline.comm.pending import Done, Pending, PendingWork
 from paceline.errors import ConfigurationError
 from paceline.host.processes import whereabouts
 from paceline.observe import StepTiming
 from paceline.process_group.connections import open_transport, store_of_job, timeout_of
-from paceline.process_group.executor import Executor, flat_view
+from paceline.process_group.executor import Executor
+from paceline.process_group.folds import flat_view
 from paceline.process_group.shared_vectors import shared_vectors_of
 from paceline.reductions.adasum.in_shared_memory import combine_shared
 from paceline.reductions.adasum.operator import Norms, Segments

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.pending import Chain, Pending
+from paceline.comm.collectives import Chain, Pending
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import device_for_metadata, launch_maximum
-from paceline.comm.pending import Pending
+from paceline.comm.collectives import Pending, device_for_metadata, launch_maximum
 from paceline.observe import StepTiming
 from paceline.planning import Decision, Rules, StepProfile, decide
 from paceline.reductions.auto.course import Course, Pace, Phase, Plan, Question

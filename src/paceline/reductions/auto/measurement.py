@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.pending import Pending
+from paceline.comm.collectives import Pending
 from paceline.comm.traffic import Traffic
 from paceline.observe import StepTiming
 from paceline.planning import AlphaBetaCost, BucketLoad, ReductionCost, StepProfile
@@ -125,7 +125,7 @@ class Periods:
 
 
 def _prefix(message: Message, limit_bytes: float) -> Message:
-    """A copy of a message's first gradients, as many as fit `limit_bytes`, at least one; without control words."""
+    """A copy of a message's first gradients, as many as fit `limit_bytes`, at least one; without status words."""
     num_bytes, num_kept = 0, 0
     for gradient in message.gradients:
         num_bytes += gradient.numel() * gradient.element_size()

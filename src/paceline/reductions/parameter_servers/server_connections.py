@@ -17,9 +17,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm import SERVERS, TOKEN
-from paceline.comm.collectives import launch_session_name
+from paceline.comm.collectives import PendingWork, launch_session_name
 from paceline.comm.lane import Lane, LaneWork
-from paceline.comm.pending import PendingWork
 from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError
 from paceline.process_group.connections import store_of_job, timeout_of

@@ -4,7 +4,7 @@ Rules
 1. Buckets leave during backward, as ever; each is cut into pieces, a server's keys at most 1 MiB at a time. A piece is
    pulled as soon as all ranks have pushed it: so a link carries both directions at once.
 2. Servers add up in the order of the ranks, so every rank and every run has the same bits.
-3. Connections are this object's own, made at the first launch. Control words, buffers and sparse gradients go over the
+3. Connections are this object's own, made at the first launch. Status words, buffers and sparse gradients go over the
    process group.
 4. With `ServerOptimizer` the answer to a gradient is the stepped parameter (`stepped.py`).
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.pending import Pending
+from paceline.comm.collectives import Pending
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.reductions.parameter_servers.server_connections import ServerConnections, supported

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.pending import Pending
+from paceline.comm.collectives import Pending
 from paceline.errors import ConfigurationError
 from paceline.reductions.parameter_servers.server_connections import ServerConnections, ask_all
 from paceline.reductions.reduction import Message

@@ -22,8 +22,15 @@ from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError
 from paceline.host.processes import whereabouts
 from paceline.transports.shared_memory import futex
-from paceline.transports.shared_memory.arena import Arena, Budget, least_bytes, size_within
-from paceline.transports.shared_memory.status import NONCE_BYTES, SIZE_BYTES, Status
+from paceline.transports.shared_memory.arena import (
+    NONCE_BYTES,
+    SIZE_BYTES,
+    Arena,
+    Budget,
+    Status,
+    least_bytes,
+    size_within,
+)
 
 SWITCH = "PACELINE_SHARED_MEMORY"
 """Environment variable. "0": share with nobody; any other value: only with ranks that have the same value."""
@@ -62,6 +69,11 @@ class Host:
     @property
     def num_ranks(self) -> int:
         return len(self.neighbours)
+
+    @property
+    def is_only_one(self) -> bool:
+        """Whether all ranks of the group are on it; the same on every rank."""
+        return len(self.hosts) == 1
 
 
 def join_host(

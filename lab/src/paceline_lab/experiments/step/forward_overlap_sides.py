@@ -236,7 +236,7 @@ class Trainee:
 
     def settle(self) -> None:
         """Wait for what is under way."""
-        settle = getattr(self.parallel.model, "settle", None)
+        settle = getattr(self.parallel.model, "flush", None)
         if settle is not None:
             settle()
 

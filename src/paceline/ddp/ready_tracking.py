@@ -6,9 +6,9 @@ Rules
    ones its graph reaches.
 2. A call into Python for every small gradient costs more than reducing it. So the hook of a small gradient is
    `list.append` itself ("quick") wherever the bucket waits for all its gradients; the one expected last is a function
-   that sees whether the bucket is full. If it was not last, or where a backward has not begun, all small gradients of
-   the bucket are counted by a function ("careful") for the rest of the backward. Which way it is only decides how
-   early a bucket leaves, never what is reduced.
+   that sees whether the bucket is full. If gradients arrive out of order, or before a backward was noticed, each small
+   one of the bucket is counted by a function ("careful") for the rest of this backward. Which way it is only decides
+   how early a bucket leaves, never what is reduced.
 3. The order in which rank 0's gradients became ready in the first synchronized backward becomes the order of all
    ranks' buckets.
 """
@@ -37,7 +37,7 @@ NEVER = sys.maxsize
 """Expected touches of a bucket that must not leave before backward has ended."""
 
 
-class Arrivals:
+class ReadyTracker:
     """The hooks on a module's parameters.
 
     Args:
@@ -55,7 +55,7 @@ class Arrivals:
         on_full: Callable[[Bucket], None],
     ) -> None:
         looks = setting.find_unused_parameters or setting.skips_unused
-        self.expected = Expectations(managed, looks, setting.static_graph)
+        self.pending = PendingCounts(managed, looks, setting.static_graph)
         self._take = take
         self._on_full = on_full
         self._listeners: list[_Listener] = []
@@ -99,7 +99,7 @@ class Arrivals:
     # ---- a backward
 
     def arm(self, synchronizes: bool, started_s: float, not_expected: frozenset[int]) -> None:
-        """A backward begins, and so have `expected`: say how many touches make each bucket full.
+        """A backward begins, and so have the `pending` counts: say how many touches make each bucket full.
 
         Args:
             synchronizes: Whether buckets leave at all.
@@ -109,7 +109,7 @@ class Arrivals:
         for listener in self._listeners:
             bucket = listener.bucket
             first_touches = list(bucket.touched)  # of the hook that woke us, when no output was watched
-            bucket.arm(self.expected.touches(bucket.members, not_expected) if synchronizes else NEVER)
+            bucket.arm(self.pending.touches(bucket.members, not_expected) if synchronizes else NEVER)
             bucket.touched.extend(first_touches)
             if bucket.expected == 0:
                 bucket.note_ready(started_s)
@@ -118,7 +118,7 @@ class Arrivals:
 
     def is_full(self, bucket: Bucket) -> bool:
         """Whether a bucket touched as often as expected has all its gradients."""
-        return self.expected.counted or bucket.is_complete()
+        return self.pending.counted or bucket.is_complete()
 
     def expect_nothing(self) -> None:
         """Whatever autograd may still finish, no bucket becomes full."""
@@ -233,7 +233,7 @@ class _Listener:
         self.on_small.__setstate__((self._touch, (), {}, None))
 
 
-class Expectations:
+class PendingCounts:
     """Touches that a backward is expected to make, by parameter (rule 1).
 
     Args:
@@ -243,12 +243,12 @@ class Expectations:
 
     Attributes:
         predicts: Whether the engine is asked which parameters its graph reaches.
-        defers: Gradients came late once: no bucket leaves before backward has ended.
+        waits_for_end: Gradients came late once: no bucket leaves before backward has ended.
     """
 
     def __init__(self, managed: ManagedParameters, find_unused: bool, static_graph: bool) -> None:
         self.predicts = find_unused
-        self.defers = False
+        self.waits_for_end = False
         self._static_graph = static_graph
         self._counts: list[int] | None = None
         self._predicted: list[bool] = []  # of this backward, where `predicts`
@@ -278,14 +278,14 @@ class Expectations:
 
     def begin(self) -> None:
         """A backward begins: where it matters, ask the engine which parameters its graph reaches."""
-        if self.predicts and not (self.counted or self.defers or self._static_graph):
+        if self.predicts and not (self.counted or self.waits_for_end or self._static_graph):
             self._predicted = self._predict()
 
     def touches(self, members: Sequence[int], not_expected: frozenset[int]) -> int:
         """How many touches make a bucket of these parameters full; NEVER: do not launch before backward has ended."""
         if self._counts is not None:
             return sum(self._counts[index] for index in members)
-        if self.defers or self._static_graph:
+        if self.waits_for_end or self._static_graph:
             return NEVER
         if self.predicts:
             return sum(map(self._predicted.__getitem__, members))
@@ -295,7 +295,7 @@ class Expectations:
         """Which parameters the backward that has begun touches, where that is known before it ends."""
         if self._counts is not None:
             return [count > 0 for count in self._counts]
-        return self._predicted if self.predicts and not (self.defers or self._static_graph) else None
+        return self._predicted if self.predicts and not (self.waits_for_end or self._static_graph) else None
 
     def _predict(self) -> list[bool]:
         with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):
@@ -318,9 +318,9 @@ class Expectations:
                 counts[bucket.members[slot]] += 1
         return counts
 
-    def defer(self) -> None:
+    def wait_for_end(self) -> None:
         """Gradients came after their bucket had left: from now on nothing leaves before backward has ended."""
-        self.defers = True
+        self.waits_for_end = True
         self._counts = None
         self._static_graph = False
 

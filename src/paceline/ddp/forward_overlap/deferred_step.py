@@ -1,11 +1,11 @@
-"""The life of a step that is put off: backward has ended, its gradients are under way, the next forward runs.
+"""The life of a step that is deferred: backward has ended, its gradients are under way, the next forward runs.
 
 Rules
 1. What is exchanged is the same on every rank: from the step on in which the ranks agree, gradients are sent in pieces,
-   in the agreed order, and the control words apart from them. When a rank waits is its own affair: settling early, or
+   in the agreed order, and the status words apart from them. When a rank waits is its own affair: flushing early, or
    at once, never changes what it sends.
 2. No parameter is stepped before every rank's backward is known to have ended well: backward itself waits for the
-   control words. So a rank that raised is told of as ever, with all parameters untouched.
+   status words. So a rank that raised is told of as ever, with all parameters untouched.
 3. Calls that come while gradients are under way (`optimizer.step`, `zero_grad`) are noted, and repeated bucket by
    bucket, in their order, with the settings that they were made with (torch's modes, too), as buckets arrive.
 4. Parameters change on the thread that asks for them, where it asks: before a module's forward, or when somebody reads
@@ -37,10 +37,8 @@ from paceline.ddp.bucket import Bucket
 from paceline.ddp.flight import Flight, PlainFlights, Step
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
-from paceline.ddp.forward_overlap.hooks import Needs, install
-from paceline.ddp.forward_overlap.moment import Moment
-from paceline.ddp.forward_overlap.open_step import Action, OpenStep, zero_gradients
-from paceline.ddp.forward_overlap.outstanding import lock
+from paceline.ddp.forward_overlap.open_step import Action, Moment, OpenStep, zero_gradients
+from paceline.ddp.forward_overlap.outstanding import Needs, install, lock
 from paceline.ddp.forward_overlap.piece_flight import HALF_STEPPED, PieceFlight
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.open_forwards import OpenForwards
@@ -52,7 +50,7 @@ GRACE_S = 1.0  # for sums under way when the program ends with an error
 
 
 class ForwardOverlap:
-    """Puts the end of steps off into the next forward, for one module on one rank.
+    """Defers the end of steps into the next forward, for one module on one rank.
 
     Args:
         module: Whose parts wait for their parameters.
@@ -64,7 +62,7 @@ class ForwardOverlap:
 
     Attributes:
         is_idle: Nothing is outstanding, and nothing has to be measured.
-        lock: Held while a step is put off, or a part of it completed.
+        lock: Held while a step is deferred, or a part of it completed.
     """
 
     lock = lock
@@ -94,7 +92,7 @@ class ForwardOverlap:
 
     @property
     def is_on(self) -> bool | None:
-        """Whether steps are put off; None as long as the ranks measure; False is for good. Local."""
+        """Whether steps are deferred; None as long as the ranks measure; False is for good. Local."""
         return self._agreement.is_on
 
     @property
@@ -117,8 +115,8 @@ class ForwardOverlap:
         open_forwards: OpenForwards,
         timings: StepTimings,
     ) -> None:
-        """As `Flights.follow`. Local; settles."""
-        self.settle()
+        """As `Flights.follow`. Local; flushes."""
+        self.flush()
         self._plain.follow(managed, groups, peers, open_forwards, timings)
         self._timings = timings
         for hook in self._hooks:
@@ -127,15 +125,15 @@ class ForwardOverlap:
         self._agreement.start_again()
 
     def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
-        """As `Flights.begin`. The backward needs the buffers: settle.
+        """As `Flights.begin`. The backward needs the buffers: flush.
 
         Contract:
             Collective and blocking in the steps in which the ranks agree on an order or compare, local otherwise.
         """
-        self.settle()
+        self.flush()
         if not step.backward.synchronizes:
             return self._plain.begin(step, buckets)
-        if not self._agreement.puts_off(buckets, step.num_steps, self._timings, step.forward_s, self._needs):
+        if not self._agreement.defers(buckets, step.num_steps, self._timings, step.forward_s, self._needs):
             if self._agreement.is_off:
                 self.stop()
             else:
@@ -152,7 +150,7 @@ class ForwardOverlap:
         if not self._has_optimizer:
             self._warn(
                 "optimizer",
-                "overlap_forward has no optimizer that it could put off, so backward waits for all gradients. Write "
+                "overlap_forward has no optimizer that it could defer, so backward waits for all gradients. Write "
                 "`optimizer = paceline.optim.overlap(optimizer, model)`.",
             )
             return False
@@ -209,14 +207,14 @@ class ForwardOverlap:
         and take a slower way, with other rounding, if one of these is of a class of its own.
         """
         if evaluates:
-            self.settle()
+            self.flush()
             return
         self._needs.note(parameters)
         if self._step is not None:
             for parameter in parameters:
                 outstanding.complete(parameter)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Complete everything that is outstanding.
 
         Contract:
@@ -295,19 +293,19 @@ class ForwardOverlap:
         if not self._poisons or step is None or not any(bool(output.isnan().any()) for output in outputs):
             return
         names = [name_of(p) for index in sorted(step.left) for p in step.buckets[index].parameters]
-        self.settle()
+        self.flush()
         raise ProtocolError(
             f"overlap_forward='debug': this forward's output is NaN, and it has not waited for {', '.join(names)}. "
             "They were NaN while their step was outstanding, so something has read one past the hooks: a view or .data "
             "that was taken before, NumPy, or a C++ extension. Take it from the module in each forward, or call "
-            "model.settle() before."
+            "model.flush() before."
         )
 
     # ---- the end
 
     def stop(self) -> None:
-        """Settle, and wait for nothing from now on."""
-        self.settle()
+        """Flush, and wait for nothing from now on."""
+        self.flush()
         self._agreement.stop()
         self.is_idle = True
         for hook in self._hooks:
@@ -321,7 +319,7 @@ class ForwardOverlap:
         if _has_failed():
             self._step.flight.give_up(GRACE_S)
         else:
-            self.settle()
+            self.flush()
 
     def let_go(self) -> None:
         """The wrapper is gone: complete its last step, which keeps everything of it alive until then.
@@ -331,9 +329,9 @@ class ForwardOverlap:
         if self._step is None or self._failure is not None or _has_failed():
             return
         if isinstance(threading.current_thread(), threading._DummyThread):
-            threading.Thread(target=self.settle, name="paceline-settle").start()
+            threading.Thread(target=self.flush, name="paceline-flush").start()
         else:
-            self.settle()
+            self.flush()
 
 
 def _has_failed() -> bool:
@@ -350,12 +348,12 @@ def _end_all() -> None:
         overlap.end_with_program()
 
 
-def _settle_before_fork() -> None:
+def _flush_before_fork() -> None:
     """Rule 5. No other thread completes a step while the process is forked, as none would go on in the new one."""
     lock.acquire()
     for overlap in list(_alive):
         with contextlib.suppress(Exception):  # kept: whoever reads the parameter is told
-            overlap.settle()
+            overlap.flush()
 
 
 def _go_on_forked() -> None:
@@ -363,4 +361,4 @@ def _go_on_forked() -> None:
     lock.release()
 
 
-os.register_at_fork(before=_settle_before_fork, after_in_parent=lock.release, after_in_child=_go_on_forked)
+os.register_at_fork(before=_flush_before_fork, after_in_parent=lock.release, after_in_child=_go_on_forked)
