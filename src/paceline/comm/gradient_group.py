@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,11 +17,25 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import BACKEND_NAME
-from paceline.comm.collectives import launch_maximum, shares_memory
+from paceline.comm.collectives import device_for_metadata, launch_maximum, shares_memory
 from paceline.errors import ConfigurationError
 from paceline.host.addresses import is_loopback
 
-_beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+@dataclass
+class _Beside:
+    """What stands beside a group.
+
+    Attributes:
+        made: A group of our backend; None: it would gain nothing. Not the group itself, which would keep its own key.
+        num_users: How many have asked for it and not left. What is garbage counts: it ends at other times elsewhere.
+    """
+
+    made: dist.ProcessGroup | None
+    num_users: int = 0
+
+
+_beside: WeakKeyDictionary[dist.ProcessGroup, _Beside] = WeakKeyDictionary()
 
 
 def on_one_host(unknown: bool) -> bool:
@@ -35,19 +50,26 @@ def on_one_host(unknown: bool) -> bool:
     return is_loopback(os.environ.get("MASTER_ADDR", "")) or unknown
 
 
-def gradient_groups(process_groups: list[dist.ProcessGroup], all_on_cpu: bool) -> list[dist.ProcessGroup]:
+def gradient_groups(
+    process_groups: list[dist.ProcessGroup], all_on_cpu: bool, all_know: bool, in_parts: bool = False
+) -> list[dist.ProcessGroup]:
     """Return the groups that carry a module's gradients: for each of `process_groups` the one beside it, or itself.
 
     Args:
         process_groups: What the script asked for.
         all_on_cpu: Whether all ranks, which wrap the module now, have it on the CPU: shared memory is for CPU tensors.
+        all_know: Whether `knows_beside` on all ranks: a rank that others have left does not know that it was left.
+        in_parts: As of `group_beside`.
 
     Contract:
-        As `group_beside`; local unless `all_on_cpu`, which has to be the same on every rank.
+        As `group_beside`; local unless `all_on_cpu`, which has to be the same on every rank, as `all_know`.
     """
     if not all_on_cpu:
         return process_groups
-    return [group_beside(group) for group in process_groups]
+    if not all_know:
+        for group in process_groups:
+            _forget(group)
+    return [group_beside(group, in_parts) for group in process_groups]
 
 
 def in_turn(groups: Sequence[dist.ProcessGroup], number: int) -> dist.ProcessGroup:
@@ -55,47 +77,89 @@ def in_turn(groups: Sequence[dist.ProcessGroup], number: int) -> dist.ProcessGro
     return groups[number % len(groups)]
 
 
-def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def group_beside(group: dist.ProcessGroup, in_parts: bool = False) -> dist.ProcessGroup:
     """Return a `paceline` group with the ranks of `group`, or `group` itself where that would gain nothing.
 
     It gains where tensors go over Gloo and all ranks of the job share this host's memory. Everyone who asks for the
-    same `group` is given the same answer; the group beside it ends with the default group.
+    same `group` is given the same answer. The group beside it ends with the default group, or when all who asked for it
+    have left.
+
+    Args:
+        group: What the script asked for.
+        in_parts: Also beside a group of a part of the job's ranks.
 
     Contract:
-        Collective over the job, for a Gloo group of all its ranks under such a launcher; local otherwise.
-        Blocks: until every rank has come.
+        Collective over the job, for a Gloo group of all its ranks under such a launcher; over the group's ranks for a
+        part; local otherwise.  Blocks: until every rank has come.
     """
     if group not in _beside:
-        _beside[group] = _make_beside(group)
-    return _beside[group]
+        gloo: Any = _gloo_of(group)
+        is_part = group.size() < dist.get_world_size()
+        if gloo is None or group.size() == 1 or (is_part and not in_parts) or not on_one_host(unknown=False):
+            return group
+        _beside[group] = _Beside(_make_beside(group, gloo.options._timeout))
+    beside = _beside[group]
+    beside.num_users += 1
+    return group if beside.made is None else beside.made
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """Stop using what `group_beside` has returned for `group`; the last who leaves closes it. Local.
+
+    Contract:
+        On every rank that goes on, in the same order. Nothing is under way on this rank.
+    """
+    beside = _beside.get(group)
+    if beside is None:
+        return
+    beside.num_users -= 1
+    if beside.num_users == 0:
+        _forget(group)
+
+
+def _forget(group: dist.ProcessGroup) -> None:
+    beside = _beside.pop(group, None)
+    if beside is not None and beside.made is not None:
+        close(beside.made)
+
+
+def knows_beside(process_groups: Sequence[dist.ProcessGroup]) -> bool:
+    """Whether this rank knows what stands beside each of these groups. Local."""
+    return all(group in _beside for group in process_groups)
+
+
+def close(group: dist.ProcessGroup) -> None:
+    """Give back the threads, descriptors and memory of a group that was opened here.
+
+    Contract:
+        Local: waits for no other rank. Who still waits in it, in shared memory, is told that this rank has left.
+    """
+    ours: Any = group
+    is_ours = getattr(ours, "name", str)() == BACKEND_NAME
+    if is_ours:
+        ours.abort()  # else its lane is waited for, which may wait for a rank that has died
+    if group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
+    elif is_ours:
+        ours.shutdown()  # c10d has forgotten it
 
 
 def is_beside(group: dist.ProcessGroup) -> bool:
     """Whether `group` was made by `group_beside`, so that nobody else communicates over it. Local."""
-    return any(made is group and asked is not group for asked, made in _beside.items())
+    return any(beside.made is group for beside in _beside.values())
 
 
-def _make_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    gloo: Any = _gloo_of(group)
-    if (
-        gloo is None
-        or group.size() == 1
-        or group.size() < dist.get_world_size()
-        or not on_one_host(unknown=False)
-    ):
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    ours: Any = dist.new_group(ranks, timeout=gloo.options._timeout, backend=BACKEND_NAME)
+def _make_beside(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup | None:
+    ours: Any = group_like(group, timeout, BACKEND_NAME)
     if not shares_memory(ours):  # the same on every rank
         if ours.host.remark and group.rank() == 0:
             warnings.warn(
                 f"gradients go over Gloo, not through shared memory: {ours.host.remark}.", stacklevel=2
             )
-        dist.barrier(
-            group
-        )  # another rank may still be connecting to the group that this one is about to close
+        # Another rank may still be connecting to the group that this one is about to close.
+        dist.barrier(group)
         dist.destroy_process_group(ours)
-        return group
+        return None
     beside: dist.ProcessGroup = ours
     return beside
 
@@ -121,7 +185,7 @@ def group_apart(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ours: Any = group
     if not shares_memory(group):
         return group
-    return _with_the_same_ranks(group, ours._timeout, BACKEND_NAME)
+    return group_like(group, ours._timeout, BACKEND_NAME)
 
 
 def group_for_pieces(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -135,16 +199,34 @@ def group_for_pieces(group: dist.ProcessGroup) -> dist.ProcessGroup:
         ConfigurationError: `group` communicates CPU tensors by something else than Gloo, which may not take launches
             from several threads. Local: the same on every rank.
     """
+    return group_like(group, check_carries_pieces(group).options._timeout, "gloo")
+
+
+def check_carries_pieces(group: dist.ProcessGroup) -> Any:
+    """Return the Gloo backend of a group. Local; raises as `group_for_pieces`."""
     gloo = _gloo_of(group)
     if gloo is None:
         raise ConfigurationError(
             f"overlap_forward: the process group's backend is {group.name()!r}, and pieces of gradients travel over "
             'Gloo. Open the group with dist.init_process_group("gloo"), or leave out overlap_forward.'
         )
-    return _with_the_same_ranks(group, gloo.options._timeout, "gloo")
+    return gloo
 
 
-def _with_the_same_ranks(group: dist.ProcessGroup, timeout: timedelta, backend: str) -> dist.ProcessGroup:
+def group_like(
+    group: dist.ProcessGroup, timeout: timedelta | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Return a new group with the ranks of `group`.
+
+    Args:
+        group: Of c10d's.
+        timeout: None: the default.
+        backend: None: the default group's.
+
+    Contract:
+        Collective: over the job for a group of all its ranks, else over the group's.  Blocks: until every rank has
+        come.
+    """
     ranks = dist.get_process_group_ranks(group)
     is_part = len(ranks) < dist.get_world_size()
     if is_part:
@@ -162,7 +244,7 @@ def _open_equally_many(group: dist.ProcessGroup) -> None:
     differ, as ranks are in different groups, each would wait for others under a name of its own until the timeout.
     """
     names = dist.distributed_c10d._world.pg_names
-    most = torch.tensor([len(names)])
+    most = torch.tensor([len(names)], device=device_for_metadata(group, torch.device("cuda")))
     launch_maximum(most, group).wait()
     while len(names) < most.item():
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

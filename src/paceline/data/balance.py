@@ -128,8 +128,34 @@ class Balance:
                 f"{batch} is not enough for every rank to have a part of it. Make it larger, or leave out balance."
             )
         self._check_limits(batch)
-        self._estimates = [SpeedEstimate() for _ in range(ranks)]
-        self._last = [0] * ranks
+        self._measure_anew(ranks)
+
+    def _measure_anew(self, num_ranks: int) -> None:
+        self._estimates = [SpeedEstimate() for _ in range(num_ranks)]
+        self._last = [0] * num_ranks
+        self._num_steps = self._num_measured = 0
+
+    def limit_of(self, rank: int) -> int | None:
+        """The samples of a micro-batch that a rank can hold, as far as that is known or was given."""
+        return self._limits[rank] if rank < len(self._limits) else None
+
+    def begin_again(self, batch: GlobalBatch, limits: Sequence[int | None]) -> GlobalBatch:
+        """Other ranks train from now on: measure anew, and return the shares that they begin with.
+
+        Args:
+            batch: Shares that may be more than some of them can hold.
+            limits: Of each rank's micro-batch; what is known stays true.
+
+        Raises:
+            ConfigurationError: Together they cannot hold this batch.
+        """
+        self._limits = list(limits)
+        self._measure_anew(batch.num_ranks)
+        if all(self._holds(batch, rank) for rank in range(batch.num_ranks)):
+            return batch
+        if self.move == "micro-steps":
+            self._check_limits(batch)
+        return self._batch(batch, self._fitting(batch))
 
     def _check_limits(self, batch: GlobalBatch) -> None:
         """The shares with which training begins have to fit; later ones are chosen so."""

@@ -13,7 +13,7 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.data.global_batch import GlobalBatch, cut_by
+from paceline.data.global_batch import GlobalBatch, cut_by, num_takers
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,3 @@ class EpochPlan:
         while (step := self.step_at(start)) is not None:
             yield step
             start = step.end
-
-
-def num_takers(sizes: tuple[int, ...]) -> int:
-    """How many ranks have a share."""
-    return sum(size > 0 for size in sizes)

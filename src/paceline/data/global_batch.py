@@ -154,7 +154,7 @@ class GlobalBatch:
 
 
 def cut_by(sizes: Sequence[int], num_samples: int) -> tuple[int, ...]:
-    """Cut `num_samples`, not more than the sum of `sizes`, in proportion to them: whole samples that add up.
+    """Cut `num_samples` in proportion to `sizes`: whole samples that add up.
 
     Largest remainders first, lower ranks before higher ones; nobody with a size is left without as long as there are
     enough samples for that, and who has none gets none.
@@ -178,7 +178,34 @@ def cut_by(sizes: Sequence[int], num_samples: int) -> tuple[int, ...]:
     return tuple(given)
 
 
+def cut_among(had: Sequence[int | None], whole: int) -> tuple[int, ...]:
+    """Cut `whole` among other ranks than before, in proportion to what they had; see `cut_by`.
+
+    Args:
+        had: Of each rank that there is now; None: it is new, and is given as much as the mean of the others.
+        whole: Samples or micro-steps, at least one for each.
+
+    Raises:
+        ConfigurationError: There are fewer than ranks.
+    """
+    if whole < len(had):
+        raise ConfigurationError(
+            f"{whole} samples or micro-steps a step cannot be cut among {len(had)} ranks. Give rebuild(batch=...) a "
+            "GlobalBatch that they can have."
+        )
+    stayed = [size for size in had if size is not None]
+    total = sum(stayed)
+    if not total:
+        return cut_by([1] * len(had), whole)
+    return cut_by([total if size is None else size * len(stayed) for size in had], whole)
+
+
 def _whole(accumulation: Any) -> int | tuple[int, ...]:
     if isinstance(accumulation, Sequence):
         return tuple(index(count) for count in accumulation)
     return index(accumulation)
+
+
+def num_takers(sizes: Sequence[int]) -> int:
+    """How many ranks have a share."""
+    return sum(size > 0 for size in sizes)

@@ -46,7 +46,7 @@ class GlobalBatches(ABC):
         self._has_begun = False  # an iteration of this epoch, so that the next one is of the next epoch
         self._is_over = False  # all steps of this epoch were handed out
         self._was_loaded = False  # where this stands, by `load_state_dict`; no epoch was named since
-        self._repeats = False  # the step that was handed out last is to be handed out again
+        self._goes_to: int | None = None  # in a loop: where the next step begins, if not behind the last
         self._loop = object()  # which loop is under way; another one as soon as that has ended
         self._plan: EpochPlan
         self._check(batch)
@@ -72,6 +72,10 @@ class GlobalBatches(ABC):
     def fetched(self) -> int:
         """How much of this epoch's order can no longer be cut in another way, in samples over all ranks."""
 
+    @abstractmethod
+    def state_dict(self) -> Mapping[str, Any]:
+        """Where training stands: at least `epoch`, and `position`, the samples of it that were trained."""
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of `epoch`; a position that was loaded within that same epoch is kept.
 
@@ -87,7 +91,7 @@ class GlobalBatches(ABC):
         """Begin the next iteration there."""
 
     def _end_loop(self) -> None:
-        self._loop, self.step, self._repeats = object(), None, False
+        self._loop, self.step, self._goes_to = object(), None, None
 
     def _check_goes_on(self, loop: object) -> None:
         """Raise if a loop that has been ended is asked for another step."""
@@ -150,9 +154,38 @@ class GlobalBatches(ABC):
                 "there is no step to repeat: iterate over steps(loader), which hands them out."
             )
         self._check(batch)
-        self._repeats = True
+        self._goes_to = self.step.position
         self.batch = batch
         self._plan.change(self.step.position, batch)
+
+    def move(self, batch: GlobalBatch, rank: int, epoch: int, position: int) -> None:
+        """Train from there on as another rank, or among another number of ranks. What was fetched is dropped.
+
+        In a loop over `steps` the next step is the one that begins there; a model's `membership.rebuild` calls this.
+
+        Args:
+            batch: The shares of the ranks that there are now.
+            rank: Which of them this one is.
+            epoch: Whose order.
+            position: Samples of it before the next step.
+
+        Contract:
+            Local; on every rank of the new ones, with equal arguments but `rank`.
+
+        Raises:
+            ConfigurationError: They cannot be trained so; nothing was changed.
+        """
+        before, self.rank = self.rank, rank
+        try:
+            self._check(batch)
+            self._move(batch, epoch, position)
+        except ConfigurationError:
+            self.rank = before
+            raise
+
+    @abstractmethod
+    def _move(self, batch: GlobalBatch, epoch: int, position: int) -> None:
+        """As `move`, of what was checked."""
 
 
 def check_state(state: Mapping[str, Any], *names: str) -> None:

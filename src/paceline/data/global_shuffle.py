@@ -122,7 +122,7 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
                 out, which is right with `num_workers=0`.
         """
         if num_batches is None and self.step is not None:
-            position = self.step.position if self._repeats else self.step.end
+            position = self.step.end if self._goes_to is None else self._goes_to
         else:
             done = self._num_given if num_batches is None else num_batches
             position = self._start + sum(sum(sizes) for sizes in self._cuts()[:done])
@@ -158,13 +158,25 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
             )
         self._check_size(state, batch_may_change)
         self.seed = state["seed"]
+        self._go_to(state["epoch"], state["position"])
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        """The next loop begins there; one under way is over."""
         self._end_loop()
-        self._stand_at(state["epoch"], state["position"])
+        self._stand_at(epoch, position)
         self._is_over = self._has_begun = self._plan.step_at(self._start) is None
         self._was_loaded = True
 
     def _is_own(self, state: Mapping[str, int]) -> bool:
         return "tokens" not in state
+
+    def _move(self, batch: GlobalBatch, epoch: int, position: int) -> None:
+        self.batch = batch
+        if self.step is None:
+            self._go_to(epoch, position)
+        else:
+            self._epoch, self._goes_to = epoch, position
+            self._plan_from(position)
 
     # ---- batches
 
@@ -268,13 +280,13 @@ class GlobalShuffle(GlobalBatches, Sampler[list[int]]):
                 self.step = step
                 yield mine
                 self._check_goes_on(loop)
-                if self._repeats:
-                    self._repeats, self._fetched, batches = False, position, iter(())
-                else:
-                    position = step.end
+                position = step.end
+                if self._goes_to is not None:
+                    position, self._goes_to, batches = self._goes_to, None, iter(())
+                    self._fetched = position
         finally:
             if self._loop is loop:
                 if self.step is not None:
-                    position = self.step.position if self._repeats else self.step.end
+                    position = self.step.end if self._goes_to is None else self._goes_to
                 self._start, self._is_over = position, self._plan.step_at(position) is None
                 self._end_loop()

@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch.utils.data import default_collate
 
-from paceline.data.epoch_plan import EpochPlan, num_takers
-from paceline.data.global_batch import GlobalBatch
+from paceline.data.epoch_plan import EpochPlan
+from paceline.data.global_batch import GlobalBatch, num_takers
 from paceline.data.global_batches import GlobalBatches, check_state
 from paceline.errors import ConfigurationError
 
@@ -100,7 +100,7 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
 
     def _stands(self, reader: _Reader[Sample]) -> tuple[int, dict[str, Any] | None, bool]:
         """In a loop: how far it is, a place in the source not after that, and whether the epoch is over."""
-        position = reader.position if self.step is None or self._repeats else self.step.end
+        position = reader.position if self.step is None or self._goes_to is not None else self.step.end
         is_over = self._plan.step_at(position) is None
         return position, None if is_over else reader.place_before(position), is_over
 
@@ -135,6 +135,27 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
     def _end_loop(self) -> None:
         super()._end_loop()
         self._reader = None
+
+    def _move(self, batch: GlobalBatch, epoch: int, position: int) -> None:
+        step = self.step
+        if step is None:
+            place = self._place
+            is_before = epoch == self._epoch and place is not None and place["position"] <= position
+            self._end_loop()
+            self._stand_at(epoch, position)
+            self.batch, self._place = batch, place if is_before else None
+            self._has_begun, self._was_loaded = False, True
+            return
+        if self._plan.step_at(step.end) is None and (epoch, position) == (self._epoch + 1, 0):
+            epoch, position = self._epoch, step.end  # the loop ends by itself
+        if epoch != self._epoch or position not in (step.position, step.end):
+            raise ConfigurationError(
+                f"the others go on at sample {position} of epoch {epoch}, and this rank's loop over steps() is at "
+                f"{step.position} of epoch {self._epoch}: a stream is read in order. Leave the loop before "
+                "rebuild()."
+            )
+        self.batch, self._goes_to = batch, step.position if position == step.position else None
+        self._plan.change(position, batch)
 
     # ---- batches
 
@@ -171,10 +192,9 @@ class GlobalStream(GlobalBatches, Generic[Sample]):
                 self.step, has_some = step, True
                 yield mine
                 self._check_goes_on(loop)
-                if self._repeats:
-                    self._repeats = False
-                else:
+                if self._goes_to is None:
                     reader.drop(step.size)
+                self._goes_to = None
             if reader.end == 0:
                 raise ConfigurationError(
                     f"the source of GlobalStream gave no sample in epoch {self._epoch}. A generator can be iterated "

@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from paceline.data.epoch_plan import EpochPlan, StepCut, num_takers
-from paceline.data.global_batch import GlobalBatch
+from paceline.data.epoch_plan import EpochPlan, StepCut
+from paceline.data.global_batch import GlobalBatch, num_takers
 from paceline.data.global_batches import GlobalBatches, check_state
 from paceline.data.global_shuffle import GlobalShuffle
 from paceline.errors import ConfigurationError

@@ -179,6 +179,12 @@ class Buffers:
         yield
         self._come_at_end = come_at_end
 
+    def forget_step(self) -> None:
+        """The step under way is given up, with what was sent of it. Local; the same on every rank."""
+        self._under_way, self._futures = None, []
+        self._are_in_line = self._come_at_end = False
+        self._source = 0
+
     # ---- before a forward
 
     def take_hook(self, hook: BufferHook) -> None:

@@ -19,20 +19,29 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from paceline.comm.collectives import device_for_metadata
-from paceline.comm.gradient_group import group_for_pieces, on_one_host
-from paceline.ddp import conflicts, inputs_outputs
+from paceline.comm.gradient_group import (
+    check_carries_pieces,
+    group_for_pieces,
+    knows_beside,
+    on_one_host,
+)
+from paceline.comm.peers import Peers
+from paceline.data import GlobalBatch
+from paceline.ddp import conflicts, inputs_outputs, sync_batch_norm
 from paceline.ddp.buffers import Broadcast, Buffers
 from paceline.ddp.flight import Flights, PlainFlights, Terms
 from paceline.ddp.forward_overlap import ForwardOverlap
 from paceline.ddp.joining import Joining, NextStep, Shadow
 from paceline.ddp.layout import ManagedParameters
-from paceline.ddp.membership import Membership
+from paceline.ddp.membership import Groups, Membership, Met
 from paceline.ddp.recovery import Recovery
 from paceline.ddp.reducer import Reducer
-from paceline.ddp.replicas import Description, verify
+from paceline.ddp.replicas import Description, Verified, verify
 from paceline.ddp.setting import Setting
 from paceline.ddp.skipping import Skipping
+from paceline.ddp.step_shares import Standing
 from paceline.ddp.weights import StepWeights, Weighing, WeightExchange
+from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings
 
 if TYPE_CHECKING:
@@ -80,7 +89,7 @@ class StepCoordinator:
         self._wrapped = weakref.ref(wrapped)
         self._module, self._ignored = wrapped.module, setting.ignored
         self.setting = setting
-        self.membership = Membership(setting.process_groups, name, setting.device)
+        self.membership = Membership(setting.process_groups, name, setting.device, self)
         self.buffers = Buffers(self._module, self._ignored, self.membership)
         self.has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self._module.modules())
         self.window: Window[Any] | None = None
@@ -112,19 +121,30 @@ class StepCoordinator:
 
     # ---- the model, on all ranks
 
-    def verify(self, managed: ManagedParameters, *more: tuple[str, object]) -> list[bool]:
+    def verify(self, managed: ManagedParameters, *more: tuple[str, object]) -> Verified:
         """Make sure that all ranks wrap the same module, with the same arguments. Collective; blocks.
 
         Args:
             managed: The parameters to synchronize.
             more: Names and values of further arguments.
 
-        Returns:
-            For each rank whether it has the module on a CPU.
-
         Raises:
             ReplicaMismatchError: They do not; on every rank.
         """
+        members, groups = self.membership, self.setting.process_groups
+        num_groups = ("number of process groups", len(groups))
+        verified = self._verify(managed, groups, members.peers, members.number, num_groups, *more)
+        members.take_number(verified.number)
+        return verified
+
+    def _verify(
+        self,
+        managed: ManagedParameters,
+        groups: Sequence[ProcessGroup],
+        peers: Peers,
+        number: int,
+        *more: tuple[str, object],
+    ) -> Verified:
         frozen = [
             (name, p)
             for name, p in self._module.named_parameters()
@@ -133,7 +153,6 @@ class StepCoordinator:
         wrapped, setting = self.wrapped, self.setting
         options: list[tuple[str, object]] = [
             ("bucket caps", setting.described_caps()),
-            ("number of process groups", len(setting.process_groups)),
             ("reduction", repr(setting.reduction)),
             ("weight", setting.weight is not None),
             ("balance", None if setting.shares is None else repr(setting.shares.balance)),
@@ -146,18 +165,9 @@ class StepCoordinator:
             *more,
         ]
         description = Description.of(managed, frozen, self.buffers.named().items(), self._ignored, options)
-        members = self.membership
-        words_on = device_for_metadata(members.process_group, members.device)
-        on_cpu, number = verify(
-            description,
-            members.process_group,
-            members.peers,
-            words_on,
-            members.device.type == "cpu",
-            members.number,
-        )
-        members.take_number(number)
-        return on_cpu
+        device = self.membership.device
+        words_on, is_on_cpu = device_for_metadata(groups[0], device), device.type == "cpu"
+        return verify(description, groups[0], peers, words_on, is_on_cpu, number, knows_beside(groups))
 
     def broadcast_model(self, source: int, with_buffers: bool) -> None:
         """Give all ranks the parameters, and buffers if asked for, of rank `source`. Collective; blocks."""
@@ -175,7 +185,9 @@ class StepCoordinator:
 
     # ---- the reducer
 
-    def build_reducer(self, managed: ManagedParameters, num_steps: int = 0) -> None:
+    def build_reducer(
+        self, managed: ManagedParameters, num_steps: int = 0, used_before: Iterable[int] = ()
+    ) -> None:
         """Reduce the gradients of these parameters from now on. Local."""
         wrapped, setting, members = self.wrapped, self.setting, self.membership
         setting.expect(wrapped.find_unused_parameters, wrapped.static_graph)
@@ -191,6 +203,7 @@ class StepCoordinator:
             members.number,
             self.timings,
             num_steps,
+            used_before,
         )
         self._frozen = [p for p in setting.parameters if not p.requires_grad]
 
@@ -200,10 +213,12 @@ class StepCoordinator:
         members = self.membership
         if not wanted or members.size == 1 or (on_one_host(unknown=False) and not is_forced):
             return
+        piece_group = group_for_pieces(members.process_group)
+        members.take_group(for_pieces=piece_group)
         self.forward_overlap = ForwardOverlap(
             self._module,
             members.process_group,
-            group_for_pieces(members.process_group),
+            piece_group,
             members.peers,
             is_forced,
             poisons=wanted == "debug",
@@ -218,7 +233,7 @@ class StepCoordinator:
     def rebuild_reducer(self, managed: ManagedParameters) -> None:
         """Put another reducer in the place of the one that there is. Local."""
         self.setting.reduction.prepare(managed.named(), self.membership.process_group)
-        self.reducer.tracker.stop()
+        self.reducer.retire()
         self.build_reducer(managed, self.reducer.num_steps)
 
     def let_go(self) -> None:
@@ -227,11 +242,80 @@ class StepCoordinator:
         if self.forward_overlap is not None:
             self.forward_overlap.let_go()
 
-    def move_to(self, process_group: ProcessGroup) -> None:
-        """Reduce over another process group from now on. Local; every member must do so in the same step."""
-        self.membership.move_to(process_group)
-        self.setting.move_to([process_group])
-        self.rebuild_reducer(self.managed)
+    # ---- other members
+
+    @property
+    def num_steps(self) -> int:
+        """Synchronized backwards that ended well."""
+        return self.reducer.num_steps
+
+    @property
+    def sends_pieces(self) -> bool:
+        return self.forward_overlap is not None
+
+    def check_rebuild(self, process_group: ProcessGroup) -> None:
+        """Raise if this model cannot go on over another group now. Local; nothing is changed.
+
+        Raises:
+            ConfigurationError: As `Membership.rebuild`; the same on every rank that is at the same place.
+        """
+        if self.window is not None or self.recovery.current() is not None:
+            raise ConfigurationError(
+                "rebuild() within a window of model.accumulate, or within a backward: leave it first. A window that "
+                "raises leaves itself."
+            )
+        if self.joining.is_enabled(self.wrapped):
+            raise ConfigurationError(
+                "rebuild() within model.join(): torch's Join goes on with the ranks that it began with. Leave it first."
+            )
+        self.setting.reduction.check_group(process_group)
+        if self.sends_pieces:
+            check_carries_pieces(process_group)
+
+    def complete_step(self) -> None:
+        """Complete the step that was deferred, if one was. Local; raises as any wait."""
+        if self.forward_overlap is not None:
+            self.forward_overlap.flush()
+
+    def standing(self) -> Standing:
+        """Where this rank's data stand. Local."""
+        shares = self.setting.shares
+        return Standing() if shares is None else shares.standing(self.timings.last)
+
+    def verify_over(self, process_group: ProcessGroup, peers: Peers, number: int) -> Verified:
+        """As `verify`, of the ranks of another group."""
+        return self._verify(
+            self.managed, [process_group], peers, number, ("overlap_forward", self.sends_pieces)
+        )
+
+    def follow_data(self, rank: int, shares: GlobalBatch | None, met: Met) -> None:
+        """Train these shares as that rank. Local.
+
+        Raises:
+            ConfigurationError: They cannot be trained; nothing is changed.
+        """
+        if self.setting.shares is not None and shares is not None:
+            limits = [standing.limit for standing in met.standings]
+            self.setting.shares.follow(shares, rank, met.told.standing, limits)
+
+    def follow(self, before: Groups, met: Met, verified: Verified) -> None:
+        """The membership is another one: reduce over it. Local."""
+        members, setting, managed = self.membership, self.setting, self.managed
+        if self.recovery.has_failed or self.recovery.is_interrupted:
+            self.recovery.drop_gradients()
+        setting.move_to(members.groups.asked_for)
+        setting.learn_devices(any(verified.are_on_cpu))
+        setting.reduction.follow(managed.named(), members.process_group, met.are_alike)
+        self.buffers.forget_step()
+        self.weighing.forget_step()
+        self.joining.begin_again()
+        if self.has_sync_batch_norm:
+            own = members.groups.for_batch_norm or members.process_group
+            sync_batch_norm.move(self._module, [*before.asked_for, before.for_batch_norm], own)
+        if self.forward_overlap is not None and members.groups.for_pieces is not None:
+            self.forward_overlap.move_to(members.process_group, members.groups.for_pieces, members.peers)
+        self.reducer.retire()
+        self.build_reducer(managed, met.told.num_steps, self.reducer.used_before)
 
     # ---- before a step
 

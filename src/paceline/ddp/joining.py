@@ -53,6 +53,10 @@ class Joining:
         """The module is within `join` from now on. Local."""
         self.divides_by_all, self.was_used = divides_by_all, True
 
+    def begin_again(self) -> None:
+        """Other ranks take part from now on; nothing is known of them. Local."""
+        self.divides_by_all, self.authoritative_rank, self.num_averaged = True, 0, None
+
     def notify(self, wrapped: Any, next_step: NextStep) -> None:
         """Within `join`: tell the joined ranks that this one has another batch or window, and what follows.
 

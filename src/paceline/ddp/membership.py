@@ -1,38 +1,241 @@
-"""Who reduces one module's gradients together: the groups, and the ranks that are waited for."""
+"""Who reduces one module's gradients together: the ranks, their groups, and how others take their places.
+
+Rules
+1. `rebuild` communicates over the new group alone. Old members may be dead, and nothing waits for them.
+2. All that can fail or be refused comes before anything is changed: what this rank alone can tell, then what the new
+   members tell each other, then the groups that they open. So after an error the model is still in its old membership,
+   and may go on in yet another one.
+3. The new members open their groups in one order: for gradients, for batch normalisation, for pieces of buckets.
+4. Names are never used twice: they are made of rank 0's random token, and the store keeps no word of an earlier one.
+"""
 
 from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Protocol
 
 import torch
 from torch.distributed import ProcessGroup
 
+from paceline.comm import gradient_group
+from paceline.comm.collectives import device_for_metadata, launch_gather
 from paceline.comm.peers import Peers
+from paceline.data import GlobalBatch
+from paceline.ddp.replicas import Verified
+from paceline.ddp.step_shares import Standing
+from paceline.errors import ConfigurationError, PacelineError, ProtocolError
+
+_TOKEN_BITS = 62
+
+
+class Model(Protocol):
+    """What a membership asks of its module's steps when other members take their places."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that this rank has made."""
+
+    @property
+    def has_sync_batch_norm(self) -> bool:
+        """Whether layers talk to those of other ranks, over the groups of the membership or one of their own."""
+
+    @property
+    def sends_pieces(self) -> bool:
+        """Whether pieces of buckets travel beside what the main thread launches."""
+
+    def check_rebuild(self, process_group: ProcessGroup) -> None:
+        """Raise if this model cannot go on over another group now. Local; nothing is changed."""
+
+    def complete_step(self) -> None:
+        """Complete what is deferred of the last step. Local: waits for what was launched."""
+
+    def standing(self) -> Standing:
+        """Where this rank's data stand. Local."""
+
+    def verify_over(self, process_group: ProcessGroup, peers: Peers, number: int) -> Verified:
+        """Make sure that the ranks of a group have the same module. Collective over it; blocks."""
+
+    def follow_data(self, rank: int, shares: GlobalBatch | None, met: Met) -> None:
+        """Train these shares as that rank. Local. Raises ConfigurationError if they cannot be; nothing is changed."""
+
+    def follow(self, before: Groups, met: Met, verified: Verified) -> None:
+        """The membership is another one: reduce over it. Local."""
+
+    def broadcast_model(self, source: int, with_buffers: bool) -> None:
+        """Give all ranks the parameters and buffers of rank `source`. Collective."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one membership.
+
+    Attributes:
+        asked_for: The script's; several take turns, bucket by bucket.
+        for_gradients: Those that carry gradients: of the script's, or beside them.
+        for_batch_norm: Opened for synchronized batch normalisation.
+        for_pieces: Opened for pieces of buckets.
+    """
+
+    asked_for: list[ProcessGroup]
+    for_gradients: list[ProcessGroup]
+    for_batch_norm: ProcessGroup | None = None
+    for_pieces: ProcessGroup | None = None
+
+    def beside(self, verified: Verified, in_parts: bool = True) -> Groups:
+        """With groups for gradients as of `gradient_group.gradient_groups`. Collective; blocks."""
+        given = gradient_group.gradient_groups(
+            self.asked_for, verified.all_on_cpu, verified.all_know_beside, in_parts
+        )
+        return replace(self, for_gradients=given)
+
+    def leave_gradients(self) -> None:
+        """Stop using what stands beside the script's. Local."""
+        for asked, given in zip(self.asked_for, self.for_gradients, strict=True):
+            if given is not asked:
+                gradient_group.leave(asked)
+
+    def close_others(self) -> None:
+        """Close what was opened besides. Local."""
+        for opened in (self.for_batch_norm, self.for_pieces):
+            if opened is not None:
+                gradient_group.close(opened)
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a member tells the others when they meet.
+
+    Attributes:
+        token: Of the membership that it comes from.
+        fresh: A random number.
+        epoch: Of its membership.
+        number: Of the module, among those over one group.
+        num_steps: Steps that this rank has made with the module.
+        standing: Where its data stand.
+    """
+
+    token: int
+    fresh: int
+    epoch: int
+    number: int
+    num_steps: int
+    standing: Standing
+
+    def words(self) -> list[int]:
+        return [self.token, self.fresh, self.epoch, self.number, self.num_steps, *astuple(self.standing)]
+
+    @classmethod
+    def of(cls, words: Sequence[int]) -> _Card:
+        token, fresh, epoch, number, num_steps, *standing = words
+        return cls(token, fresh, epoch, number, num_steps, Standing(*standing))
+
+
+class Met:
+    """The new members, as all of them know each other.
+
+    Args:
+        cards: By rank.
+        source: Whose model all take; None: they have the same.
+
+    Attributes:
+        are_alike: Whether all have made the same steps.
+        told: By the rank from whose place all go on.
+    """
+
+    def __init__(self, cards: Sequence[_Card], source: int | None) -> None:
+        self._cards = cards
+        furthest = max(range(len(cards)), key=lambda rank: cards[rank].num_steps)
+        self._source = furthest if source is None else source
+        self.told = cards[self._source]
+        self.are_alike = all(
+            (card.token, card.num_steps) == (self.told.token, self.told.num_steps) for card in cards
+        )
+
+    @property
+    def token(self) -> int:
+        return self._cards[0].fresh
+
+    @property
+    def epoch(self) -> int:
+        return 1 + max(card.epoch for card in self._cards)
+
+    @property
+    def number(self) -> int:
+        return max(card.number for card in self._cards)
+
+    @property
+    def standings(self) -> list[Standing]:
+        return [card.standing for card in self._cards]
+
+    def check_same_step(self) -> None:
+        """Raise ProtocolError, on every rank, if some are ahead of others."""
+        places = [(card.num_steps, card.standing.epoch, card.standing.position) for card in self._cards]
+        if len(set(places)) > 1:
+            words = ", ".join(
+                f"rank {rank} after {steps} steps at sample {position} of epoch {epoch}"
+                for rank, (steps, epoch, position) in enumerate(places)
+            )
+            raise ProtocolError(
+                f"rebuild(): the members of the new group are not at the same step: {words}. Say whose parameters and "
+                f"buffers all shall take: rebuild(group, source={self._source}). The optimizer's state is yours "
+                "to copy. Nothing was changed."
+            )
+
+    def shares(self) -> GlobalBatch | None:
+        """The global batch of those who were there before, cut among all: a new rank gets their mean. None: no data."""
+        told = self.told
+        if not told.standing.micro_size:
+            return None
+        had = [card.standing if card.token == told.token else None for card in self._cards]
+        return told.standing.batch_among(had)
 
 
 class Membership:
-    """Of one wrapped module, on one rank. Whoever communicates about its steps holds this.
+    """Who trains one wrapped module together, on one rank: `model.membership`.
 
     Args:
         process_groups: That the script asked for.
         name: Identifies the module in failure detection; the same on every rank.
         device: Of the module.
+        model: Its steps.
 
     Attributes:
-        process_group: The first of them.
-        gradient_groups: That carry gradients.
-        peers: For waiting.
+        groups: All that its ranks communicate over.
+        peers: The other ranks, for waiting.
         device: Of the module.
         number: Of the module, among those over this group.
+        epoch: How often others have taken the members' places: 0 as wrapped. The same on all members.
+        name: Of this membership; the same on all members, and never used before.
     """
 
-    def __init__(self, process_groups: list[ProcessGroup], name: str, device: torch.device) -> None:
-        self.process_group = process_groups[0]
-        self.gradient_groups = process_groups
+    def __init__(
+        self, process_groups: list[ProcessGroup], name: str, device: torch.device, model: Model
+    ) -> None:
+        self.groups = Groups(process_groups, process_groups)
         self.device = device
-        self.peers = self._peers(name)
+        self.epoch, self.name = 0, name
         self.number = int(name.rpartition("/")[-1])
+        self.peers = self._peers_of(self.process_group, name, "wrapping its model")
+        self._model = model
+        self._token = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 64 - _TOKEN_BITS
 
-    def _peers(self, name: str) -> Peers:
-        return Peers(self.process_group, name, in_slices=self.device.type == "cpu")
+    def _peers_of(
+        self, process_group: ProcessGroup, name: str, first_act: str = "going on with this group"
+    ) -> Peers:
+        return Peers(process_group, name, in_slices=self.device.type == "cpu", first_act=first_act)
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The first of the script's groups."""
+        return self.groups.asked_for[0]
+
+    @property
+    def gradient_groups(self) -> list[ProcessGroup]:
+        """Those that carry gradients."""
+        return self.groups.for_gradients
 
     @property
     def rank(self) -> int:
@@ -43,17 +246,147 @@ class Membership:
         """How many ranks there are."""
         return self.process_group.size()
 
+    @property
+    def prefix(self) -> str:
+        """Of all that these members write into the job's store."""
+        return f"paceline/{self.name}"
+
     def take_number(self, number: int) -> None:
         """Rank 0 calls the module so. Local."""
         self.number = number
 
-    def carry_gradients_over(self, groups: list[ProcessGroup]) -> None:
-        """Let these groups carry gradients, with the same ranks. Local."""
-        self.gradient_groups = groups
+    def open_gradient_groups(self, verified: Verified) -> None:
+        """Let gradients of the members as wrapped go where they are fastest. Collective; blocks.
 
-    def move_to(self, process_group: ProcessGroup) -> None:
-        """Go on with the ranks of another process group. Local; every member must do so in the same step."""
-        self.process_group = process_group
-        self.gradient_groups = [process_group]
-        self.number = 0  # a rank that joins now does not know it
-        self.peers = self._peers(f"group {process_group.group_name}")
+        Where only some ranks have theirs in host memory, none of them may open a group for those.
+        """
+        self.groups = self.groups.beside(verified, in_parts=False)
+
+    def take_group(
+        self, *, for_batch_norm: ProcessGroup | None = None, for_pieces: ProcessGroup | None = None
+    ) -> None:
+        """This group was opened for the members as wrapped. Local."""
+        before = self.groups
+        self.groups = replace(
+            before,
+            for_batch_norm=for_batch_norm or before.for_batch_norm,
+            for_pieces=for_pieces or before.for_pieces,
+        )
+
+    # ---- others take the members' places
+
+    def rebuild(
+        self,
+        process_group: ProcessGroup,
+        *,
+        source: int | None = None,
+        batch: GlobalBatch | None = None,
+        same_step: bool = True,
+    ) -> None:
+        """Go on over another process group: with fewer, more or other ranks.
+
+        Means are over its ranks from the next step on. A step that was not completed is given up: its gradients are
+        dropped, and a `batch_sampler` hands out its samples again. The global batch stays as large as it was, cut among
+        the ranks that there are now. Residuals of compression stay with their ranks; those of a lost rank are lost.
+        `balance` measures anew, and caps are searched anew. A step that `overlap_forward` has deferred is completed
+        first. Layers of synchronized batch normalisation follow, unless the script gave them a group of their own.
+
+        Args:
+            process_group: Contains this rank. A new one, if a rank of the old one has died or hangs.
+            source: The rank of the new group whose parameters, buffers and place in the data all take: where some are
+                new, or have completed a step less. None: all are at the same step, which is compared. The state of
+                optimizers and schedules is the script's to copy.
+            batch: The shares of a `batch_sampler`. None: in proportion to what ranks had; a new one gets their mean.
+            same_step: With `source=None`: False if the script has seen to it that all ranks have the same parameters.
+
+        Contract:
+            Collective: every rank of the new group, and over that group alone.  Blocks: until all have come.
+            Afterwards: groups that the old membership had opened are closed; those of the script are not. Parameters
+            are bitwise equal on all ranks if they were, or with `source`.
+
+        Raises:
+            ConfigurationError: Something that was asked for cannot go on with other ranks, or not now.
+            ProtocolError: The ranks are not at the same step; on every rank.
+            ReplicaMismatchError: A rank has another module; on every rank.
+            PeerLostError: A new member died or hangs. After any of these the model is in its old membership, and may be
+                rebuilt over yet another group; only while it takes `source`'s model it is in the new one already.
+        """
+        _check(process_group, source, batch)
+        model = self._model
+        model.check_rebuild(process_group)
+        model.complete_step()
+        joining = self._peers_of(process_group, f"joining/{_name_of(process_group)}")
+        met = Met(self._meet(process_group, joining), source)
+        if source is None and same_step:
+            met.check_same_step()
+        verified = model.verify_over(process_group, joining, met.number)
+        shares = batch or met.shares()
+        before = self.groups
+        if process_group in before.asked_for:
+            before.leave_gradients()  # first: what stands beside it may be broken, and is not to be used again
+        after = self._open(process_group, verified, joining)
+        try:
+            model.follow_data(process_group.rank(), shares, met)
+        except Exception:
+            after.leave_gradients()
+            after.close_others()
+            raise
+        self.groups, self.epoch, self.number = after, met.epoch, met.number
+        self.name, self._token = f"members/{met.token:x}", met.token
+        self.peers = self._peers_of(process_group, self.name)
+        model.follow(before, met, verified)
+        if process_group not in before.asked_for:
+            before.leave_gradients()
+        before.close_others()
+        if source is not None:
+            model.broadcast_model(source, with_buffers=True)
+
+    def _meet(self, process_group: ProcessGroup, joining: Peers) -> list[_Card]:
+        """Every new member's card. Collective; blocks."""
+        model, fresh = self._model, secrets.randbits(_TOKEN_BITS)
+        mine = _Card(self._token, fresh, self.epoch, self.number, model.num_steps, model.standing())
+        row = torch.tensor(mine.words(), device=device_for_metadata(process_group, self.device))
+        rows = [torch.empty_like(row) for _ in range(process_group.size())]
+        joining.wait(launch_gather(rows, row, process_group), "meeting the members of another group")
+        return [_Card.of(words.tolist()) for words in rows]
+
+    def _open(self, process_group: ProcessGroup, verified: Verified, joining: Peers) -> Groups:
+        """Rule 3. Collective over the new group; blocks."""
+        groups = Groups([process_group], [process_group])
+        try:
+            groups = groups.beside(verified)
+            if self._model.has_sync_batch_norm and process_group.size() > 1:
+                groups = replace(groups, for_batch_norm=gradient_group.group_like(process_group))
+            if self._model.sends_pieces:
+                groups = replace(groups, for_pieces=gradient_group.group_for_pieces(process_group))
+        except Exception as error:
+            groups.leave_gradients()
+            groups.close_others()
+            if isinstance(error, PacelineError) or not isinstance(error, RuntimeError):
+                raise
+            raise joining.lost(error, "opening groups with the members of another one") from error
+        return groups
+
+
+def _check(process_group: object, source: int | None, batch: GlobalBatch | None) -> None:
+    """Refuse arguments that cannot be. Local."""
+    if not isinstance(process_group, ProcessGroup):
+        raise ConfigurationError(
+            f"rebuild({process_group!r:.60}) is given a process group that contains this rank: of dist.new_group(), or "
+            "dist.group.WORLD after another init_process_group()."
+        )
+    size = process_group.size()
+    if source is not None and not 0 <= source < size:
+        raise ConfigurationError(f"rebuild(source={source}): the new group has the ranks 0 to {size - 1}.")
+    if batch is not None and batch.num_ranks != size:
+        raise ConfigurationError(
+            f"rebuild(batch=...) is for {batch.num_ranks} ranks ({batch}), and the new group has {size}."
+        )
+
+
+def _name_of(process_group: ProcessGroup) -> str:
+    """What c10d calls a group; nothing if it does not know it."""
+    try:
+        return str(process_group.group_name)
+    except (AttributeError, RuntimeError):
+        return "unnamed"

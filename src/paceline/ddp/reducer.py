@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -62,6 +62,7 @@ class Reducer:
         number: Of the module, among those over these groups.
         timings: The last steps, also those of the reducer before this one.
         num_steps: Synchronized backwards that ended well, likewise.
+        used_before: Indices of parameters that unsynchronized backwards of the step under way have touched, likewise.
 
     Attributes:
         recovery: Which backward is under way, and what happens if it raises.
@@ -83,6 +84,7 @@ class Reducer:
         number: int,
         timings: StepTimings,
         num_steps: int = 0,
+        used_before: Iterable[int] = (),
     ) -> None:
         self.managed = managed
         self.setting = setting
@@ -98,7 +100,8 @@ class Reducer:
         self._num_ranks = group.size()
         self._forward_s = 0.0
         self._on_reduced: Callable[[Parameter], None] | None = None
-        self._used_before: set[int] = set()  # touched without synchronization since the last one
+        self._used_before = set(used_before)  # touched without synchronization since the last one
+        self._is_retired = False
         # Of the backward under way, from `arm` on.
         self._by_autograd = True
         self._goes_first = True  # of the modules in this backward, it is the one that launches before the end
@@ -120,6 +123,24 @@ class Reducer:
         """Leave the parameters alone from now on, and keep nothing of the module alive."""
         self.tracker.stop()
         self._terms = Terms
+
+    def retire(self) -> None:
+        """Another reducer takes the place: backwards of this one's forwards do not begin here any more. Local.
+
+        Nothing is kept of groups and of the gradients' memory, whoever still refers to this: a graph of before does.
+        """
+        self.tracker.stop()
+        self.tracker.listen_to([])
+        self._is_retired = True
+        self.process_groups.clear()
+        self.buckets.clear()
+        self.__dict__.pop("_flight", None)  # there is none before the first backward
+        del self.cuts, self.verdict, self._flights, self._buffers, self._peers
+
+    @property
+    def used_before(self) -> frozenset[int]:
+        """What the constructor says."""
+        return frozenset(self._used_before)
 
     # ---- before a backward
 
@@ -144,6 +165,8 @@ class Reducer:
 
         def on_output(_: tuple[Tensor, ...]) -> None:
             open_forwards.close(forward)
+            if self._is_retired:
+                return
             if self.recovery.current() is None and self.tracker.pending.is_backward():
                 self.begin(owner)
 

@@ -64,6 +64,25 @@ def _facts(tensor: Tensor) -> str:
     return f"sizes {list(tensor.shape)}, strides {list(tensor.stride())}, {str(tensor.dtype).removeprefix('torch.')}"
 
 
+@dataclass(frozen=True)
+class Verified:
+    """What all ranks know of each other, once they have the same model.
+
+    Attributes:
+        are_on_cpu: For each rank whether it has the model on a CPU: so defaults that depend on it are the same.
+        number: What rank 0 calls the module.
+        all_know_beside: Whether all ranks know of a group beside the one that they asked for.
+    """
+
+    are_on_cpu: Sequence[bool]
+    number: int
+    all_know_beside: bool
+
+    @property
+    def all_on_cpu(self) -> bool:
+        return all(self.are_on_cpu)
+
+
 def verify(
     description: Description,
     process_group: ProcessGroup,
@@ -71,7 +90,8 @@ def verify(
     device: torch.device,
     on_cpu: bool,
     number: int = 0,
-) -> tuple[list[bool], int]:
+    knows_beside: bool = False,
+) -> Verified:
     """Make sure that every rank described the same model, and say where each has it, and what it is called.
 
     Args:
@@ -81,16 +101,13 @@ def verify(
         device: Where the words that are exchanged lie.
         on_cpu: Whether this rank's model is on the CPU. Ranks may differ in that.
         number: Among the modules over this group, as far as this rank knows.
-
-    Returns:
-        One `on_cpu` a rank: what defaults that depend on the device have to be made from, so that all ranks make
-        the same. And rank 0's number.
+        knows_beside: Whether there is a group beside this one, likewise.
 
     Contract:
         Collective: every rank.  Blocks: yes.
 
     Cost:
-        One all-gather of 7 words a rank; a second one, of the whole description, only where ranks differ.
+        One all-gather of 8 words a rank; a second one, of the whole description, only where ranks differ.
 
     Raises:
         ReplicaMismatchError: On every rank, with the same message, naming rank and parameter.
@@ -98,11 +115,14 @@ def verify(
     encoded = description.encode()
     digest = hashlib.sha256(encoded).digest()
     words = [len(encoded)] + [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 32, 8)]
-    gathered = _gather(torch.tensor([*words, on_cpu, number], device=device), process_group, peers)
+    gathered = _gather(
+        torch.tensor([*words, on_cpu, knows_beside, number], device=device), process_group, peers
+    )
     numbers = [row.pop() for row in gathered]
-    all_on_cpu = [bool(row.pop()) for row in gathered]
+    knowing = [row.pop() for row in gathered]
+    are_on_cpu = [bool(row.pop()) for row in gathered]
     if all(row == gathered[0] for row in gathered):
-        return all_on_cpu, numbers[0]
+        return Verified(are_on_cpu, numbers[0], all(knowing))
     longest = max(row[0] for row in gathered)
     padded = torch.tensor(list(encoded.ljust(longest)), dtype=torch.uint8, device=device)
     texts = _gather(padded, process_group, peers)

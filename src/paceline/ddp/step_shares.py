@@ -16,7 +16,8 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from paceline.data import Balance, GlobalBatches, StepCut, Work
+from paceline.data import Balance, GlobalBatch, GlobalBatches, StepCut, Work
+from paceline.data.global_batch import cut_among
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.observe import StepTiming
 from paceline.observe.device_clock import CudaClock
@@ -50,6 +51,44 @@ class _Report:
 NO_REPORT = astuple(_Report())
 
 
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank's data stand, and what it trains of a step: what new members tell each other. Whole numbers.
+
+    Attributes:
+        epoch: Of the next step.
+        position: Samples of it before that step.
+        local: Samples of this rank in a micro-step; where micro-steps move, of any that has some.
+        micro_steps: Micro-steps of this rank.
+        micro_size: Samples of a micro-step over all ranks.
+        num_micro_steps: Micro-steps of all ranks together.
+        moves_micro_steps: Whether ranks differ in their number, not in their size; 0 or 1.
+        limit: The samples of a micro-batch that this rank can hold; 0: not known.
+    """
+
+    epoch: int = 0
+    position: int = 0
+    local: int = 0
+    micro_steps: int = 0
+    micro_size: int = 0
+    num_micro_steps: int = 0
+    moves_micro_steps: int = 0
+    limit: int = 0
+
+    def batch_among(self, had: Sequence[Standing | None]) -> GlobalBatch:
+        """This rank's global batch, cut among others: in proportion to what they had; None: a rank is new.
+
+        Raises:
+            ConfigurationError: There are more ranks than samples, or micro-steps.
+        """
+        if self.moves_micro_steps:
+            counts = cut_among([None if it is None else it.micro_steps for it in had], self.num_micro_steps)
+            sizes = tuple(self.local if count else 0 for count in counts)
+            return GlobalBatch(sizes, tuple(max(1, count) for count in counts))
+        sizes = cut_among([None if it is None else it.local for it in had], self.micro_size)
+        return GlobalBatch(sizes, self.micro_steps)
+
+
 class StepShares:
     """Connects one wrapped module with the sampler of its batches, and with the balance of their shares.
 
@@ -78,6 +117,8 @@ class StepShares:
             balance.begin(sampler.batch, tells=rank == 0)
         self._rank = rank
         self._reported: StepCut | None = None  # the step that `_words` are of
+        self._reported_in = 0  # epoch
+        self._reported_after = 0  # steps that have ended well
         self._words = NO_REPORT
         self._clock = _DeviceClock() if device.type == "cuda" else _HostClock()
 
@@ -109,7 +150,8 @@ class StepShares:
             return NO_REPORT
         if step is self._reported:
             return self._words
-        self._reported = step
+        self._reported, self._reported_in = step, self.sampler.epoch
+        self._reported_after = 0 if last is None else last.step
         work = self._clock.work(last)
         self._clock.begin(*_work_of(step, self._rank))
         self._words = astuple(
@@ -171,6 +213,62 @@ class StepShares:
         assert self.sampler.step is not None
         self._clock.forget()
         self.sampler.repeat(self.balance.out_of_memory(self.sampler.batch, self.sampler.step, ranks))
+
+    # ---- other members
+
+    def standing(self, last: StepTiming | None) -> Standing:
+        """Where this rank's data stand; a step under way that has not been trained comes again. Local.
+
+        Args:
+            last: The last step that ended well.
+        """
+        sampler, batch, rank = self.sampler, self.sampler.batch, self._rank
+        state = sampler.state_dict()
+        epoch, position = state["epoch"], state["position"]
+        if state.get("is_over") or (sampler.step is None and sampler.epoch != epoch):
+            epoch, position = epoch + 1, 0
+        reported = self._reported
+        if sampler.step is not None and sampler.step is not reported:
+            position = sampler.step.position  # handed out, and not begun
+        elif reported is not None and (0 if last is None else last.step) == self._reported_after:
+            behind = (self._reported_in, reported.end), (self._reported_in + 1, 0)
+            if (epoch, position) in behind:  # else somebody has gone elsewhere since
+                epoch, position = self._reported_in, reported.position
+        by_micro_steps = isinstance(batch.accumulation, tuple)
+        if self.balance is not None:
+            by_micro_steps = self.balance.move == "micro-steps"
+        counts = batch.micro_steps
+        if by_micro_steps:
+            counts = tuple(count if size else 0 for size, count in zip(batch.local, counts, strict=True))
+        return Standing(
+            epoch,
+            position,
+            max(batch.local) if by_micro_steps else batch.local[rank],
+            counts[rank],
+            batch.micro_size,
+            sum(counts),
+            int(by_micro_steps),
+            (self.balance.limit_of(rank) if self.balance is not None else None) or 0,
+        )
+
+    def follow(self, batch: GlobalBatch, rank: int, told: Standing, limits: Sequence[int]) -> None:
+        """Train with other ranks from now on. Local; on every one of them.
+
+        Args:
+            batch: Their shares.
+            rank: Which of them this one is.
+            told: Where to go on; by one rank, the same for all.
+            limits: Of each one's micro-batches; 0: not known.
+
+        Raises:
+            ConfigurationError: The batch is none of theirs, or they cannot hold it.
+        """
+        if self.balance is not None:
+            batch = self.balance.begin_again(batch, [limit or None for limit in limits])
+            self.balance.tells = rank == 0
+        self.sampler.move(batch, rank, told.epoch, told.position)
+        self._rank, self._reported, self._words = rank, None, NO_REPORT
+        self._clock.forget()
 
     @property
     def can_make_room(self) -> bool:

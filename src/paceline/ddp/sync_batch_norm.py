@@ -6,6 +6,7 @@ accelerator it is torch's. `DistributedDataParallel` turns torch's layers on the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -144,23 +145,41 @@ def adopt(module: Module) -> Module:
     return module
 
 
-def separate_group(module: Module, process_group: ProcessGroup) -> None:
+def layers_over(module: Module, *groups: ProcessGroup | None) -> list[SyncBatchNorm]:
+    """The layers that talk over one of these groups, or over none that was said."""
+    layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
+    return [
+        it for it in layers if it.process_group is None or any(it.process_group is group for group in groups)
+    ]
+
+
+def move(module: Module, before: Sequence[ProcessGroup | None], group: ProcessGroup) -> None:
+    """Let the layers that talk over one of the groups `before`, or none, talk over `group`. Local."""
+    for layer in layers_over(module, *before):
+        layer.process_group = group
+
+
+def separate_group(module: Module, process_group: ProcessGroup) -> ProcessGroup | None:
     """Let the layers that use `process_group` or none talk over a group of their own.
 
     Their collectives happen within backward; on the gradients' own group they would have to come between the same
     buckets on every rank.
 
+    Returns:
+        Their group; None if there are no such layers.
+
     Contract:
         Collective: every rank, if the module has such a layer.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-    shared = [
-        layer for layer in layers if layer.process_group is None or layer.process_group is process_group
-    ]
+    shared = layers_over(module, process_group)
     if shared and process_group.size() > 1:
         ranks = dist.get_process_group_ranks(process_group)
         # With local synchronization torch names the group by how many groups are alive, which ranks need not agree
         # on; so only where some ranks of the world are not here.
-        own = dist.new_group(ranks, use_local_synchronization=len(ranks) < dist.get_world_size())
+        own: ProcessGroup = dist.new_group(
+            ranks, use_local_synchronization=len(ranks) < dist.get_world_size()
+        )
         for layer in shared:
             layer.process_group = own
+        return own
+    return None

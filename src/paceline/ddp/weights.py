@@ -264,6 +264,10 @@ class Weighing:
             num_averaged=num_averaged,
         )
 
+    def forget_step(self) -> None:
+        """No backward of the last weighed forward follows. Local."""
+        self.plain = None
+
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
         """What is done meanwhile is waiting for other ranks, no work of this one."""

@@ -21,7 +21,6 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.comm.gradient_group import gradient_groups
 from paceline.comm.peers import next_name
 from paceline.compression import Compressor
 from paceline.data import Balance, GlobalBatches
@@ -30,6 +29,7 @@ from paceline.ddp.accumulation import Batch, Window
 from paceline.ddp.cap_search import CapSearch
 from paceline.ddp.coordinator import StepCoordinator
 from paceline.ddp.forward_overlap import ForwardOverlap
+from paceline.ddp.membership import Membership
 from paceline.ddp.mixed_precision import LowPrecision, cast_buffers
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.setting import Setting
@@ -170,16 +170,14 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         if steps.has_sync_batch_norm:
             sync_batch_norm.adopt(self.module)
         more = (("broadcast_buffers", init_sync_buffers), ("overlap_forward", overlap_forward))
-        on_cpu = steps.verify(managed, *more) if init_sync else []
-        if on_cpu:
-            setting.learn_devices(any(on_cpu))
-        # Where only some ranks have their gradients in host memory, none of them may open a group for those.
-        groups = gradient_groups(setting.process_groups, bool(on_cpu) and all(on_cpu))
-        steps.membership.carry_gradients_over(groups)
         if init_sync:
+            verified = steps.verify(managed, *more)
+            setting.learn_devices(any(verified.are_on_cpu))
+            steps.membership.open_gradient_groups(verified)
             steps.broadcast_model(source=0, with_buffers=init_sync_buffers)
             if steps.has_sync_batch_norm:
-                sync_batch_norm.separate_group(self.module, self.process_group)
+                own = sync_batch_norm.separate_group(self.module, self.process_group)
+                steps.membership.take_group(for_batch_norm=own)
         if self.mixed_precision is not None and self.mixed_precision.buffer_dtype is not None:
             cast_buffers(self.module, self.mixed_precision.buffer_dtype)
         self._low_precision: LowPrecision | None = None
@@ -191,6 +189,11 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         self._initial_bucket_sizes = [bucket.size_bytes for bucket in self.reducer.buckets]
         self._register_load_state_dict_pre_hook(state_names.restore, with_module=True)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(state_names.take_back)  # type: ignore[no-untyped-call]
+
+    @property
+    def membership(self) -> Membership:
+        """Who trains the module together: ranks, groups, and `rebuild`, by which others take their places."""
+        return self._steps.membership
 
     @property
     def cap_search(self) -> CapSearch | None:
@@ -410,7 +413,7 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        left_out = {"process_group", "_steps", "logger", "device_mesh", "_low_precision"}
+        left_out = {"_steps", "logger", "device_mesh", "_low_precision"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
         state["_load_state_dict_post_hooks"] = type(self._load_state_dict_post_hooks)()
@@ -419,10 +422,9 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.process_group = dist.distributed_c10d._get_default_group()
         Module.__setstate__(self, state)
         setting = self._setting
-        setting.move_to([self.process_group])
+        setting.move_to([dist.distributed_c10d._get_default_group()])
         setting.reduction.prepare(setting.managed(self.module).named(), self.process_group)
         self._set_up(init_sync=False, init_sync_buffers=False)
 

@@ -183,6 +183,13 @@ class BoundedLoss(Reduction):
         if self._priorities:
             self._class_of = _classes(named_parameters)
 
+    def follow(
+        self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup, are_alike: bool
+    ) -> None:
+        self.prepare(named_parameters, process_group)
+        self._sums = []
+        self._residuals.load(self._residuals.by_name())  # in memory that the old link does not write
+
     def begin_step(self) -> None:
         self._sums = []
         self._residuals.begin()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm.collectives import Pending, PendingFuture
-from paceline.errors import HookError
+from paceline.errors import ConfigurationError, HookError
 from paceline.reductions.reduction import Message, Reduction
 
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
@@ -73,6 +74,22 @@ class HookReduction(Reduction):
         self.hook = hook
         self._overlaps = overlaps
         self._previous: torch.futures.Future[Tensor] | None = None
+
+    def check_group(self, process_group: ProcessGroup) -> None:
+        held = getattr(self.state, "process_group", None)
+        if isinstance(held, ProcessGroup) and held is not process_group:
+            raise ConfigurationError(
+                f"the state of the communication hook {self.name} has a process_group, over which the hook would go on "
+                "to communicate with the ranks of before. Set it to the new group first: state.process_group = group."
+            )
+
+    def follow(
+        self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup, are_alike: bool
+    ) -> None:
+        """A state that is itself a group is the new one from now on."""
+        self._previous = None
+        if isinstance(self.state, ProcessGroup):
+            self.state = process_group
 
     def input_scale(self, num_ranks: int) -> float:
         return 1.0

@@ -82,6 +82,20 @@ class Lossy(Reduction):
         if self._pipeline is None:
             self._pipeline = Pipeline(f"paceline {type(self).__name__}")
 
+    def follow(
+        self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup, are_alike: bool
+    ) -> None:
+        self._pipeline = None  # its threads may still be in a collective with a rank that is gone
+        self.prepare(named_parameters, process_group)
+        for memory in self._memories.values():
+            memory.load(memory.by_name())  # in memory that those threads do not write
+        if not are_alike:
+            self._begin_shared_anew()
+
+    def _begin_shared_anew(self) -> None:
+        """Forget what is the same on all ranks; not what is each one's own."""
+        self._num_steps = 0
+
     def _check_dtype(self, name: str, dtype: torch.dtype) -> None:
         """Raise ConfigurationError if a gradient of this dtype cannot be compressed."""
 
@@ -106,14 +120,14 @@ class Lossy(Reduction):
     def launch(self, message: Message) -> Pending:
         assert self._pipeline is not None, "prepared before the first step"
         names = tuple(self._names[id(parameter)] for parameter in message.parameters)
-        layout = self._layout(message, names)
+        layout, checks = self._layout(message, names), self._finite_checks
 
         def start() -> Finish:
             finish = self._start(message, names, layout)
 
             def finish_and_check() -> None:
                 finish()
-                self._check_finite(message.body)
+                _check_finite(message.body, checks)
 
             return finish_and_check
 
@@ -126,8 +140,10 @@ class Lossy(Reduction):
         """Start summing a sparse gradient, uncompressed; on the same thread as buckets, hence in the same order."""
         assert self._pipeline is not None, "prepared before the first step"
 
+        checks = self._finite_checks
+
         def check_and_keep(reduced: Tensor) -> None:
-            self._check_finite(reduced._values())
+            _check_finite(reduced._values(), checks)
             keep(reduced)
 
         def start() -> Finish:
@@ -136,12 +152,6 @@ class Lossy(Reduction):
             return lambda: None
 
         return self._pipeline.launch(start, gradient, "a sparse gradient")
-
-    def _check_finite(self, reduced: Tensor) -> None:
-        """Compute whether there is an infinity or NaN; read in `end_step`, so that nothing waits for a device here."""
-        if reduced.numel():
-            low, high = torch.aminmax(reduced)
-            self._finite_checks.append((low - low) + (high - high))
 
     def _layout(self, message: Message, names: tuple[str, ...]) -> Layout:
         return Layout(
@@ -242,6 +252,13 @@ class Lossy(Reduction):
 
     def _load_shared(self, state: Mapping[str, Any]) -> None:
         """Restore what is the same on all ranks."""
+
+
+def _check_finite(reduced: Tensor, checks: list[Tensor]) -> None:
+    """Compute whether there is an infinity or NaN; read in `end_step`, so that nothing waits for a device here."""
+    if reduced.numel():
+        low, high = torch.aminmax(reduced)
+        checks.append((low - low) + (high - high))
 
 
 def _one() -> float:

@@ -117,7 +117,11 @@ class GradientNoiseScale(Reduction):
         """The reduction that is measured."""
         return self._inner
 
-    def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
+    def check_group(self, process_group: ProcessGroup) -> None:
+        self._shares_of(process_group)
+        self._inner.check_group(process_group)
+
+    def _shares_of(self, process_group: ProcessGroup) -> tuple[float, ...]:
         num_ranks = process_group.size()
         if num_ranks < 2:
             raise ConfigurationError(
@@ -130,6 +134,21 @@ class GradientNoiseScale(Reduction):
                 f"GradientNoiseScale has the shares of {len(shares)} ranks, but the group has {num_ranks}. Give one "
                 f"a rank."
             )
+        return shares
+
+    def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
+        self._take_shares(named_parameters, process_group)
+        self._inner.prepare(named_parameters, process_group)
+
+    def follow(
+        self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup, are_alike: bool
+    ) -> None:
+        self._take_shares(named_parameters, process_group)
+        self._inner.follow(named_parameters, process_group, are_alike)
+        self._num_begun_steps = 0
+
+    def _take_shares(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
+        shares = self._shares_of(process_group)
         first = next(iter(named_parameters.values()), None)
         before = self._first_parameter()
         if before is not None and before is not first:
@@ -139,7 +158,6 @@ class GradientNoiseScale(Reduction):
         self._first_parameter = (lambda: None) if first is None else weakref.ref(first)
         self._concentration = sum(share * share for share in shares)
         self._prepared_share = shares[process_group.rank()]
-        self._inner.prepare(named_parameters, process_group)
 
     @property
     def carries_words(self) -> bool:

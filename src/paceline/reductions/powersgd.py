@@ -229,6 +229,10 @@ class PowerSGD(Lossy):
         super().reset()
         self._factors = {}
 
+    def _begin_shared_anew(self) -> None:
+        super()._begin_shared_anew()
+        self._factors = {}
+
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "factors": {name: q.clone() for name, q in self._factors.items()}}
 

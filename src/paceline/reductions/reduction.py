@@ -82,6 +82,29 @@ class Reduction(ABC):
             ConfigurationError: This reduction does not support these parameters or this group. Nothing was launched.
         """
 
+    def check_group(self, process_group: ProcessGroup) -> None:  # noqa: B027  most work over any
+        """Before anything is changed: raise if this reduction cannot go on over another group. Local.
+
+        Raises:
+            ConfigurationError: It cannot; the same on every rank.
+        """
+
+    def follow(
+        self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup, are_alike: bool
+    ) -> None:
+        """Reduce over other ranks from now on. What this rank keeps of its own gradients stays.
+
+        Args:
+            named_parameters: As of `prepare`.
+            process_group: The ranks that there are now, which `check_group` has let pass.
+            are_alike: All of them have made the same steps with this model; else some are new, or behind, so what has
+                to be equal on all ranks begins anew on all.
+
+        Contract:
+            Local; on every rank between the same steps. Collectives over the old group may still be under way.
+        """
+        self.prepare(named_parameters, process_group)
+
     @property
     def carries_words(self) -> bool:
         """Whether `launch` returns exact sums of the status words behind the gradients; else `ddp` sends them apart.

@@ -78,6 +78,14 @@ class Agreement:
         """Defer no step any more."""
         self.is_on = False
 
+    def move_to(self, group: ProcessGroup, peers: Peers) -> None:
+        """Agree with the ranks of another group from now on, who may be new: about everything anew, but what is off."""
+        self._group, self._peers = group, peers
+        self.is_on = False if self.is_off else None
+        self.pieces, self.gain, self.seen = (), None, None
+        self._planned_sizes, self._num_declined = [], 0
+        self.start_again()
+
     def start_again(self) -> None:
         """Other parameters are reduced from now on, so their first step is to come."""
         self._first_step = self._on_since = self._compared_rate = None

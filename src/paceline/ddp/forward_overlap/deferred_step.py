@@ -124,6 +124,11 @@ class ForwardOverlap:
         self._hooks = install(self._module, self, managed.parameters)
         self._agreement.start_again()
 
+    def move_to(self, process_group: ProcessGroup, piece_group: ProcessGroup, peers: Peers) -> None:
+        """Other ranks reduce from now on, over these groups. Local; nothing is outstanding."""
+        self._piece_group, self._peers = piece_group, peers
+        self._agreement.move_to(process_group, peers)
+
     def begin(self, step: Step, buckets: Sequence[Bucket]) -> Flight:
         """As `Flights.begin`. The backward needs the buffers: flush.
 

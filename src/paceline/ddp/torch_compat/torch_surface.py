@@ -66,7 +66,6 @@ class TorchSurface:
 
     if TYPE_CHECKING:
         module: Module
-        process_group: Any
         static_graph: bool
         mixed_precision: Any
         _setting: Setting
@@ -92,7 +91,6 @@ class TorchSurface:
         setting = self._setting
         for name in _UNCHANGED:
             setattr(self, name, getattr(given, name))
-        self.process_group = setting.process_groups[0]
         if given.device_mesh is not None:
             self.device_mesh = given.device_mesh
         self.parameters_to_ignore = setting.ignored
@@ -144,6 +142,11 @@ class TorchSurface:
     @property
     def bucket_bytes_cap(self) -> int:
         return int(max(self._setting.caps.caps_bytes))
+
+    @property
+    def process_group(self) -> Any:
+        """Over whom gradients are reduced; of several that take turns the first."""
+        return self._setting.process_groups[0]
 
     # ---- communication hooks
 
@@ -309,18 +312,12 @@ class TorchSurface:
         self._ddp_sink_clone = val
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Reduce over another process group from now on. Local; parameters are not copied, hooks stay.
+        """As `membership.rebuild`; parameters are not copied, and not taken to be those of the same step.
 
         Args:
             new_process_group: A group that contains this rank; every member must switch in the same step.
         """
-        if self._steps.forward_overlap is not None:
-            raise RuntimeError(
-                "_update_process_group and overlap_forward: gradients travel in a process group that was opened with "
-                "the module. Leave out overlap_forward."
-            )
-        self.process_group = new_process_group
-        self._steps.move_to(new_process_group)
+        self._steps.membership.rebuild(new_process_group, same_step=False)
 
     def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
         managed = self._setting.managed(self.module)

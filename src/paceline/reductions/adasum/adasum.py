@@ -98,9 +98,12 @@ class Adasum(Reduction):
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         Adasum.__init__(self, state["hosts"])
 
-    def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
+    def check_group(self, process_group: ProcessGroup) -> None:
         if self.hosts is not None and not isinstance(self.hosts, str):
             _topology_of(self.hosts, process_group.size())
+
+    def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
+        self.check_group(process_group)
         for name, parameter in named_parameters.items():
             if not (parameter.is_floating_point() or parameter.is_complex()) or parameter.dtype.itemsize < 2:
                 raise ConfigurationError(

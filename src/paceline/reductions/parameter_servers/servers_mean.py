@@ -81,6 +81,14 @@ class ParameterServers(Reduction):
         """Gradients may be added to a step afterwards; not if the servers have stepped with them."""
         return self.stepped is None
 
+    def check_group(self, process_group: ProcessGroup) -> None:
+        if self.stepped is not None:
+            raise ConfigurationError(
+                "the servers step an optimizer, whose state they keep for the ranks that they have met, so other ranks "
+                "cannot go on with it. Save a checkpoint and start again with the new ranks, or leave out "
+                "ServerOptimizer."
+            )
+
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
         for name, parameter in named_parameters.items():
             real = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype

@@ -79,12 +79,9 @@ def main(
             )
             samples, busy = run_job(spec, _RANK_PROGRAM, asdict(chosen) | {"bounds": BOUNDS})
             key = f"{case}, loss {loss}, {kind}"
-            record = {
-                "case": asdict(chosen),
-                "busy": round(busy, 2),
-                "ms": {side: [round(ms, 2) for ms in values] for side, values in samples.items()},
-            }
-            summary = {side: _summary(ms) for side, ms in record["ms"].items()}
+            rounded = {side: [round(ms, 2) for ms in values] for side, values in samples.items()}
+            record = {"case": asdict(chosen), "busy": round(busy, 2), "ms": rounded}
+            summary = {side: _summary(ms) for side, ms in rounded.items()}
             keep(path, key, record, summary, provenance=asdict(collect(chosen.hosts, load)))
             print(f"{key}; busy {busy:.0%}")
             for side, values in samples.items():

@@ -1,0 +1,84 @@
+"""A small training that goes on over other ranks: its model, its batches, its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from harness.models import Mlp, digest, generator, squares
+from paceline.errors import ConfigurationError
+
+NUM_SAMPLES = 60
+
+
+def mlp(seed: int = 1) -> nn.Module:
+    """In float64, by its seed."""
+    torch.manual_seed(seed)
+    return Mlp(dtype=torch.float64)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    """What a rank trains in a step."""
+    return torch.randn(4, 8, generator=generator(3, step, rank), dtype=torch.float64)
+
+
+def train(model: nn.Module, rank: int, steps: Iterable[int], optimizer: Optimizer | None = None) -> list[str]:
+    """Some steps on batches of this rank's own; the bits of the gradients of each."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    bits = []
+    for step in steps:
+        optimizer.zero_grad()
+        squares(model(batch(step, rank))).backward()
+        bits.append(digest([p.grad for p in model.parameters() if p.grad is not None]))
+        optimizer.step()
+    return bits
+
+
+def bits_of(model: nn.Module) -> str:
+    """A hash of its parameters."""
+    return digest([p.detach() for p in model.parameters()])
+
+
+def refused(call: Callable[[], object], errors: type[Exception] = ConfigurationError) -> str:
+    """What an error says."""
+    try:
+        call()
+    except errors as error:
+        return str(error)
+    return "not refused"
+
+
+def samples() -> Tensor:
+    """The data set."""
+    source = torch.Generator().manual_seed(5)
+    return torch.randn(NUM_SAMPLES, 8, generator=source, dtype=torch.float64)
+
+
+def train_some(
+    model: Any,
+    shuffle: Any,
+    optimizer: Optimizer,
+    num_steps: int = NUM_SAMPLES,
+    during: Callable[[], object] | None = None,
+) -> list[int]:
+    """Steps of an epoch, and what to do after the third; the samples that this rank trained."""
+    x, seen = samples(), []
+    rows_of: Any = range(NUM_SAMPLES)
+    loader: Any = DataLoader(rows_of, batch_sampler=shuffle, collate_fn=list)
+    for step, batches in enumerate(shuffle.steps(loader)):
+        with model.accumulate(batches) as micro_batches:
+            for rows in micro_batches:
+                squares(model(x[rows])).backward()
+                seen += rows
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 == num_steps:
+            break
+        if during is not None and step == 2:
+            during()
+    return seen
