@@ -79,7 +79,7 @@ def main(
             )
             samples, busy = run_job(spec, _RANK_PROGRAM, asdict(chosen) | {"bounds": BOUNDS})
             key = f"{case}, loss {loss}, {kind}"
-            record = {
+            record: dict[str, Any] = {
                 "case": asdict(chosen),
                 "busy": round(busy, 2),
                 "ms": {side: [round(ms, 2) for ms in values] for side, values in samples.items()},
