@@ -114,7 +114,7 @@ def test_every_command_exists(page):
     [
         "paceline bench stop",
         "paceline bench step --speed 3",
-        "paceline study paper-overlap",
+        "paceline bench study rank-count",
         "paceline study overlord",
         "paceline study memory --rate 1gbit",
         "python -m pytest tests/oracles/test_nothing.py",
