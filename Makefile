@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lab test-quick test-newest release-check check format bench docs clean
+.PHONY: help demo test test-lab test-svm test-quick test-newest release-check check budget format bench docs clean
 
 help:
 	@echo "make demo    train on real images over 2 processes, and compare with 1 (about a minute)"
 	@echo "make test    run the tests (about 6 minutes on two cores)"
-	@echo "make test-lab    run the long tests of the experiments (minutes)"
-	@echo "make test-quick  run the quick ones (about a minute): no commands, clusters or compilers"
+	@echo "make test-lab    run lab/tests and all that is long (minutes)"
+	@echo "make test-svm    run svm/tests"
+	@echo "make test-quick  run pure logic (about a minute): no process, no compiler"
 	@echo "make test-newest  run the tests of frameworks with their newest releases, in an environment of its own"
 	@echo "make release-check  install the wheel into empty environments and use it: PYTHONS='python3.10 python3.13'"
 	@echo "make check   ruff, mypy --strict, import-linter"
@@ -40,12 +41,17 @@ unexport PYTHONDONTWRITEBYTECODE  # or each of some 500 interpreters compiles th
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not lab" $(ARGS)
 
-# The long tests of `lab`: whole experiments, peers. Nothing in the product imports what they test.
+# All of lab/tests, and what is long elsewhere: whole experiments, peers, thousands of schedules.
 test-lab: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --hypothesis-profile=explore -m lab $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --hypothesis-profile=explore $(ARGS) lab/tests
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --hypothesis-profile=explore -m lab $(ARGS) tests svm/tests
 
+test-svm: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS) svm/tests
+
+# What carries none of the marks of tests/harness/start_guard.py, and fails if it starts anything.
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m quick $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --quick $(ARGS)
 
 # Not what we pin but what a user gets today; red here means that a release of theirs has changed something.
 test-newest:
@@ -59,11 +65,15 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 release-check: $(STAMP)
 	$(BIN)/python tests/harness/installed_smoke.py $(PYTHONS)
 
-check: $(STAMP)
+check: $(STAMP) budget
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Lines of a package, and of the rooms of the first: printed, not enforced.
+budget: $(STAMP)
+	@$(BIN)/python tests/harness/line_budget.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -21,6 +21,8 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 import paceline_svm as ours
 from harness.svm_oracle import TIGHT, truth, two_classes
 
+pytestmark = pytest.mark.compiles
+
 
 def expected_failures(_estimator):
     """As scikit-learn's own: gamma="scale" does not weigh the rows."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from harness.terminal import REPOSITORY, run
 
+pytestmark = pytest.mark.compiles
 
+
+@pytest.mark.lab
 def test_the_benchmark_reports_every_side(tmp_path):
     command = ["paceline", "study", "svm", "--quick", "--json", "--report", str(tmp_path)]
     done = run([*command, "--sides", "sklearn,one,ranks", "--ranks", "2"], cwd=REPOSITORY, temporary=tmp_path)
@@ -20,6 +25,7 @@ def test_the_benchmark_reports_every_side(tmp_path):
     assert record["samples"]["digits:bin"]["gap"] <= 1e-3
 
 
+@pytest.mark.lab
 def test_every_heuristic_is_counted_on_both_caches(tmp_path):
     """Shrinking can only save kernel values by dropping samples, and without a cache there is no other way."""
     command = ["paceline", "study", "svm-elimination", "--quick", "--json", "--parts", str(tmp_path)]

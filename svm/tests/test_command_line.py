@@ -15,6 +15,8 @@ from paceline.errors import ConfigurationError
 from paceline_svm import SVC, cli, validation
 from paceline_svm.file_job import read_table
 
+pytestmark = pytest.mark.compiles
+
 
 def csv(X, y):
     return "".join(",".join([*map(str, row), str(label)]) + "\n" for row, label in zip(X, y, strict=True))

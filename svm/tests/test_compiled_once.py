@@ -9,6 +9,8 @@ import pytest
 
 from harness import warm
 
+pytestmark = [pytest.mark.compiles, pytest.mark.processes]
+
 FUNCTIONS = """
 import sys, threading, time
 import numba

@@ -6,6 +6,8 @@ import pytest
 
 from harness import warm
 
+pytestmark = [pytest.mark.compiles, pytest.mark.processes]
+
 FUNCTIONS = """
 import sys
 import numba

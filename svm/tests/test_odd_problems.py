@@ -13,6 +13,8 @@ from sklearn import svm as theirs
 import paceline_svm as ours
 from harness.svm_oracle import truth, working_sets_of
 
+pytestmark = pytest.mark.compiles
+
 # With coefficients so large, gradients in single precision err by more than `tol`: pair updates never ended.
 _IN_CIRCLES = (
     np.array([[0.126], [-0.132], [0.640], [0.105], [-0.536], [0.362], [1.304], [0.947]]),

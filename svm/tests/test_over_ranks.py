@@ -32,6 +32,8 @@ from paceline_svm.communicator import GroupCommunicator
 from paceline_svm.shrinking import ShrunkGroup, ShrunkSamples
 from paceline_svm.stopping import OptimalityCheck
 
+pytestmark = pytest.mark.compiles
+
 HEURISTICS = [
     "none",
     "adaptive",

@@ -29,6 +29,8 @@ from paceline_svm.working_set import (
     working_set_size,
 )
 
+pytestmark = pytest.mark.compiles
+
 KERNELS = [Kernel("rbf", 0.3), Kernel("linear"), Kernel("poly", 0.2, 1.0, 3), Kernel("sigmoid", 0.1, 0.5)]
 
 

@@ -15,6 +15,8 @@ from harness.ranks import pool
 from harness.svm_oracle import two_classes, working_sets_of
 from paceline_svm import SVC, SVR, OneClassSVM, one_vs_one
 
+pytestmark = pytest.mark.compiles
+
 
 def test_a_sigmoid_is_found_again():
     """Labels drawn from a known sigmoid: its parameters come back within the noise of 20,000 draws."""

@@ -15,6 +15,8 @@ from harness.svm_oracle import truth, two_classes, working_sets_of
 from paceline_svm import SVC, SVR, placement
 from paceline_svm.thread_pool import for_each, num_threads, thread_pool
 
+pytestmark = pytest.mark.compiles
+
 
 @pytest.fixture
 def two_threads():

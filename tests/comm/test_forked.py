@@ -27,6 +27,8 @@ from paceline.optim import overlap
 from paceline.process_group.connections import make_gloo
 from paceline.reductions import BoundedLoss, ParameterServers
 
+pytestmark = pytest.mark.processes
+
 numbers = itertools.count()
 PATIENCE_S = 30  # of a process that should end at once, on a busy machine
 WAYS = {
@@ -122,6 +124,7 @@ def ranks():
         yield ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_forked_ends_and_its_rank_goes_on(ranks, way):
     """Whatever ended threads, told the others or destroyed groups: not in a forked process."""

@@ -84,6 +84,7 @@ def test_neighbours_do_not_matter(name, bucket):
         start += size
 
 
+@pytest.mark.slow
 @every_compressor
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("size", [3, 700, 100_000])

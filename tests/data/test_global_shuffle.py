@@ -128,6 +128,7 @@ def test_the_state_follows_what_was_handed_out():
         shuffle.load_state_dict({"epoch": 0})
 
 
+@pytest.mark.processes
 def test_it_feeds_a_loader():
     """As `batch_sampler`, with and without worker processes that fetch ahead."""
     dataset = TensorDataset(torch.arange(23))
@@ -277,6 +278,7 @@ def test_resumed_at_the_exact_sample(part, before, after, draw):
     assert sorted(trained) == list(range(60))
 
 
+@pytest.mark.processes
 def test_workers_that_persist_follow_new_shares():
     """Real ones, with prefetching: no sample twice, and a repeated step has the same samples."""
     dataset = TensorDataset(torch.arange(48))

@@ -149,6 +149,7 @@ def test_the_state_of_a_step_that_is_repeated():
     assert next(later.steps()) == [[12, 13, 14]]
 
 
+@pytest.mark.processes
 def test_from_a_loader_with_a_worker():
     """Which reads ahead in its own process; epochs follow each other, and a loop that was left is over."""
     loader = DataLoader(Rows(20), batch_size=None, num_workers=1)

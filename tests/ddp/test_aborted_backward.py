@@ -10,6 +10,8 @@ from harness.models import Mlp, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 BAD_STEP = 2
 NUM_STEPS = 5
 WIDTHS = [16, 72]  # 72: weights of more than 32 KiB, which are copied while backward runs

@@ -17,6 +17,8 @@ from paceline import DistributedDataParallel, convert_sync_batchnorm, windows
 from paceline.errors import ConfigurationError, PeerAbortedError, PeerLostError, ProtocolError
 from paceline.reductions.adasum import combine
 
+pytestmark = pytest.mark.processes
+
 FINE = 0.0001  # MiB: a bucket for almost every gradient
 CASES = {
     "mlp": ("mlp", {}),

@@ -10,6 +10,8 @@ from harness.models import WORKLOADS, IgnoresSome, Mlp, digest, generator, sgd, 
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 NUM_STEPS = 20
 SIDES = {"ours": DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}
 

@@ -12,6 +12,8 @@ from harness.models import digest, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 TOLERANCE = 1e-12
 
 

@@ -12,6 +12,8 @@ from harness.models import digest, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 
 class Normalised(nn.Module):
     """Batch normalisation (float and integer buffers) and a boolean buffer."""

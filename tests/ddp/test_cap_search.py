@@ -92,6 +92,7 @@ def searched(rank, num_ranks):
     return digests, plain, num_buckets, search.best_mb, [each.cap_mb for each in search.tried], nothing
 
 
+@pytest.mark.processes
 def test_ranks_try_the_same_caps_and_no_number_changes():
     first, second = pool(2).run(searched)
     assert first == second
@@ -127,6 +128,7 @@ def refused(rank, num_ranks):
     return said
 
 
+@pytest.mark.processes
 def test_what_keeps_to_buckets_is_refused():
     words = (
         "only the mean",
@@ -146,5 +148,6 @@ def alone(rank, num_ranks):
     return train(rank, "auto", 2)[2]
 
 
+@pytest.mark.processes
 def test_one_rank_has_nothing_to_search():
     assert pool(1).run(alone) == [None]

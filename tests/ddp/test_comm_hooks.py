@@ -21,6 +21,8 @@ from harness.models import MixedDtypes, Mlp, digest, generator, sgd, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 TorchDdp = nn.parallel.DistributedDataParallel
 
 

@@ -9,6 +9,8 @@ from harness.ranks import Ranks, pool
 from paceline import DistributedDataParallel, SyncBatchNorm
 from paceline.optim import overlap
 
+pytestmark = pytest.mark.processes
+
 
 def gradients(model, rank, seed, num_steps=3):
     for step in range(num_steps):
@@ -38,6 +40,7 @@ def compiled(rank, _num_ranks, seed, where, backend, options, make=Mlp):
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "backend"),
     [

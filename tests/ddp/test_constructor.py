@@ -15,6 +15,8 @@ from harness.ranks import pool
 from paceline import DistributedDataParallel, version
 from paceline.errors import ReplicaMismatchError
 
+pytestmark = pytest.mark.processes
+
 TorchDdp = nn.parallel.DistributedDataParallel
 
 

@@ -13,6 +13,8 @@ from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError
 
+pytestmark = pytest.mark.processes
+
 TOLERANCE = 1e-10
 
 

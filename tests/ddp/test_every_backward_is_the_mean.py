@@ -9,12 +9,15 @@ import contextlib
 import threading
 import warnings
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from harness.models import Branches, generator
 from harness.ranks import pool
 from paceline import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
 
 NUM_ROUNDS = 3
 TOLERANCE = 1e-12

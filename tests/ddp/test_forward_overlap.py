@@ -27,6 +27,8 @@ from paceline.errors import ConfigurationError, PeerAbortedError, ProtocolError
 from paceline.optim import LAMB, LARS, overlap
 from paceline.planning.forward_overlap import Gain
 
+pytestmark = pytest.mark.processes
+
 STEPS = 7
 CAP_MB = 0.002  # several buckets, and the large ones alone
 

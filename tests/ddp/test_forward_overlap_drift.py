@@ -5,6 +5,7 @@ Steps are simulated: the ranks decide by timings of a link of which the test kno
 
 from dataclasses import dataclass
 
+import pytest
 import torch.distributed as dist
 
 from harness.ranks import pool
@@ -12,6 +13,8 @@ from paceline.comm.peers import Peers
 from paceline.ddp.forward_overlap.agreement import Agreement
 from paceline.observe import BucketTiming, StepTiming, StepTimings
 from paceline.planning.forward_overlap import MeasuredStep, arrivals, cut, plan, predict
+
+pytestmark = pytest.mark.processes
 
 BACKWARD_S, FORWARD_S, NUM_BUCKETS, BUCKET_BYTES = 0.6, 0.3, 24, 4 * 2**20
 CHANGES, CHANGES_BACK, STEPS = 101, 203, 300

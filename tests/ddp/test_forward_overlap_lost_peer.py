@@ -4,12 +4,15 @@ import os
 import signal
 import warnings
 
+import pytest
 import torch
 
 from harness.models import Mlp, generator, squares
 from harness.ranks import Ranks
 from paceline import DistributedDataParallel
 from paceline.optim import overlap
+
+pytestmark = pytest.mark.processes
 
 VICTIM = 1
 

@@ -17,6 +17,8 @@ from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError
 from paceline.optim import overlap
 
+pytestmark = pytest.mark.processes
+
 STEPS = 6
 PUT_OFF_FROM = 3  # the ranks measure three steps
 

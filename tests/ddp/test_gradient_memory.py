@@ -8,6 +8,8 @@ from harness.models import Mlp, conv_net, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 
 def storages(model):
     return {p.grad.untyped_storage().data_ptr() for p in model.parameters()}

@@ -12,6 +12,8 @@ from harness.models import generator
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 
 class Pair(NamedTuple):
     first: Any

@@ -14,6 +14,8 @@ from paceline import DistributedDataParallel
 from paceline.comm.peers import Peers, next_name
 from paceline.errors import PeerLostError
 
+pytestmark = pytest.mark.processes
+
 GROUP_TIMEOUT_S = 60.0  # who is dead is named long before
 STOPPED_TIMEOUT_S = 6.0  # that passes where the other is not dead
 DEADLINE_S = 100.0

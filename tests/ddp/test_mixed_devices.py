@@ -5,6 +5,7 @@ from datetime import timedelta
 from functools import partial
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,6 +13,8 @@ from harness.models import generator
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.ddp import replicas
+
+pytestmark = pytest.mark.processes
 
 MANY_HOSTS = "1"
 

@@ -151,6 +151,7 @@ def pairs():
     return pool(2).run(two_ranks, deadline_s=180)
 
 
+@pytest.mark.processes
 def test_balance_moves_samples_and_nothing_else(pairs):
     """To the fast rank; every sample once an epoch, in the same steps, with one process's result."""
     both = [pair["balanced"] for pair in pairs]

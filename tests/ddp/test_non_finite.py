@@ -9,6 +9,8 @@ from harness.models import Mlp, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 CASES = ["loss", "middle", "embedding", "all infinite", "skipped", "scaled"]
 
 

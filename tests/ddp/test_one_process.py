@@ -8,6 +8,8 @@ from harness.models import Mlp, OddShapes, TiedLanguageModel, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 BUILDERS = {
     "mlp": Mlp,
     "tied": TiedLanguageModel,

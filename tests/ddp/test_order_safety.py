@@ -9,6 +9,8 @@ from harness.models import Mlp, generator, squares
 from harness.ranks import Ranks, pool, seeded
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 LONGEST_DELAY_S = 0.004
 
 

@@ -20,6 +20,8 @@ from harness.ranks import pool
 from paceline import DistributedDataParallel, convert_sync_batchnorm
 from paceline.errors import HookError, PeerAbortedError, ProtocolError
 
+pytestmark = pytest.mark.processes
+
 FINE = 0.0001  # MiB: a bucket for almost every gradient
 
 

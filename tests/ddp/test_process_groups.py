@@ -9,6 +9,8 @@ from harness.models import Mlp, conv_net, digest, generator, squares
 from harness.ranks import Ranks, pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 
 def gradients_and_error(model, alone, rank, members, seed, num_steps=4):
     """Largest error against one process, and a digest of the last gradients."""

@@ -17,6 +17,7 @@ from paceline_lab.experiments.fuzz import Found, store, stored
 FIRST_SEED, NUM_PROGRAMS = 1000, 60  # `paceline study fuzz` draws thousands
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # shrinking, where something fails
 def test_random_programs():
@@ -43,6 +44,7 @@ def rare_programs():
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_programs_that_are_drawn_too_rarely():
     """A static graph that is counted too low, and a reentrant checkpoint that ends a backward early, are seen here."""
@@ -70,6 +72,7 @@ def test_shrinking_leaves_what_fails():
     assert (smallest.options, smallest.blocks, smallest.num_ranks) == ({}, (), 2)
 
 
+@pytest.mark.processes
 def test_a_search_goes_on_where_its_report_ends(tmp_path):
     """With the same counts; not with another first seed."""
     found = Found(

@@ -148,6 +148,7 @@ def like_torch(rank, _num_ranks):
     return outcomes
 
 
+@pytest.mark.processes
 def test_bits_are_torchs_and_dropped_buckets_stay():
     """Two ranks: gradients, None included, and parameters are bit by bit those of torch's find_unused_parameters."""
     first, second = pool(2).run(like_torch)
@@ -190,6 +191,7 @@ def branches_of_ranks(rank, num_ranks):
     return wrong, shelved, [digest([p.grad for p in model.parameters() if p.grad is not None])]
 
 
+@pytest.mark.processes
 def test_what_one_rank_uses_is_reduced():
     """Torch's option, where torch's own hangs: ranks that use different layers agree on what nobody needs."""
     first, *others = pool(3).run(branches_of_ranks)
@@ -245,6 +247,7 @@ def residuals(model):
     return {name: digest([tensor]) for memory in state.values() for name, tensor in memory.items()}
 
 
+@pytest.mark.processes
 def test_other_reductions_and_weights_are_as_without():
     """Compressed, with residuals, which stay; Adasum; unequal weights: bits of steps that declare nothing."""
     assert pool(2).run(without_declaring) == [[], []]
@@ -281,6 +284,7 @@ def accumulated(rank, _num_ranks):
     )
 
 
+@pytest.mark.processes
 def test_micro_batches():
     """no_sync, windows of different lengths, and sync_gradients."""
     first, second = pool(2).run(accumulated)
@@ -302,6 +306,7 @@ def uneven(rank, _num_ranks):
     return shelved, digest(list(model.parameters()))
 
 
+@pytest.mark.processes
 def test_uneven_inputs():
     """A joined rank declares nothing, and needs nothing."""
     first, second = pool(2).run(uneven)
@@ -329,6 +334,7 @@ def frozen_in_mid_run(rank, _num_ranks):
     return same, shelved
 
 
+@pytest.mark.processes
 def test_a_frozen_backbone():
     """Frozen after wrapping: None stays None, and all its buckets are left out; also with status words behind them."""
     assert pool(2).run(frozen_in_mid_run) == [([True] * 6, [False, False, True, True, False, False])] * 2
@@ -354,6 +360,7 @@ def reentrant(rank, num_ranks):
     return wrong, sum("arrived after" in str(w.message) for w in caught)
 
 
+@pytest.mark.processes
 def test_what_the_engine_does_not_foresee_is_late():
     """Right in the first step already, with a warning, once."""
     assert pool(2).run(reentrant) == [([], 1)] * 2
@@ -378,6 +385,7 @@ def unforeseen_on_top(rank, num_ranks):
     return wrong
 
 
+@pytest.mark.processes
 def test_what_comes_late_is_added_to_what_was_there():
     """Gradients are not zeroed between steps: old + mean(new), also where only some ranks have new ones."""
     assert pool(2).run(unforeseen_on_top) == [[], []]
@@ -414,6 +422,7 @@ def talking(rank, _num_ranks):
     return out
 
 
+@pytest.mark.processes
 def test_a_late_rank_changes_no_order_of_collectives():
     """How long the sum takes must not decide whether a bucket leaves before or after what a layer says."""
     first, second = pool(2).run(talking)
@@ -454,6 +463,7 @@ def unforeseen_at_the_end(rank, num_ranks):
     return wrong
 
 
+@pytest.mark.processes
 def test_the_last_bucket_comes_late_on_one_rank():
     """Where status words go does not depend on what a rank has found in a bucket that was left out."""
     assert pool(2).run(unforeseen_at_the_end) == [[], []]
@@ -486,6 +496,7 @@ def sparse(rank, _num_ranks):
     return out, [p.grad for p in net.parameters()]
 
 
+@pytest.mark.processes
 def test_sparse_gradients_and_nothing_at_all():
     """A sparse bucket is left out as any; so may be all."""
     first, second = pool(2).run(sparse)
@@ -516,6 +527,7 @@ def hooked(rank, _num_ranks):
     return seen
 
 
+@pytest.mark.processes
 def test_hooks_see_what_leaves_and_which_is_the_last():
     """`is_last` is that of the last bucket that leaves, so what a hook does once a step is done once a step."""
     first, second = pool(2).run(hooked)
@@ -556,6 +568,7 @@ def disagreeing(rank, num_ranks):
     return out
 
 
+@pytest.mark.processes
 def test_disagreement_names_the_layer_on_every_rank():
     """All ranks raise in that backward, with the layers and the ranks; steps before and after are right."""
     outcomes = pool(3).run(disagreeing)
@@ -597,6 +610,7 @@ def a_step_apart(rank, num_ranks):
     return outcomes
 
 
+@pytest.mark.processes
 def test_disagreement_of_ranks_a_step_apart_says_so():
     """Only in the step in which it is new: afterwards they begin anew, and draw differently without such a reason."""
     outcomes = pool(3).run(a_step_apart)
@@ -638,6 +652,7 @@ def counting(rank, _num_ranks):
     return found
 
 
+@pytest.mark.processes
 def test_buffers_are_equal_after_a_disagreement():
     """The step that was dropped did not bring them, so the next forward does."""
     first, second = pool(2).run(counting)
@@ -669,6 +684,7 @@ def stumbling(rank, num_ranks):
     return out
 
 
+@pytest.mark.processes
 def test_a_rank_that_raises_in_the_middle():
     """The others are told, the step is dropped, and what is skipped next is agreed on anew."""
     first, second = pool(2).run(stumbling)
@@ -702,6 +718,7 @@ def stumbling_behind_a_frozen_front(rank, _num_ranks):
     return out
 
 
+@pytest.mark.processes
 def test_ranks_are_told_also_where_the_last_bucket_stays():
     """Status words then travel by themselves."""
     first, second = pool(2).run(stumbling_behind_a_frozen_front)
@@ -724,6 +741,7 @@ def left_alone(rank, _num_ranks):
     return out
 
 
+@pytest.mark.processes
 def test_a_rank_that_is_gone():
     """The first backward without it says so, from a hook; no step begins after that."""
     with Ranks(2) as ranks:
@@ -744,6 +762,7 @@ def two_models(rank, _num_ranks):
     return num_shelved(first), num_shelved(second), bits(first), bits(second), unused
 
 
+@pytest.mark.processes
 def test_two_models_in_one_backward():
     """The second one asks when the first has ended; what is left out counts as used by no rank."""
     first, second = pool(2).run(two_models)

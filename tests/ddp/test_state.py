@@ -14,6 +14,8 @@ from harness.models import Mlp, digest, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 TorchDdp = nn.parallel.DistributedDataParallel
 
 

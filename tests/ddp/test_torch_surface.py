@@ -18,6 +18,8 @@ from harness.models import Mlp, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 TorchDdp = nn.parallel.DistributedDataParallel
 CLASSES = {"ours": DistributedDataParallel, "torch's": TorchDdp}
 

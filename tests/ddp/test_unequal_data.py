@@ -207,6 +207,7 @@ def outcomes():
     return pool(4).run(all_of_it, deadline_s=180)
 
 
+@pytest.mark.processes
 def test_the_mean_over_tokens_is_exact(outcomes):
     """To 1e-12, whichever ranks have which tokens; a weight that does not know them is wrong in every step."""
     for worst, num_seen, bits in (outcome["tokens"] for outcome in outcomes):

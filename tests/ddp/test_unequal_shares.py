@@ -213,6 +213,7 @@ def outcomes():
     return pool(4).run(all_of_it, deadline_s=180)
 
 
+@pytest.mark.processes
 def test_shares_that_change_every_step(outcomes):
     """8/4/2/1, nothing for some, everything for one: exact to 1e-12, and every sample once."""
     steps = [outcome["shares_every_step"] for outcome in outcomes]

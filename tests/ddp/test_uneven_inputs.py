@@ -12,6 +12,8 @@ from harness.models import digest, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 NUM_BATCHES = [2, 5, 3]  # of ranks 0, 1, 2
 
 

@@ -10,6 +10,8 @@ from harness.models import generator
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
+pytestmark = pytest.mark.processes
+
 OPTIONS = [{}, {"find_unused_parameters": True}, {"find_unused_parameters": True, "bucket_cap_mb": 0.0001}]
 
 

@@ -45,6 +45,8 @@ def shown(tmp_path_factory):
     return folder, paceline("demo", "--epochs", "4", cwd=folder)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_the_demo_shows_progress_the_promise_and_where_time_goes(shown):
     folder, done = shown
     assert done.code == 0, done.err
@@ -91,6 +93,8 @@ def test_a_steps_parts_are_measured(shown):
     assert single["exposed communication"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_json_alone_goes_to_stdout(tmp_path):
     """Three ranks of a folder's images, in float32; the progress goes to stderr."""
     data = _idx_folder(tmp_path / "images")
@@ -122,6 +126,7 @@ def test_json_alone_goes_to_stdout(tmp_path):
     assert "rank 2  epoch  1/1" in done.err
 
 
+@pytest.mark.processes
 def test_one_rank_is_bitwise_one_process(tmp_path):
     done = paceline("demo", "--ranks", "1", "--epochs", "1", "--json", cwd=tmp_path)
     assert done.code == 0, done.err
@@ -188,6 +193,7 @@ def test_spoilt_files_are_refused(spoil, says, tmp_path):
         load_images(str(folder))
 
 
+@pytest.mark.processes
 def test_too_few_images_for_a_step(tmp_path):
     """Refused after looking at the data and before starting a process."""
     folder = _idx_folder(tmp_path / "images", num_test=1_700)

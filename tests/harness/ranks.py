@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from harness import warm
+from harness import start_guard, warm
 
 GROUP_TIMEOUT_S = 30.0
 DEADLINE_S = 60.0
@@ -292,6 +292,7 @@ class Ranks:
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> list[Outcome]:
         """What became of every rank, for tests that expect some to raise or die."""
+        start_guard.note("processes", "ranks of a pool")
         self._start()
         order = _Order(
             source=str(Path(inspect.getfile(fn)).resolve()),

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from harness.ranks import OrphanError, Ranks, RanksFailedError, pool, run_job
 
+pytestmark = pytest.mark.processes
+
 
 def sum_of_ranks(rank, _num_ranks):
     tensor = torch.tensor(float(rank))

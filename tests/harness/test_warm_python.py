@@ -17,6 +17,8 @@ import pytest
 from harness import warm
 from harness.terminal import run, started
 
+pytestmark = pytest.mark.processes
+
 PRINTS = "import os, sys; print(__name__, sys.argv, os.environ['X'], os.getcwd()); print('to stderr', file=sys.stderr)"
 
 

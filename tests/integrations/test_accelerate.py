@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from harness.ranks import pool
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed"
-)
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed"),
+]
 
 
 def as_launched(rank, num_ranks):

@@ -16,9 +16,12 @@ from harness.ranks import pool
 from paceline.optim import Curve
 from paceline.recipes import LargeMinibatch
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed"
-)
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed"
+    ),
+]
 
 
 def as_launched(rank, num_ranks):

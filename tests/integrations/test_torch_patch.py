@@ -113,6 +113,7 @@ def wrap_under_patches(rank, num_ranks):
     return seen
 
 
+@pytest.mark.processes
 def test_what_is_wrapped_under_a_patch_is_ours_and_recognised():
     for seen in pool(2).run(wrap_under_patches):
         assert seen["recognised"] == [True, True, True, False]
@@ -169,6 +170,8 @@ def _lines(done):
     return sorted(done.out.splitlines())
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_script_is_replaced_without_a_changed_line(script):
     """Under its own name, with its own arguments; the losses are torch's, bit by bit."""
     words = ("--nproc-per-node", "2", "theirs.py", "--replace-ddp", "x")
@@ -178,6 +181,7 @@ def test_a_script_is_replaced_without_a_changed_line(script):
     assert ours == [line.replace("torch's", "Mean") for line in theirs]
 
 
+@pytest.mark.processes
 def test_modules_and_compression(script):
     flags = ("--nproc-per-node", "1", "--replace_ddp", "--compression", "bf16")
     (line,) = _lines(command("run", *flags, "-m", "theirs", "y", cwd=script))
@@ -193,6 +197,8 @@ def _as_a_rank(*words, cwd, site=None):
     return run(["python", *words], cwd=cwd, env=env, cold=True)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_traceback_is_the_scripts_own(script):
     done = _as_a_rank("theirs.py", "fail", cwd=script)
     assert 'theirs.py", line 7, in <module>' in done.err
@@ -201,6 +207,7 @@ def test_a_traceback_is_the_scripts_own(script):
     assert "runpy" not in done.err
 
 
+@pytest.mark.processes
 def test_the_users_own_sitecustomize_still_runs(script):
     site = script / "site"
     site.mkdir()
@@ -209,6 +216,7 @@ def test_the_users_own_sitecustomize_still_runs(script):
     assert _as_a_rank("-c", code, cwd=script, site=site).out == f"True {site / 'sitecustomize.py'}\n"
 
 
+@pytest.mark.processes
 def test_a_process_without_torch_pays_nothing(script):
     code = "import sys; print('torch' in sys.modules, any('at_start' in folder for folder in sys.path))"
     assert _as_a_rank("-c", code, cwd=script).out == "False False\n"

@@ -11,9 +11,12 @@ import torch
 import paceline
 from harness.ranks import pool
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+]
 
 
 def side(name, **options):

@@ -3,6 +3,7 @@
 import contextlib
 import re
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -37,6 +38,7 @@ def digests(rank, num_ranks):
     return [train(rank, group, shards) for group in groups for shards in (False, True)]
 
 
+@pytest.mark.processes
 def test_zero_redundancy_optimizer():
     """Each rank keeps half of AdamW's state; parameters are those of the whole optimizer, over Gloo and our backend."""
     first, second = pool(2).run(digests)
@@ -70,6 +72,7 @@ def train_with(feature, group, rank):
     return digest(list(model.parameters()))
 
 
+@pytest.mark.processes
 def test_over_our_backend_as_over_gloo():
     """Autocast, torch's fp16 hook, uneven inputs, a compiled model: the same parameters, on both ranks."""
     first, second = pool(2).run(features)

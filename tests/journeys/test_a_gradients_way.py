@@ -87,6 +87,7 @@ def first_and_last(names):
     return list(dict.fromkeys(names)), list(dict.fromkeys(reversed(names)))[::-1]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
 def test_the_stations_are_passed_in_the_order_of_the_page(way):
     """Once a step or once a bucket, under their labels, and at times that rise from field to field."""
@@ -180,6 +181,7 @@ def count(codes, home):
     return {file: len(lines) for file, lines in sorted(to_open.items())}, len(all_lines)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
 def test_the_way_is_short(way):
     """Files to open, and lines to read; no file is opened for functions of one or two lines.

@@ -11,6 +11,8 @@ from harness import warm
 from harness.ranks import RanksFailedError, torchrun
 from harness.terminal import TORCHS_ABORT
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OURS = "from paceline import DistributedDataParallel as DDP"
 TORCHS = "from torch.nn.parallel import DistributedDataParallel as DDP"

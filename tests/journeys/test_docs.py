@@ -41,6 +41,11 @@ def _name(page):
     return str(page.relative_to(REPOSITORY))
 
 
+# Each of these trains or simulates for minutes.
+_LONG = [REPOSITORY / "docs/guide" / name for name in ("bench.md", "large-batch-study.md", "studies.md")]
+_RUN_PAGES = [pytest.param(page, marks=[pytest.mark.lab] * (page in _LONG), id=_name(page)) for page in PAGES]
+
+
 def _blocks(page):
     content = page.read_text()
     for match in _FENCE.finditer(content):
@@ -90,8 +95,10 @@ def _skip_without_namespaces():
         pytest.skip(str(error))
 
 
+@pytest.mark.slow(apart=True)
+@pytest.mark.processes
 @pytest.mark.timeout(400)  # a page may hold a dozen launches
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize("page", _RUN_PAGES)
 def test_every_block_does_what_the_page_says(page, tmp_path):
     if page.name == "emulate.md":
         _skip_without_namespaces()
@@ -162,6 +169,10 @@ def test_pre_commit_runs_what_make_check_runs():
     recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)[1]
     hooks = re.findall(r"entry: (.*)", (REPOSITORY / ".pre-commit-config.yaml").read_text())
     assert hooks == [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe.splitlines()]
+
+
+def test_the_long_pages_exist():
+    assert set(_LONG) <= set(PAGES)
 
 
 def test_a_page_that_lies_is_caught():

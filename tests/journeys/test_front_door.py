@@ -22,6 +22,7 @@ def _measured(code: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.processes
 def test_importing_paceline_imports_no_torch():
     """The public names are lazy: the import itself costs next to nothing."""
     loaded = _measured("import json, sys, paceline; print(json.dumps(sorted(sys.modules)))")
@@ -29,6 +30,7 @@ def test_importing_paceline_imports_no_torch():
     assert "rich" not in loaded
 
 
+@pytest.mark.processes
 def test_our_wrapper_is_imported_in_few_calls():
     """What it takes beyond torch, counted, as times depend on the machine: 138,000 calls and returns are 0.2 s.
 
@@ -55,6 +57,7 @@ def test_an_unknown_name_is_an_attribute_error():
         package.DataParallel  # noqa: B018
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("words", [["--help"], ["demo", "--help"], ["--version"], []])
 def test_help_imports_no_torch(words, tmp_path):
     done = paceline(*words, cwd=tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"}, cold=True)
@@ -64,6 +67,7 @@ def test_help_imports_no_torch(words, tmp_path):
     assert "paceline" in done.out
 
 
+@pytest.mark.processes
 def test_the_version_is_the_installed_one(tmp_path):
     assert (
         paceline("--version", cwd=tmp_path, cold=True).out
@@ -71,6 +75,7 @@ def test_the_version_is_the_installed_one(tmp_path):
     )
 
 
+@pytest.mark.processes
 def test_help_names_every_command(tmp_path):
     out = paceline("--help", cwd=tmp_path, cold=True).out
     assert "run" in out
@@ -78,6 +83,7 @@ def test_help_names_every_command(tmp_path):
     assert "emulate" in out
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("words", "says"),
     [

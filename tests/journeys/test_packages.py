@@ -30,6 +30,8 @@ def metadata_of(path):
         return Parser().parsestr(wheel.read(name).decode())
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name != "paceline"])
 def test_each_other_package_is_a_wheel_that_needs_this_version_and_adds_its_commands(
     package, metadata, tmp_path

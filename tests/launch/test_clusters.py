@@ -53,6 +53,7 @@ def launched(words):
     return arguments.torchrun
 
 
+@pytest.mark.processes
 def test_two_nodes(machine):
     for node in range(2):
         words = words_of(["bash", str(FOLDER / "two_nodes.sh"), "10.0.0.1", str(node)], machine)
@@ -66,6 +67,7 @@ def test_two_nodes(machine):
         assert args.training_script_args == ["--backend", "nccl"]
 
 
+@pytest.mark.processes
 def test_slurm(machine):
     env = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41"}
     args = launched(words_of(["bash", str(FOLDER / "job.sbatch")], machine, **env))
@@ -81,6 +83,7 @@ def test_slurm(machine):
     assert all(len(shlex.split(line)) == 2 and line.startswith("#SBATCH --") for line in options)
 
 
+@pytest.mark.processes
 def test_kubernetes(machine):
     job = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
@@ -104,6 +107,7 @@ def test_container(machine):
     launched([word if word != "auto" else "8" for word in words])  # auto counts real devices
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["two_nodes.sh", "job.sbatch"])
 def test_shell_files_parse(name):
     subprocess.run(["bash", "-n", str(FOLDER / name)], check=True, timeout=20)

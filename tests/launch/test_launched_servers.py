@@ -12,6 +12,8 @@ from paceline.errors import ConfigurationError
 from paceline.launch import parse
 from paceline.launch.local_servers import LocalServers, parse_servers
 
+pytestmark = pytest.mark.processes
+
 TRAIN = """\
 import os, sys, torch, torch.distributed as dist
 from paceline import DistributedDataParallel

@@ -42,6 +42,7 @@ def dies_while_joining(rank, _num_ranks, victim, where):
     return None
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("num_ranks", "victim", "where"), [(2, 1, "before"), (3, 1, "joining"), (2, 0, "joining")]
 )
@@ -175,6 +176,7 @@ def run_alone(num_ranks, condition, act, shared, end=""):
     return told
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_late_survivor_blames_the_dead(shared):
     """Rank 1 is killed; rank 0, who hosts the store, learns it and ends; rank 2 comes late, and names rank 1."""
@@ -189,6 +191,7 @@ def test_a_late_survivor_blames_the_dead(shared):
         assert "rank 0 (process" not in told[2]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_rank_that_ends_is_not_dead(shared):
     """Fewer batches on rank 1, whose program ends: the other is told after which step, and of `join`."""
@@ -281,6 +284,7 @@ REFUSED = """
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 def test_a_refused_wrap_ends_the_program_at_once(backend, tmp_path):
     """A rank that raises does not wait for its group's timeout, and exits with 1; nothing aborts, nothing is left.

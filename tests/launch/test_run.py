@@ -19,6 +19,8 @@ from paceline.cli import main
 from paceline.launch import parse
 from paceline.launch.watchdog import marked
 
+pytestmark = pytest.mark.processes
+
 HELLO = """\
 import os, sys
 words = " ".join(sys.argv[1:])
@@ -68,6 +70,7 @@ def _refused(words, capsys):
     return err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -106,6 +109,7 @@ sys.stdout.write(f"listening on {sorted(listening)} master {os.environ['MASTER_A
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -247,6 +251,7 @@ def test_a_port_in_use(flags, scripts):
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "says"),
     [

@@ -9,6 +9,8 @@ from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.observe import BucketTiming, StepTiming
 
+pytestmark = pytest.mark.processes
+
 TorchDdp = nn.parallel.DistributedDataParallel
 
 

@@ -13,6 +13,8 @@ from harness.ranks import pool
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.optim import AdasumOptimizer, adasum_during_backward
 
+pytestmark = pytest.mark.processes
+
 OPTIMIZERS = {
     "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),

@@ -14,6 +14,8 @@ from paceline.errors import ConfigurationError, ReplicaMismatchError
 from paceline.optim import AdasumOptimizer
 from paceline.reductions.adasum import Adasum, combine
 
+pytestmark = pytest.mark.processes
+
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),

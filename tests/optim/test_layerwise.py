@@ -142,6 +142,7 @@ def test_lars_is_its_reference(options):
     assert worst_error(optimizer, lars_step) < 1e-13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", LAMB_OPTIONS, ids=str)
 def test_lamb_is_its_reference(options, monkeypatch):
     """As LARS; here the parameters are taken in several batches."""

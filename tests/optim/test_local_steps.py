@@ -19,6 +19,8 @@ from paceline.errors import ConfigurationError, PeerLostError, ProtocolError, Re
 from paceline.optim import DiLoCo, LocalSGD
 from paceline.optim.flat_parameters import AveragedBuffers
 
+pytestmark = pytest.mark.processes
+
 INNER = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),

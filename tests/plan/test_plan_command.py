@@ -26,6 +26,7 @@ for _ in range(100_000):
 """
 
 
+@pytest.mark.processes
 def test_a_script_is_recorded_predicted_and_scored(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = [
@@ -72,6 +73,7 @@ def test_the_port_of_a_recorded_script_is_kept_for_it() -> None:
         assert dist.TCPStore("127.0.0.1", port, 1, is_master=True).port == port
 
 
+@pytest.mark.processes
 def test_scripts_that_cannot_be_recorded(tmp_path: Path) -> None:
     (tmp_path / "forward.py").write_text(
         "import torch\nfor _ in range(3): torch.nn.Linear(2, 2)(torch.ones(1, 2))\n"
@@ -87,6 +89,7 @@ def test_scripts_that_cannot_be_recorded(tmp_path: Path) -> None:
         assert "Traceback" not in done.err
 
 
+@pytest.mark.slow
 def test_bad_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

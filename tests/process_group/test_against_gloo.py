@@ -15,6 +15,8 @@ from paceline.comm.lane import Lane, LaneWork
 from paceline.process_group.host_collectives import SMALL_BYTES, HostCollectives
 from paceline.process_group.staging import STAGING_BYTES
 
+pytestmark = pytest.mark.processes
+
 OPS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 FLOATS = [torch.float64, torch.float32]
 NARROW = [torch.float16, torch.bfloat16]

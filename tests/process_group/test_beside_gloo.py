@@ -14,6 +14,8 @@ from paceline import DistributedDataParallel
 from paceline.comm.gradient_group import group_beside
 from paceline.transports.shared_memory.neighbours import SWITCH
 
+pytestmark = pytest.mark.processes
+
 
 def trained(rank, num_ranks, says):
     """The gradients' digest after two steps, and whether Gloo reduced them."""

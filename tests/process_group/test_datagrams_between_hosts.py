@@ -23,6 +23,8 @@ from paceline.transports.bounded_loss import datagram_loop, udp_socket
 from paceline.transports.bounded_loss.datagram_transport import DatagramTransport
 from paceline.transports.shared_memory.neighbours import SWITCH
 
+pytestmark = pytest.mark.processes
+
 LINKS = "within=2e-5/4e9 between=1e-4/1e9"
 
 

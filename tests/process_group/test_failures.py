@@ -18,6 +18,8 @@ import paceline  # noqa: F401  registers the backend
 from harness.ranks import Ranks, pool
 from paceline.process_group.staging import Staging
 
+pytestmark = pytest.mark.processes
+
 STOPPED_TIMEOUT_S = 6.0  # that passes where a rank is stopped
 TIMEOUT_S = 600.0  # of the others: whoever waits for it misses its pool's deadline
 

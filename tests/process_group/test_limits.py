@@ -59,6 +59,7 @@ def trained(rank, _num_ranks, which, amount, who, switch):
     return gradient, is_shared, [str(each.message) for each in said if "Gloo" in str(each.message)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("which", "amount", "who", "switch", "is_shared"),
     [
@@ -99,6 +100,7 @@ def outgrow(rank, _num_ranks):
     return arena.place_of(fits) is not None, arena.place_of(larger) is not None, larger.unique().tolist()
 
 
+@pytest.mark.processes
 def test_what_does_not_fit_is_copied():
     """A tensor that the shared memory has no room for is an ordinary one, and reduced all the same."""
     assert pool(2).run(outgrow) == [(True, True, [3.0]), (True, False, [3.0])]
@@ -113,6 +115,7 @@ def many_groups(_rank, _num_ranks, number):
     return len(groups[-1].host.hosts), tensor.tolist()
 
 
+@pytest.mark.processes
 def test_many_groups_live_at_once():
     """Each takes a part of what is left, so the next finds something."""
     assert pool(2).run(many_groups, 12) == [(1, [4096.0] * 3)] * 2

@@ -52,6 +52,7 @@ def refused(_rank, num_ranks):
     return words, two.tolist()
 
 
+@pytest.mark.processes
 def test_shapes_that_do_not_fit():
     for rank, (words, total) in enumerate(pool(2).run(refused)):
         assert "the large tensor has 5 elements, which is not 2 (ranks) times 2" in words[0]
@@ -74,6 +75,7 @@ def several_at_once(rank, num_ranks):
     return [[t.tolist() for t in each] for each in (gathered, *by_rank, scattered)]
 
 
+@pytest.mark.processes
 def test_several_tensors_in_one_collective():
     first, second = pool(2).run(several_at_once)
     assert first[:-1] == second[:-1] == [[[1, 2], [3, 3, 3, 4, 4, 4]], [[1], [3, 3, 3]], [[2], [4, 4, 4]]]

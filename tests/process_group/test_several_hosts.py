@@ -17,6 +17,8 @@ from harness.ranks import Ranks, pool
 from paceline.process_group.staging import STAGING_BYTES
 from paceline.transports.shared_memory.neighbours import SWITCH
 
+pytestmark = pytest.mark.processes
+
 LINKS = "within=2e-5/4e9 between=1e-4/1e9"
 
 

@@ -3,6 +3,7 @@
 import tempfile
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -13,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from harness.models import Mlp, digest, generator, sgd, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
 
 NUM_STEPS = 4
 

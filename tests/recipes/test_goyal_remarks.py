@@ -231,6 +231,7 @@ def wrongly_weighed(rank, _num_ranks, factor):
     return gradient(model)
 
 
+@pytest.mark.processes
 def test_remark_3_every_sample_counts_the_same():
     """5 and 2 samples a rank, twice: the gradient of one process on all 14, which is also what the recipe counts."""
     right = gradient_of_one_process(SHARDS.size)
@@ -239,6 +240,7 @@ def test_remark_3_every_sample_counts_the_same():
         assert total == SHARDS.size
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("factor", WRONG.values(), ids=WRONG)
 def test_remark_3_other_factors_are_wrong(factor):
     """Each in its own way, by more than a hundredth."""
@@ -260,6 +262,7 @@ def epoch_over_ranks(rank, _num_ranks):
     return total / 23
 
 
+@pytest.mark.processes
 def test_remark_3_at_the_end_of_an_epoch():
     """23 samples in batches of 4 + 2: the last five count as much as any others."""
     right = gradient_of_one_process(23)

@@ -163,6 +163,7 @@ def over_ranks(rank, num_ranks):
     return str(recipe)
 
 
+@pytest.mark.processes
 def test_the_batch_is_learnt_from_the_ranks():
     """Every rank reports the same."""
     reports = pool(2).run(over_ranks)
@@ -184,6 +185,7 @@ def refused_over_ranks(rank, _num_ranks, case):
     return str(caught.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("case", "words"),
     [

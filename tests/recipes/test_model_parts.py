@@ -207,6 +207,7 @@ def on_a_rank(rank, num_ranks, n):
     return output, gradient, statistics
 
 
+@pytest.mark.processes
 def test_normalisation_depends_on_n_and_not_on_the_ranks():
     """Two ranks of n = 4 and one rank of 8 with ghost batches of 4: the same outputs, gradients and mean statistics.
 

@@ -14,6 +14,8 @@ from paceline.data import GlobalShuffle
 from paceline.optim import Curve, parameter_groups
 from paceline.recipes import LargeMinibatch
 
+pytestmark = pytest.mark.processes
+
 NUM_SAMPLES, NUM_EPOCHS = 66, 3
 
 

@@ -138,6 +138,7 @@ def over_a_group(rank, num_ranks, dtype):
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_over_a_group_that_shares_memory(num_ranks, dtype):

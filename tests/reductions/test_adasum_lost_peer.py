@@ -3,11 +3,14 @@
 import os
 import signal
 
+import pytest
 import torch
 
 from harness.models import Mlp, digest, generator, squares
 from harness.ranks import Ranks
 from paceline import DistributedDataParallel
+
+pytestmark = pytest.mark.processes
 
 VICTIM = 1
 

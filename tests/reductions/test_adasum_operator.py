@@ -40,6 +40,7 @@ def off(result, expected, scale=1.0):
 SHAPES = [(3, 4), (5,), (2,), (0, 2), (CHUNK_ELEMENTS,), (7,), (3, CHUNK_ELEMENTS // 2 + 1), (200,), ()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_inputs", "dtype"),
     [

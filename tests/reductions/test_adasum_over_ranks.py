@@ -210,6 +210,7 @@ def check_steps(rank, num_ranks, name, transport):
     return digests
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("num_ranks", "name", "shared_memory"),
     [
@@ -253,6 +254,7 @@ def train(rank, num_ranks):
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_training(num_ranks):
     """The loss falls, the ranks agree bit by bit, and gradients lie between agreeing (1/P) and orthogonal (1)."""
@@ -329,6 +331,7 @@ def odd_uses(rank, num_ranks):
     return digest([p.grad for p in other.parameters()])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_odd_uses(num_ranks):
     """`no_sync`, other traffic, unfreezing, a group over some of the ranks, a second model."""
@@ -354,6 +357,7 @@ def launched_alone(rank, num_ranks):
     assert all(bool((flat == 1.5).all()) for flat in flats)  # 1 and 2 times the same vector
 
 
+@pytest.mark.processes
 def test_launching_does_not_wait():
     """Autograd's thread goes on, whatever the other ranks do; messages are performed in the order of their launch."""
     pool(2).run(launched_alone)
@@ -381,6 +385,7 @@ def one_branch(rank, num_ranks):
     torch.testing.assert_close(mine, combine(alone))
 
 
+@pytest.mark.processes
 def test_what_one_rank_used_reaches_all():
     """A rank that did not use a parameter counts as zero, which leaves the others' gradient as it is."""
     pool(2).run(one_branch)
@@ -398,6 +403,7 @@ def refused(rank, num_ranks, case):
     assert words in str(caught.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", ["sparse", "missing", "twice", "8 bit"])
 def test_refused(case):
     """On every rank, before anything is started."""
@@ -440,6 +446,7 @@ def late(rank, num_ranks):
             torch.testing.assert_close(mine, expected)
 
 
+@pytest.mark.processes
 def test_late_gradients_are_refused_once():
     """What cannot be added afterwards is dropped on all ranks; the next steps wait for the end of backward."""
     pool(2).run(late)
@@ -464,6 +471,7 @@ def over_hosts(rank, num_ranks, hosts):
     return digest(mine), warned
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 3], [1, 2]], "auto"])
 def test_hosts(hosts):
     """Given, in any order; or found, with a remark where all ranks turn out to be on one."""

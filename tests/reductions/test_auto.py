@@ -104,6 +104,7 @@ def decided(request):
     return _decided(getattr(request.node, "execution_count", 1))
 
 
+@pytest.mark.processes
 def test_on_behind_a_slow_link(decided):
     """On, with a report that adds up; ranks are bitwise equal in every step and of one mind."""
     (_, (report, digests), _), *others = decided
@@ -156,6 +157,7 @@ def fast(rank, _num_ranks):
     return training.auto.report(), training.digests
 
 
+@pytest.mark.processes
 def test_off_where_there_is_nothing_to_save():
     """Gloo on one host, and 0.4 MB of gradients behind 50 ms of computing: the mean, bit for bit."""
     (report, digests), (_, others) = pool(2).run(fast)
@@ -181,6 +183,7 @@ def changing(rank, _num_ranks):
     return seen, training.digests, [entry["what"] for entry in training.auto.report()["history"]]
 
 
+@pytest.mark.processes
 def test_the_link_changes():
     """On, off when the link gets fast, on again when it is slow; noticed by the steps' time alone."""
     (seen, digests, told), *others = pool(2).run(changing)
@@ -210,6 +213,7 @@ def disagreeing(rank, _num_ranks):
     return training.auto.report(), training.digests
 
 
+@pytest.mark.processes
 def test_reality_has_the_last_word():
     """A codec that is predicted to save half, and in its trial does not, is off again."""
     (report, digests), (_, others) = pool(2).run(disagreeing)
@@ -230,6 +234,7 @@ def talking(rank, _num_ranks):
     return logged
 
 
+@pytest.mark.processes
 def test_the_users_logging_is_told():
     """Where there is one."""
     first, second = pool(2).run(talking)
@@ -247,6 +252,7 @@ def apart(rank, _num_ranks):
     return training.auto.report(), training.digests
 
 
+@pytest.mark.processes
 def test_ranks_that_loaded_different_decisions_measure_afresh():
     """They find out before the first step with a codec."""
     (report, digests), others = pool(2).run(apart)
@@ -274,6 +280,7 @@ def interrupted(rank, _num_ranks):
     return training.auto.report(), training.digests
 
 
+@pytest.mark.processes
 def test_steps_that_fail_do_not_count():
     """A backward that raises while something is measured, tried or agreed on; everybody goes on with the same."""
     (report, digests), others = pool(2).run(interrupted)
@@ -288,6 +295,7 @@ def uneven(rank, _num_ranks):
     return training.auto.report()["num_steps"], digest(training.model.parameters())
 
 
+@pytest.mark.processes
 def test_uneven_inputs():
     """A rank without data takes part in what is asked and in what is decided."""
     first, second = pool(2).run(uneven)
@@ -312,6 +320,7 @@ def choosy(rank, _num_ranks):
     return training.auto.report(), repr(copied) == repr(training.auto)
 
 
+@pytest.mark.processes
 def test_a_codec_that_refuses_the_model_is_left_out():
     """The others are still chosen from; a copy has the same settings."""
     (report, copies), _ = pool(2).run(choosy)
@@ -329,6 +338,7 @@ def dying(rank, _num_ranks):
     training.steps(rank, 1)
 
 
+@pytest.mark.processes
 def test_a_rank_that_dies_while_reductions_are_timed():
     """The others are told who it was."""
     with Ranks(2, group_timeout_s=10) as ranks:
@@ -363,6 +373,7 @@ def for_two_models(_rank, _num_ranks):
     squares.backward()
 
 
+@pytest.mark.processes
 def test_one_for_each_model():
     """What it measures and keeps is one model's."""
     pool(2).run(for_two_models)
@@ -383,6 +394,7 @@ def told_late(_rank, _num_ranks):
     return [*scales, codec.loss_scale()]
 
 
+@pytest.mark.processes
 def test_the_loss_scale_is_the_scalers_and_not_a_copys():
     """What is kept is rescaled by it, from the first change on, and also if it was told late."""
     assert pool(2).run(told_late) == [[64.0, 32.0, 8.0]] * 2

@@ -20,6 +20,8 @@ from paceline.errors import ConfigurationError
 from paceline.reductions import BoundedLoss
 from paceline.transports.bounded_loss.datagram_loop import compile_all
 
+pytestmark = pytest.mark.compiles
+
 
 def _steps(model, rank, num_steps=3, dtype=torch.float32):
     digests = []
@@ -66,6 +68,7 @@ def _at_senders(rank, _num_ranks):
     return counted, link.counters["strangers"]
 
 
+@pytest.mark.processes
 def test_noise_at_ports_that_only_send_is_dropped_and_counted():
     assert pool(2).run(_at_senders) == [(100, 100)] * 2
 
@@ -86,6 +89,7 @@ def _compiled():
     compile_all()
 
 
+@pytest.mark.processes
 def test_gradients_are_the_mean_on_every_rank_and_strangers_are_counted():
     outcomes = pool(3).run(_train)
     digests = [value[0] for value in outcomes]
@@ -132,6 +136,7 @@ def _without_numba(rank, _num_ranks):
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_where_one_rank_has_no_numba_all_are_told_before_they_train():
     for said in pool(2).run(_without_numba):
         assert "needs the package numba: pip install 'paceline[lossy]'" in said
@@ -147,6 +152,7 @@ def _deaf(rank, _num_ranks):
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_a_rank_that_cannot_connect_says_so_to_all():
     with Ranks(2) as ranks:
         other, own = (outcome.value for outcome in ranks.outcomes(_deaf))

@@ -21,6 +21,8 @@ from paceline.servers import datagram_sums
 from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss.datagram_loop import compile_all
 
+pytestmark = pytest.mark.processes
+
 CAP_MB = 0.0005
 BOUND = 0.3
 SIZE = 40_000

@@ -12,6 +12,8 @@ from paceline import DistributedDataParallel
 from paceline.reductions import BoundedLoss
 from paceline.transports.bounded_loss.datagram_loop import compile_all
 
+pytestmark = pytest.mark.processes
+
 VICTIM, TIMEOUT_S = 1, 6.0
 
 

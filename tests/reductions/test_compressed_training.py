@@ -25,6 +25,8 @@ from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.reductions import Compressed, PowerSGD
 from paceline.reductions.by_name import COMPRESSIONS
 
+pytestmark = pytest.mark.processes
+
 ERRORS = {
     "fp16": 1e-3,
     "bf16": 8e-3,

@@ -59,6 +59,7 @@ def measure(rank, _num_ranks, local, kind, num_steps):
     return noise.noise_over_signal * batch.size, json.dumps(noise.state_dict()), noise.in_words(batch.size)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("local", "kind"),
     [((4, 4), "mean"), ((4, 4), "narrow"), ((4, 4), "hook"), ((9, 3), "mean"), ((1, 15), "mean")],
@@ -143,6 +144,7 @@ def same_gradients(rank, _num_ranks, name):
     return digests
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", MEASURED)
 def test_gradients_are_the_same_bit_by_bit(name):
     """Measured or not; the estimate survives a checkpoint."""
@@ -167,6 +169,7 @@ def aborted(rank, _num_ranks):
     return noise.num_steps, noise.noise_over_signal, expected
 
 
+@pytest.mark.processes
 def test_only_steps_that_ended_well_count():
     """Three backwards, of which one was aborted; the last one's values by hand."""
     for num_steps, found, expected in pool(2).run(aborted):
@@ -185,6 +188,7 @@ def seldom(rank, _num_ranks):
     return noise.num_steps, sparse.reduction.num_steps
 
 
+@pytest.mark.processes
 def test_steps_that_are_not_measured():
     """Are not counted, and do not fail."""
     assert pool(2).run(seldom) == [(3, 0)] * 2
@@ -231,11 +235,13 @@ def twice(_rank, _num_ranks):
     return True
 
 
+@pytest.mark.processes
 def test_two_models_are_not_mixed():
     """The same one may be wrapped again."""
     assert all(pool(2).run(twice))
 
 
+@pytest.mark.processes
 def test_refused():
     """One rank has nothing to compare with; shares and memory that cannot be."""
     pool(1).run(alone)

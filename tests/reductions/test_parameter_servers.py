@@ -13,6 +13,8 @@ from paceline.errors import ConfigurationError, PeerAbortedError, ServerLostErro
 from paceline.optim import ServerOptimizer
 from paceline.reductions import Mean, ParameterServers
 
+pytestmark = pytest.mark.processes
+
 CAP_MB = 0.0005  # several buckets
 
 

@@ -14,6 +14,8 @@ from paceline.errors import ConfigurationError, ReplicaMismatchError
 from paceline.reductions import Mean, Reduction
 from paceline.reductions.by_name import BY_NAME
 
+pytestmark = pytest.mark.processes
+
 
 class Recorder(Reduction):
     """The mean; writes down what it is told."""

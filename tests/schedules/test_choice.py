@@ -149,6 +149,7 @@ def test_links_are_read_from_words():
             Links.parse(text)
 
 
+@pytest.mark.processes
 def test_schedules_are_there_without_torch(tmp_path):
     """The planner prices schedules where no torch is installed."""
     done = run(

@@ -51,6 +51,8 @@ for number in range(10**9):
 """
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", ["server", "rank"])
@@ -135,6 +137,7 @@ def test_a_link_may_be_closed_by_whoever_holds_its_lock():
     assert not thread.is_alive()
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_a_stopped_server_is_named_and_not_the_rank_that_waits_for_it():
     """It has answered rank 0 and not rank 1, which therefore owes the other server a piece."""

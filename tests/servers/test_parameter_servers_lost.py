@@ -39,6 +39,7 @@ def strike(rank, _num_ranks, addresses, victim, pid, number, by_datagrams=False)
     return "no error"
 
 
+@pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_who_falls_silent_is_named():
@@ -58,6 +59,7 @@ def test_who_falls_silent_is_named():
                 assert all(process.poll() is None for process in processes), "servers outlive a rank"
 
 
+@pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_who_falls_silent_is_named_where_gradients_go_by_datagrams():

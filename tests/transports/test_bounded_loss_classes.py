@@ -18,6 +18,8 @@ from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import system_calls as system
 from paceline.transports.bounded_loss.udp_socket import socket_addresses
 
+pytestmark = pytest.mark.compiles
+
 ECT = 2
 
 

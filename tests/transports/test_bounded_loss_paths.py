@@ -6,6 +6,8 @@ import pytest
 from harness.datagram_networks import Switch, strangers, time_of_sums
 from paceline.transports.bounded_loss import endpoint_state as e
 
+pytestmark = pytest.mark.compiles
+
 PAYLOAD, RANKS, ELEMENTS = 1432, 4, 500_000
 
 

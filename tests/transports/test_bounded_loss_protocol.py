@@ -16,6 +16,8 @@ from paceline.transports.bounded_loss.shards import first_chunk
 from paceline.transports.bounded_loss.siphash import siphash
 from paceline.transports.bounded_loss.universal_hash import nh, num_pairs
 
+pytestmark = pytest.mark.compiles
+
 LONGEST_US = 400_000_000
 
 
@@ -45,6 +47,7 @@ def run(network, ranks, vectors, bound, late_rank=None, late_us=0):
     return [sorted(each, key=lambda one: one.collective) for each in losses], ends
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 10**6),

@@ -9,9 +9,12 @@ from paceline.transports.bounded_loss import datagram as d
 from paceline.transports.bounded_loss import datagram_loop as loop
 from paceline.transports.bounded_loss import endpoint_state as e
 
+pytestmark = pytest.mark.compiles
+
 RATE, MEGABYTES, PAYLOAD = 100e6, 2.0, 1432
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "lose", "ratio"),
     [(4, 0.0, 0.96), (4, 0.01, 0.93), (4, 0.03, 0.85), (2, 0.0, 0.96), (8, 0.0, 0.94)],

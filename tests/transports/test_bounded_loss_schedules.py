@@ -16,6 +16,8 @@ from harness.datagram_networks import PAYLOAD, ROWS, TICK_US, Mailer, Network, e
 from paceline.transports import Bound
 from paceline.transports.bounded_loss import endpoint_state as e
 
+pytestmark = pytest.mark.compiles
+
 MOST_SUMS, LONGEST_US = 12, 60_000_000
 PER_CHUNK = PAYLOAD // 4
 
@@ -212,10 +214,12 @@ def _search(max_examples, steps):
     )
 
 
+@pytest.mark.slow
 def test_schedules():
     _search(200, 25)
 
 
+@pytest.mark.lab
 @pytest.mark.timeout(900)  # minutes on a busy machine
 def test_thousands_of_schedules():
     """The same for longer; of the laboratory."""

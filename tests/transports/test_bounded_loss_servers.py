@@ -11,6 +11,8 @@ from harness.datagram_networks import TICK_US, Mailer, Network, endpoints
 from paceline.transports import Bound
 from paceline.transports.lossy_sums import add_survivors
 
+pytestmark = pytest.mark.compiles
+
 LONGEST_US = 400_000_000
 
 

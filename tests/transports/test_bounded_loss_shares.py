@@ -16,6 +16,8 @@ import pytest
 from paceline.transports.bounded_loss import congestion_window
 from paceline.transports.bounded_loss import endpoint_state as e
 
+pytestmark = pytest.mark.compiles
+
 RATE, PACKET_BYTES, TURN_US = 100e6, 1514, 400
 PACKET_US = PACKET_BYTES * 8e6 / RATE
 
@@ -177,6 +179,7 @@ def jain(shares):
     return shares.sum() ** 2 / (len(shares) * (shares**2).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pairs", "queue_kib", "round_trip_us"), [(1, 256, 10_000), (3, 256, 500), (7, 256, 500)]
 )

@@ -16,6 +16,8 @@ from paceline.process_group.executor import Executor
 from paceline.schedules import SCHEDULES, Link, Links, Topology, price, ring
 from paceline.transports.c10d import C10dTransport
 
+pytestmark = pytest.mark.processes
+
 SUM = dist.ReduceOp.SUM
 TOPOLOGY = Topology((0, 0, 1, 1))
 SIZES = [0, 3, 300_001]

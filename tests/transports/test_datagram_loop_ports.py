@@ -15,6 +15,8 @@ from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss import system_calls
 from paceline.transports.bounded_loss.udp_socket import socket_addresses
 
+pytestmark = pytest.mark.compiles
+
 PORTS = (40, 41, 42, 43)  # descriptors
 WAKE = 50
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.datagram_networks import PAYLOAD, TICK_US, Mailer, Network
 from paceline.transports.bounded_loss import endpoint_state as e
 from paceline.transports.bounded_loss.message_endpoint import MessageEndpoint
+
+pytestmark = pytest.mark.compiles
 
 LONGEST_US = 400_000_000
 

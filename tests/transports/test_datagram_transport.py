@@ -13,6 +13,8 @@ from paceline.errors import PeerLostError, ProtocolError
 from paceline.process_group import connections
 from paceline.transports.bounded_loss.udp_socket import socket_addresses
 
+pytestmark = pytest.mark.compiles
+
 LIMIT_S = 30.0  # for what is about to happen, on a busy machine
 
 

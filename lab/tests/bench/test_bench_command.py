@@ -40,6 +40,8 @@ def the_json(folder: Path, stdout: str) -> dict[str, object]:
     return record
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_step_on_loopback(tmp_path: Path) -> None:
     """Ours against two of torch's: JSON alone on stdout, provenance, the limit, and the words 'timed compute'."""
     report = tmp_path / "report"
@@ -58,6 +60,7 @@ def test_step_on_loopback(tmp_path: Path) -> None:
     assert record["place"]["ranks"] == "2"
 
 
+@pytest.mark.processes
 def test_allreduce_on_loopback(tmp_path: Path) -> None:
     """A row for every size, in a table for people."""
     report = tmp_path / "report"
@@ -73,6 +76,7 @@ def test_allreduce_on_loopback(tmp_path: Path) -> None:
         assert case["algbw_bytes_per_s"] == pytest.approx(case["size_bytes"] / case["time_s"]["median"])
 
 
+@pytest.mark.lab
 def test_step_on_an_emulated_cluster(tmp_path: Path) -> None:
     """Two hosts behind 200 Mbit/s: the limit is the bytes over the rate, and no side beats it by more than noise."""
     reason = why_no_cluster()
@@ -90,6 +94,7 @@ def test_step_on_an_emulated_cluster(tmp_path: Path) -> None:
     assert record["summaries"]["sides"]["torch"]["error"] == 0
 
 
+@pytest.mark.processes
 def test_nothing_is_left_after_sigkill(tmp_path: Path) -> None:
     """Not a rank, not a temporary file: the watchdogs see to it a moment later."""
     words = [
@@ -117,6 +122,7 @@ def until(condition: Callable[[], bool]) -> None:
         select.select([], [], [], 0.05)
 
 
+@pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", ["accelerate", "deepspeed", "torchft"])
 def test_peer_gets_the_mean(peer: str, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import pytest
 from harness.ranks import pool
 from paceline_lab.bench.step import StepConfig, check, measure
 
+pytestmark = pytest.mark.processes
+
 
 def _measured(
     rank: int, num_ranks: int, workload: str, sides: tuple[str, ...]
@@ -16,7 +18,17 @@ def _measured(
     return [side.name for side in outcome.sides], [side.error for side in outcome.sides]
 
 
-@pytest.mark.parametrize("workload", ["tiny", "wide_mlp", "resnet50", "vgg16", "transformer", "mlstm"])
+@pytest.mark.parametrize(
+    "workload",
+    [
+        "tiny",
+        "wide_mlp",
+        pytest.param("resnet50", marks=pytest.mark.lab),
+        pytest.param("vgg16", marks=pytest.mark.lab),
+        "transformer",
+        "mlstm",
+    ],
+)
 def test_workload_trains_on_two_ranks(workload: str) -> None:
     """Forward, backward and optimizer of the real model; `check` has compared the ranks bit by bit."""
     sides = (

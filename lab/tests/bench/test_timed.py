@@ -189,6 +189,7 @@ def _measured(rank: int, num_ranks: int) -> dict[str, object]:
     }
 
 
+@pytest.mark.processes
 def test_all_sides_get_the_mean_on_real_ranks() -> None:
     """Two processes: bitwise the same on both, exactly the mean in float32, nearly in float16; two turns a round."""
     for found in pool(2).run(_measured):
@@ -211,6 +212,7 @@ def _unsynchronized(rank: int, num_ranks: int) -> str:
     return "no error"
 
 
+@pytest.mark.processes
 def test_times_of_a_side_that_does_not_synchronize_are_refused() -> None:
     """Without data parallelism the ranks end with different gradients; that must not become a figure."""
     for message in pool(2).run(_unsynchronized):
@@ -225,6 +227,7 @@ def _parts(rank: int, num_ranks: int) -> tuple[list[int], float, str]:
     return communication._sizes, len(communication.times_s), digest(trainee.last_answer())
 
 
+@pytest.mark.processes
 def test_communication_alone_sends_all_bytes_in_pieces() -> None:
     """No more, no less than the gradients; and after a real step both ranks hold the same parameters."""
     (sizes, count, first), (_, _, second) = pool(2).run(_parts)

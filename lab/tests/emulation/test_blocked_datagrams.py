@@ -9,6 +9,8 @@ import pytest
 
 from paceline.transports.bounded_loss.datagram_loop import compile_all
 
+pytestmark = pytest.mark.processes
+
 VICTIM, RANKS = 1, 3
 MTU = "a router between them drops what is longer than its MTU"
 

@@ -11,6 +11,7 @@ from paceline.transports.bounded_loss.datagram_loop import compile_all
 RANKS, BOUND = 3, 0.1
 
 
+@pytest.mark.lab
 @pytest.mark.timeout(300)  # it may have to compile
 def test_replicas_agree_and_every_loss_is_within_its_bound_and_reported(cluster):
     compile_all()

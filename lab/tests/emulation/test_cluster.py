@@ -20,6 +20,8 @@ from paceline.errors import ConfigurationError
 from paceline_lab.emulation import ClusterSpec, EmulatedCluster, namespaces
 from paceline_lab.errors import EmulationError
 
+pytestmark = pytest.mark.processes
+
 CS7, ECT = 7 << 5, 2
 # Devices that some kernels make in every new network, where the module of their tunnels is loaded.
 FALLBACKS = {"tunl0", "gre0", "gretap0", "erspan0", "sit0", "ip_vti0", "ip6_vti0", "ip6tnl0", "ip6gre0"}
@@ -300,6 +302,7 @@ def _rates(made, host):
     return found
 
 
+@pytest.mark.slow
 def test_what_a_host_has_can_change_while_it_runs(cluster):
     """Rate, loss, cores and delay, down and up again, on hosts of their own; the other host keeps what it had."""
     made = cluster(hosts=2, rate="50Mbit", cpu="200%", delay="1ms")
@@ -344,6 +347,7 @@ def test_what_a_host_has_can_change_while_it_runs(cluster):
     assert made.spec.loss_ratio == (0, 0)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_class_keep_their_priority_at_another_rate(cluster):
     made = cluster(hosts=2, rate="100Mbit", port_rate="50Mbit", priority=True)
     made.hosts[1].set_rate("1Mbit")
@@ -425,6 +429,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives up root's rights, so it has to have them")
 def test_without_root_a_user_namespace_serves(possible):
     """All but marks and, where cgroups are root's, cores."""

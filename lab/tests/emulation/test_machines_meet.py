@@ -10,6 +10,8 @@ import pytest
 
 from harness import terminal
 
+pytestmark = pytest.mark.processes
+
 SAYS = """\
 import os, socket, sys
 import torch.distributed as dist

@@ -8,7 +8,7 @@ import pytest
 
 from harness.terminal import paceline
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
 SCRIPT = """
 import sys
 import torch
@@ -29,6 +29,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("possible")
 def test_the_link_between_the_hosts_is_measured(tmp_path):
     """Once by the hosts together; then rank 0 records the script by itself and predicts."""

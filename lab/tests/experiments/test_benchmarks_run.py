@@ -27,6 +27,7 @@ def benchmark(*arguments: str, folder: Path) -> Finished:
     return run(["paceline", "study", *arguments], cwd=folder, temporary=folder)
 
 
+@pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
@@ -78,6 +79,7 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
     assert (tmp_path / f"{record['name']}.png").exists() or not _has_matplotlib()
 
 
+@pytest.mark.lab
 def test_the_benchmark_of_optimizers_reports(tmp_path: Path) -> None:
     """A row for LARS and one for LAMB, each with its peer."""
     done = benchmark("optimizers", "--quick", "--json", "--report", str(tmp_path), folder=tmp_path)
@@ -87,6 +89,7 @@ def test_the_benchmark_of_optimizers_reports(tmp_path: Path) -> None:
     assert [row[1:3] for row in record["rows"]] == [["LARS", "torch SGD"], ["LAMB", "torch Adam"]]
 
 
+@pytest.mark.lab
 @pytest.mark.slow
 def test_adasum_benchmark_reports(tmp_path: Path) -> None:
     """Over Gloo no more bytes than the limit, but for dot products and headers; in shared memory none."""
@@ -99,6 +102,7 @@ def test_adasum_benchmark_reports(tmp_path: Path) -> None:
     assert float(record["rows"][1][-1]) == 0.0
 
 
+@pytest.mark.lab
 @pytest.mark.slow
 def test_the_benchmark_of_collectives_reports(tmp_path: Path) -> None:
     """A row for each collective and way to call it, and FSDP2's step."""
@@ -111,6 +115,7 @@ def test_the_benchmark_of_collectives_reports(tmp_path: Path) -> None:
     assert names[-1] == "step of FSDP2"
 
 
+@pytest.mark.processes
 def test_flags_have_no_type_in_a_benchmarks_help(tmp_path: Path) -> None:
     """They take no value, as those of `paceline`'s commands."""
     done = benchmark("overhead", "--help", folder=tmp_path)
@@ -119,6 +124,7 @@ def test_flags_have_no_type_in_a_benchmarks_help(tmp_path: Path) -> None:
     assert "bool" not in done.out
 
 
+@pytest.mark.processes
 def test_an_unknown_name_is_one_paragraph(tmp_path: Path) -> None:
     """No traceback for a typing mistake; the message lists what there is."""
     done = benchmark("step-time", "--workload", "resnet5", folder=tmp_path)

@@ -96,6 +96,7 @@ def test_every_claim_has_a_verdict_and_a_command_or_a_reason():
         assert untried or _commands(row["command"]), f"{name} says {row['verdict']} without a command"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [README, BENCHMARKS, CLAIMS], ids=lambda page: page.stem)
 def test_every_command_exists(page):
     found = [

@@ -91,6 +91,7 @@ def reduced_by(name):
     return lambda model, num_ranks: make_combination(ROWS[name], model, num_ranks)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "row", "compression"),
     [
@@ -109,6 +110,7 @@ def test_two_in_process_ranks_are_two_processes(name, row, compression):
     assert bits(train_in_process(name, 2, reduced_by(row))) == real
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("row", ["adasum", "adasum of gradients"])
 def test_in_process_adasum_is_that_of_processes(row):
     """Up to rounding: dot products are summed in another order there."""
@@ -184,6 +186,7 @@ def train_with_local_steps(rank, num_ranks, every):
     return bits(model)
 
 
+@pytest.mark.processes
 def test_in_process_local_steps_are_those_of_processes():
     """Bitwise, with one exchange that falls due and one at the end."""
     real, _ = pool(2).run(train_with_local_steps, 3)

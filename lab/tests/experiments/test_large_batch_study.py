@@ -28,6 +28,7 @@ def finished(tmp_path_factory):
     return folder, (process.returncode, err, kept), paceline(*ARGUMENTS, cwd=folder)
 
 
+@pytest.mark.lab
 def test_a_stopped_study_goes_on(finished):
     """Exit code 130, a sentence on how to go on, and no trial is computed twice."""
     folder, (code, err, kept), done = finished
@@ -41,6 +42,7 @@ def test_a_stopped_study_goes_on(finished):
     assert len(lines) == len({json.dumps(json.loads(line)["trial"]) for line in lines}) == NUM_TRIALS
 
 
+@pytest.mark.lab
 def test_the_large_batch_loses_without_its_rate_and_not_with_it(finished):
     """Margins from the spread: over seeds, unscaled is 60 ± 4, the others 97 ± 1."""
     record = json.loads(finished[2].out)
@@ -55,6 +57,7 @@ def test_the_large_batch_loses_without_its_rate_and_not_with_it(finished):
     assert claims["an unscaled rate loses accuracy"] == "holds"
 
 
+@pytest.mark.lab
 def test_the_report_is_there_and_can_be_shown_again(finished, monkeypatch, capsys):
     """Table, verdicts and figure; `--only-show` computes nothing."""
     folder = finished[0]

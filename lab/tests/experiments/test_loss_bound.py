@@ -73,6 +73,7 @@ def test_less_than_a_chunk_is_lost_now_and_then():
     assert 0.005 < lost(RANDOM, 0.01, collectives=500).mean() < 0.015
 
 
+@pytest.mark.slow
 def test_a_run_is_reproducible_and_loss_without_compensation_shows():
     samples = TASKS[QUICK.model].load(None, QUICK.num_train)
     case = Case(0.9, TAIL, "none")
@@ -92,6 +93,7 @@ def test_random_losses_come_first_and_further_seeds_last():
     assert [t.seed > 2 for t in order] == [False] * 24 + [True] * 16
 
 
+@pytest.mark.processes
 def test_a_stopped_study_goes_on_and_reports_what_there_is(tmp_path, monkeypatch, capsys):
     computed = []
 

@@ -77,6 +77,7 @@ def train(rank, num_ranks, seed, backend, bound):
     return train_linear(rank, num_ranks, seed, (40, 30), 4, process_group=both, bucket_cap_mb=0.001)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("bound", [None, 1, 2])
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 def test_data_parallel_over_a_round_robin(backend, bound):

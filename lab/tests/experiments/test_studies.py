@@ -53,6 +53,7 @@ CASES = [(side, setting) for side in ("ours", "torch") for setting in SETTINGS +
 CASES += [("after", setting) for setting in SETTINGS]  # one all-reduce has neither buckets nor groups
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("num_ranks", "cases"), [(2, [(side, {}) for side in ("ours", "torch", "after")]), (3, CASES)]
 )
@@ -76,6 +77,7 @@ def test_a_wrong_mean_is_refused():
         check([outcome])
 
 
+@pytest.mark.processes
 def test_caps_cut_resnet50_as_torch_would():
     """The scaled model has as many buckets as the real one: torch's rule on the order of readiness."""
     profile = default_profile("resnet50").taking(0.0)
@@ -97,6 +99,7 @@ def collectives_by_group(rank, num_ranks, side):
     return [group._get_sequence_number_for_group() - n for group, n in zip(groups, before, strict=True)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("side", ["ours", "torch"])
 def test_groups_take_turns(side):
     """Twelve buckets a step: each group gets a third of them; the first also has a barrier before each step."""
@@ -252,6 +255,7 @@ def workers(rank, num_ranks, num_threads):
     return measure_workers(WorkersConfig(num_threads, num_steps=3, segment_length=2), bool)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("num_ranks", "num_threads"), [(2, 1), (1, 2)])
 def test_workers_are_timed_step_by_step(num_ranks, num_threads):
     """Two processes, and two threads in one: as many positive times as steps, for every size."""
@@ -260,6 +264,7 @@ def test_workers_are_timed_step_by_step(num_ranks, num_threads):
         assert all(len(times) == 3 and min(times) > 0 for times in seconds.values())
 
 
+@pytest.mark.lab
 @needs_root
 @pytest.mark.slow
 @pytest.mark.timeout(120)

@@ -16,6 +16,8 @@ from paceline_lab.experiments.datagrams.network_check import CheckOptions, Check
 from paceline_lab.experiments.datagrams.network_scale import QUICK, ScaleOptions, ScaleStudy
 from paceline_lab.packet_network.sides import SIDES, Times
 
+pytestmark = pytest.mark.compiles
+
 STORED = REPOSITORY / "lab/results/emulated-network.json"
 
 
@@ -106,6 +108,7 @@ def test_networks_have_room_for_their_jobs():
     assert network_scale.network(144, "cubic").mark_bytes is None
 
 
+@pytest.mark.lab
 def test_the_command_simulates_compiled_what_is_simulated_interpreted(tmp_path):
     """The quick study as a user types it, twice, once without compiling: the same times."""
     found = []

@@ -18,9 +18,10 @@ from paceline_lab.packet_network.sides import Traffic, measure
 from paceline_lab.packet_network.state import counts, new_network
 from paceline_lab.packet_network.tcp_flows import TcpFlows, TcpKind
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:overflow encountered:RuntimeWarning"
-)  # random numbers wrap around
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]  # random numbers wrap around
 
 NO_TCP = c.new_connections(1)
 RATE = 1e8
@@ -168,6 +169,7 @@ def test_where_everything_was_sent_twice_what_is_missing_has_the_handshakes_roun
     assert x[c.C_DEADLINE] == 4000 + handshake_ns + 1
 
 
+@pytest.mark.compiles
 def test_the_protocol_is_the_transports_own():
     """The ends are `Endpoint`s, their sums are sums, and every datagram they count as sent was in the network."""
     net = new_network(LeafSpine(3, rate_bits_per_s=RATE, loss_ratio=0.05), 1, d.HEADER_BYTES + 64)
@@ -201,6 +203,7 @@ def test_the_seed_decides(side):
     assert one.job_ms != other.job_ms
 
 
+@pytest.mark.slow
 def test_all_sides_sum_and_push():
     """Every side of the table does both on a small leaf-spine that marks and drops."""
     spec = LeafSpine(4, 2, 2, 1e9, 1e9, mark_bytes=16_384, drop_bytes=16_384)

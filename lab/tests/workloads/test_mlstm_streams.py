@@ -63,6 +63,7 @@ def trained(rank, num_ranks, streams=8):
     return in_float64(run)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_train_what_one_process_trains(num_ranks):
     """Every step's mean loss and reduced gradient, and the parameters, agree to 1e-11; ranks are bitwise equal."""
@@ -109,6 +110,7 @@ def states(rank, num_ranks):
     return in_float64(run)
 
 
+@pytest.mark.processes
 def test_the_state_persists_over_segments_and_ends_with_the_stream():
     """Five segments later the state is that of one long forward; the sixth step starts from an empty state."""
     for differences in pool(2).run(states):
@@ -132,6 +134,7 @@ def half_steps(rank, num_ranks, bad_rank):
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(bad_rank):
     """70,000 does not fit into 16 bits: no rank steps, every rank halves its scale, and all stay bitwise equal."""
@@ -155,6 +158,7 @@ def half_and_single(rank, num_ranks):
     return float((found[0] - found[1]).norm() / found[1].norm())
 
 
+@pytest.mark.processes
 def test_half_precision_is_close_to_single():
     """16 bits keep 11 digits: relative to the gradient's norm, the mean is off by less than one in a thousand."""
     assert all(0 < difference < 1e-3 for difference in pool(2).run(half_and_single))
@@ -165,6 +169,7 @@ def test_the_studys_learning_rate(num_streams, rate):
     assert example().peak_learning_rate(num_streams) == pytest.approx(rate)
 
 
+@pytest.mark.processes
 def test_the_learning_rate_falls_linearly_and_the_norm_is_clipped():
     """Checked where they act: in the optimizer, and in the gradients it sees."""
     rates, norms = pool(1).run(rates_and_norms)[0]
@@ -191,6 +196,8 @@ def test_streams_that_cannot_be_shared_are_refused():
         example().Streams(TEXT[:8], 8, 5, 0, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(100)
 def test_the_example_learns(tmp_path):
     """As a user starts it, at its smallest: bits per character fall on the training and on the held-out text."""

@@ -1,0 +1,43 @@
+"""Tests marked `clock` may be run again; each time is printed with its failure, and more than three fail the run."""
+
+from __future__ import annotations
+
+import pytest
+
+TRIES = 3  # of a test marked `clock`
+MOST_RERUNS = 3  # of all tests together
+
+_reruns: list[tuple[str, str]] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What decides by measured times is tried again; nothing else may be."""
+    for item in items:
+        if item.get_closest_marker("flaky"):
+            raise pytest.UsageError(
+                f"{item.nodeid}: only tests marked `clock` are run again, not `flaky` ones"
+            )
+        if item.get_closest_marker("clock"):
+            item.add_marker(pytest.mark.flaky(reruns=TRIES - 1))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep what failed first."""
+    if str(report.outcome) == "rerun":  # of pytest-rerunfailures
+        _reruns.append((report.nodeid, report.longreprtext))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run that needed too many."""
+    if len(_reruns) > MOST_RERUNS and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print each rerun with the failure before it."""
+    if not _reruns:
+        return
+    terminalreporter.section(f"{len(_reruns)} reruns (a run fails with more than {MOST_RERUNS})")
+    for nodeid, text in _reruns:
+        terminalreporter.line(f"{nodeid} was run again; first it failed:", yellow=True)
+        terminalreporter.line(text)
