@@ -16,6 +16,8 @@ from paceline import DistributedDataParallel
 from paceline.comm.collectives import shares_memory
 from paceline.errors import ProtocolError, ReplicaMismatchError
 
+pytestmark = pytest.mark.processes
+
 
 def moved_to_a_part(rank, _num_ranks, backend, members, how):
     model = DistributedDataParallel(mlp())

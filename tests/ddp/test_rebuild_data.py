@@ -17,6 +17,8 @@ from paceline.comm import gradient_group
 from paceline.data import Balance, GlobalBatch, GlobalShuffle
 from paceline.errors import PeerLostError
 
+pytestmark = pytest.mark.processes
+
 
 def moved_shares(rank, _num_ranks, in_loop, how):
     shuffle = GlobalShuffle(NUM_SAMPLES, GlobalBatch((4, 2, 6)), rank=rank)

@@ -13,6 +13,8 @@ from paceline.data import GlobalBatch
 from paceline.optim import overlap
 from paceline.reductions import Adasum
 
+pytestmark = pytest.mark.processes
+
 
 def kept_gradients(rank, _num_ranks):
     model = DistributedDataParallel(mlp())
@@ -153,8 +155,8 @@ def overlapped(rank, _num_ranks, num_steps):
 
 
 @pytest.mark.parametrize(("num_steps", "first_is"), [(2, False), (7, True)])
-def test_a_step_that_was_put_off_is_completed(num_steps, first_is):
-    """With forward overlap: the bits of training without it, before and after, and steps are put off again."""
+def test_a_step_that_was_deferred_is_completed(num_steps, first_is):
+    """With forward overlap: the bits of training without it, before and after, and steps are deferred again."""
     (bits, were), (others, were_there) = pool(2).run(overlapped, num_steps)
     assert bits[0] == bits[1] == others[0] == others[1]
     assert were == were_there == [(first_is, False), (True, False)]

@@ -8,7 +8,10 @@ from harness.models import digest, squares
 from harness.ranks import pool
 from harness.rebuilding import batch, bits_of, mlp, train
 from paceline import DistributedDataParallel
-from paceline.reductions import GradientNoiseScale, PowerSGD
+from paceline.errors import ConfigurationError
+from paceline.reductions import GradientNoiseScale, ParameterServers, PowerSGD
+
+pytestmark = pytest.mark.processes
 
 
 def compressed(rank, _num_ranks, compression):
@@ -69,6 +72,7 @@ def reduced(rank, _num_ranks, options):
     "options",
     [
         {"reduction": "adasum"},
+        pytest.param({"reduction": "bounded_loss"}, marks=pytest.mark.compiles),
         {"reduction": "noise scale"},
         {"compression": "int8"},
         {"compression": "auto"},
@@ -107,3 +111,12 @@ def test_a_hook_whose_state_is_the_group_follows(builtin):
     """Torch's all-reduce hook takes the new group for its state."""
     first, _, last = pool(3).run(hooked, builtin)
     assert first == last
+
+
+def test_servers_that_step_are_refused():
+    """They keep the optimizer's state for the ranks that they have met."""
+    servers = ParameterServers(["127.0.0.1:9"])
+    servers.check_group(None)
+    servers.step_by(object())
+    with pytest.raises(ConfigurationError, match="the servers step an optimizer"):
+        servers.check_group(None)
