@@ -72,7 +72,6 @@ def reduced(rank, _num_ranks, options):
     "options",
     [
         {"reduction": "adasum"},
-        pytest.param({"reduction": "bounded_loss"}, marks=pytest.mark.compiles),
         {"reduction": "noise scale"},
         {"compression": "int8"},
         {"compression": "auto"},
