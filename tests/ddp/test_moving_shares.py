@@ -165,6 +165,7 @@ def test_balance_moves_samples_and_nothing_else(pairs):
     assert {entry["what"] for entry in both[0]["report"]["history"]} == {"moved"}
 
 
+@pytest.mark.processes
 def test_a_rank_without_memory_trains_less(pairs):
     """The same global batch again, none lost or doubled; where nothing helps, all ranks raise."""
     both = [pair["out_of_memory"] for pair in pairs]

@@ -217,6 +217,7 @@ def test_the_mean_over_tokens_is_exact(outcomes):
         assert bits == outcomes[0]["tokens"][2]
 
 
+@pytest.mark.processes
 def test_a_stream_is_trained_once(outcomes):
     """Exact to 1e-12 in every step; resumed at the sample that follows, without reading the rest again."""
     found = [outcome["stream"] for outcome in outcomes]

@@ -222,6 +222,7 @@ def test_shares_that_change_every_step(outcomes):
     assert len({gradients for _, _, gradients in steps}) == 1
 
 
+@pytest.mark.processes
 def test_micro_steps_of_each_rank(outcomes):
     """As exact, up to the end of the epoch, which is no whole step."""
     assert max(outcome["own_micro_steps"] for outcome in outcomes) < 1e-12

@@ -54,6 +54,7 @@ def test_each_other_package_is_a_wheel_that_needs_this_version_and_adds_its_comm
     assert needed.endswith(f"=={metadata['Version']}")
 
 
+@pytest.mark.processes
 def test_the_wheel_holds_the_package_and_nothing_else(built):
     source = REPOSITORY / "src"
     ours = {str(path.relative_to(source)) for path in source.glob("paceline/**/*") if path.is_file()}
