@@ -183,6 +183,7 @@ def test_a_rank_without_memory_trains_less(pairs):
     assert [one["unbalanced"] for one in both] == ["PeerOutOfMemoryError", "MemoryError"]
 
 
+@pytest.mark.processes
 def test_ranks_in_different_steps_are_told(pairs):
     """All of them, in the step in which they differ; after that training may go on."""
     for told, _ in (pair["not_in_the_same_step"] for pair in pairs):

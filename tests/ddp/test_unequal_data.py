@@ -228,6 +228,7 @@ def test_a_stream_is_trained_once(outcomes):
     assert found[0][2]["source"]["position"] >= 30
 
 
+@pytest.mark.processes
 def test_moving_shares_does_not_change_the_rate(outcomes):
     """A recipe that refuses other batches accepts other shares, and its rate stays; nobody lost a sample to memory."""
     for rates, _, num_repeats, batch, samples in (outcome["rates"] for outcome in outcomes):

@@ -83,6 +83,7 @@ def test_the_report_holds_figures_and_rows(shown):
     assert [rank["rank"] for rank in parallel["ranks"]] == [0, 1]
 
 
+@pytest.mark.processes
 def test_a_steps_parts_are_measured(shown):
     """Every part is there and none is negative; only several processes communicate."""
     rows = json.loads((shown[0] / "paceline-report" / "rows.json").read_text())
