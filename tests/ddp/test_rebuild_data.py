@@ -50,6 +50,7 @@ def one_process():
     return model
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["rebuild", "_update_process_group"])
 @pytest.mark.parametrize("in_loop", [True, False], ids=["in the loop", "between loops"])
 def test_the_samples_of_a_rank_that_has_left_are_trained_by_the_others(in_loop, how):
