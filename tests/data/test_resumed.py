@@ -415,6 +415,7 @@ def test_after_any_number_of_restarts(kind, chain, num_samples):
     job.check()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("is_shuffled", [True, False], ids=["shuffle", "stream"])
 def test_with_workers_that_persist(is_shuffled):
     """Which have read ahead when the state is taken; resumed twice, by three ranks and by one."""

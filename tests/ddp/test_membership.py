@@ -34,6 +34,7 @@ def moved_to_a_part(rank, _num_ranks, backend, members, how):
     return *same, (here.epoch, here.size, here.rank, here.name, here.prefix), model.process_group is group
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["rebuild", "_update_process_group"])
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 def test_means_are_over_the_members_that_there_are_now(backend, how):
@@ -61,6 +62,7 @@ def several_times(rank, _num_ranks):
     return bits, len(names), model.membership.epoch
 
 
+@pytest.mark.processes
 def test_members_come_and_go():
     """With `source` all take one rank's parameters: those who have missed steps, and those in another order."""
     results = pool(3).run(several_times)
@@ -93,6 +95,7 @@ def grown(rank, _num_ranks):
     return told, before, after, max((p.grad - q.grad).abs().max().item() for p, q in pairs)
 
 
+@pytest.mark.processes
 def test_a_new_rank_takes_the_model_of_those_who_are_there():
     """It is refused, on every rank, until somebody says whose; then means are over one rank more."""
     results = pool(3).run(grown)
@@ -115,6 +118,7 @@ def another_model(rank, _num_ranks):
     return told, train(model, rank, range(2)) if rank < 2 else None
 
 
+@pytest.mark.processes
 def test_a_new_rank_with_another_model_is_refused_and_the_others_go_on():
     """All are told, and the old membership still trains."""
     (told, bits), (_, others), (third, _) = pool(3).run(another_model)
@@ -137,6 +141,7 @@ def shared_memory(rank, _num_ranks, backend):
     return [*found, shares_memory(used), shares_memory(model.reducer.process_groups[0])]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 def test_gradients_go_through_shared_memory_again(backend):
     """Beside the script's Gloo group, as those of the old members did; or in its own."""
@@ -152,6 +157,7 @@ def after_others_left(rank, _num_ranks):
     return train(another, rank, range(2)), shares_memory(another.membership.gradient_groups[0])
 
 
+@pytest.mark.processes
 def test_who_was_left_can_train_with_the_others_again():
     """The others have closed the group beside the old one; a new model over it opens another, on all ranks."""
     results = pool(3).run(after_others_left)
@@ -187,6 +193,7 @@ def many_rebuilds(rank, num_ranks, how):
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["plain", "paceline", "batch norm", "compression"])
 def test_twenty_rebuilds_leave_nothing_behind(how):
     """Threads, descriptors and shared memory are as many after the last rebuild as after the second, without the GC."""

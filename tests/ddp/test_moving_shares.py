@@ -165,6 +165,7 @@ def test_balance_moves_samples_and_nothing_else(pairs):
     assert {entry["what"] for entry in both[0]["report"]["history"]} == {"moved"}
 
 
+@pytest.mark.processes
 def test_a_rank_without_memory_trains_less(pairs):
     """The same global batch again, none lost or doubled; where nothing helps, all ranks raise."""
     both = [pair["out_of_memory"] for pair in pairs]
@@ -182,6 +183,7 @@ def test_a_rank_without_memory_trains_less(pairs):
     assert [one["unbalanced"] for one in both] == ["PeerOutOfMemoryError", "MemoryError"]
 
 
+@pytest.mark.processes
 def test_ranks_in_different_steps_are_told(pairs):
     """All of them, in the step in which they differ; after that training may go on."""
     for told, _ in (pair["not_in_the_same_step"] for pair in pairs):

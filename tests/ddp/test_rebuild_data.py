@@ -52,6 +52,7 @@ def one_process():
     return model
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["rebuild", "_update_process_group"])
 @pytest.mark.parametrize("in_loop", [True, False], ids=["in the loop", "between loops"])
 def test_the_samples_of_a_rank_that_has_left_are_trained_by_the_others(in_loop, how):
@@ -81,6 +82,7 @@ def balanced(rank, _num_ranks):
     return seen, again, first, shuffle.batch, model.balance_report()["samples"], bits_of(model)
 
 
+@pytest.mark.processes
 def test_balance_measures_the_new_members():
     """Limits and estimates are of the ranks that there are; decisions stay the same on all of them."""
     results = pool(3).run(balanced)
@@ -122,6 +124,7 @@ def survive(rank, num_ranks, how, backend, timeout_s):
     return trained, lost, step, bits_of(model), model.membership.size
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_others_go_on_without_a_rank_that_has_died(how, backend):
@@ -172,6 +175,7 @@ def lose_two(rank, _num_ranks, dies_in):
     return lost, bits_of(model), model.membership.size, model.membership.epoch
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dies_in", ["standing", "group_like"], ids=["as they meet", "opening groups"])
 def test_a_rank_that_dies_in_a_rebuild_is_left_as_well(dies_in):
     """The others are told, still in the old membership, and go on in yet another group."""

@@ -36,6 +36,7 @@ def kept_gradients(rank, _num_ranks):
     return max((p.grad - q.grad).abs().max().item() for p, q in pairs)
 
 
+@pytest.mark.processes
 def test_gradients_of_no_sync_are_kept():
     """What was accumulated before is reduced with the rest, over the new members."""
     assert max(pool(3).run(kept_gradients)) < 1e-12
@@ -64,6 +65,7 @@ def uneven(rank, _num_ranks):
     return told, norms
 
 
+@pytest.mark.processes
 def test_uneven_inputs_after_a_rebuild():
     """Within `join` a rebuild is refused; after one, ranks without batches shadow the new members."""
     (told, first), _, (_, last) = pool(3).run(uneven)
@@ -100,6 +102,7 @@ def other_refusals(rank, _num_ranks):
     return told
 
 
+@pytest.mark.processes
 def test_what_cannot_go_on_is_refused_in_words():
     """Before anything is changed, the same on every rank."""
     told, others = pool(2).run(other_refusals)
@@ -128,6 +131,7 @@ def graph_of_before(rank, _num_ranks):
     return train(model, rank, range(2, 4))
 
 
+@pytest.mark.processes
 def test_a_graph_of_before_reduces_nothing():
     """The backward of a forward before the rebuild stays this rank's own, and says so; nobody waits for it."""
     first, second = pool(2).run(graph_of_before)
@@ -154,6 +158,7 @@ def overlapped(rank, _num_ranks, num_steps):
     return bits, were_outstanding[:2]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("num_steps", "first_is"), [(2, False), (7, True)])
 def test_a_step_that_was_deferred_is_completed(num_steps, first_is):
     """With forward overlap: the bits of training without it, before and after, and steps are deferred again."""
@@ -183,6 +188,7 @@ def normalised(rank, _num_ranks):
     return max((p.grad - q.grad).abs().max().item() for p, q in pairs)
 
 
+@pytest.mark.processes
 def test_synchronized_batch_norm_follows():
     """It normalises over the batches of the new members."""
     assert max(pool(3).run(normalised)) < 1e-12

@@ -38,6 +38,7 @@ def compressed(rank, _num_ranks, compression):
     return bits, train(model, rank, range(6, 9)), bits_of(model)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("compression", ["onebit", "topk", PowerSGD(rank=1, start_step=0)], ids=str)
 def test_residuals_stay_with_their_ranks(compression):
     """Kept over a rebuild; what must be equal on all ranks begins anew where some have made other steps."""
@@ -68,6 +69,7 @@ def reduced(rank, _num_ranks, options):
     return list(steps(range(4, 9)))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "options",
     [
@@ -105,6 +107,7 @@ def hooked(rank, _num_ranks, builtin):
     return train(model, rank, range(2, 4))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("builtin", [True, False])
 def test_a_hook_whose_state_is_the_group_follows(builtin):
     """Torch's all-reduce hook takes the new group for its state."""

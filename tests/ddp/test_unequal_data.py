@@ -217,6 +217,7 @@ def test_the_mean_over_tokens_is_exact(outcomes):
         assert bits == outcomes[0]["tokens"][2]
 
 
+@pytest.mark.processes
 def test_a_stream_is_trained_once(outcomes):
     """Exact to 1e-12 in every step; resumed at the sample that follows, without reading the rest again."""
     found = [outcome["stream"] for outcome in outcomes]
@@ -227,6 +228,7 @@ def test_a_stream_is_trained_once(outcomes):
     assert found[0][2]["source"]["position"] >= 30
 
 
+@pytest.mark.processes
 def test_moving_shares_does_not_change_the_rate(outcomes):
     """A recipe that refuses other batches accepts other shares, and its rate stays; nobody lost a sample to memory."""
     for rates, _, num_repeats, batch, samples in (outcome["rates"] for outcome in outcomes):

@@ -222,11 +222,13 @@ def test_shares_that_change_every_step(outcomes):
     assert len({gradients for _, _, gradients in steps}) == 1
 
 
+@pytest.mark.processes
 def test_micro_steps_of_each_rank(outcomes):
     """As exact, up to the end of the epoch, which is no whole step."""
     assert max(outcome["own_micro_steps"] for outcome in outcomes) < 1e-12
 
 
+@pytest.mark.processes
 def test_plain_loops(outcomes):
     """One line makes them exact, also with a batch that counts nothing; without it ranks of other sizes are told once.
 
@@ -243,6 +245,7 @@ def test_plain_loops(outcomes):
             assert f"this rank's batch has {SHARES[0][rank]} samples, rank 0's has 8" in told[0][0]
 
 
+@pytest.mark.processes
 def test_running_statistics_of_a_rank_that_trains(outcomes):
     """They are those of the first rank that has samples: rank 0's would stand still while it has none."""
     for outcome in outcomes:
@@ -253,6 +256,7 @@ def test_running_statistics_of_a_rank_that_trains(outcomes):
         assert plain < 1e-12
 
 
+@pytest.mark.processes
 def test_what_shares_mean_to_other_reductions(outcomes):
     """As the guide says."""
     for outcome in outcomes:
@@ -264,6 +268,7 @@ def test_what_shares_mean_to_other_reductions(outcomes):
         assert outcome["noise_of_changing_shares"] == pytest.approx(4, rel=0.1)
 
 
+@pytest.mark.processes
 def test_a_short_soak(outcomes):
     """Shares, stalls, memory, restarts at random: no sample lost, no drift. The long one is a benchmark."""
     for outcome in outcomes:

@@ -65,6 +65,7 @@ def test_the_demo_shows_progress_the_promise_and_where_time_goes(shown):
     assert not [path for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
 
 
+@pytest.mark.processes
 def test_the_report_holds_figures_and_rows(shown):
     folder, _ = shown
     report = folder / "paceline-report"
@@ -82,6 +83,7 @@ def test_the_report_holds_figures_and_rows(shown):
     assert [rank["rank"] for rank in parallel["ranks"]] == [0, 1]
 
 
+@pytest.mark.processes
 def test_a_steps_parts_are_measured(shown):
     """Every part is there and none is negative; only several processes communicate."""
     rows = json.loads((shown[0] / "paceline-report" / "rows.json").read_text())
@@ -272,6 +274,7 @@ def test_the_digits_are_those_of_scikit_learn():
     )
 
 
+@pytest.mark.processes
 def test_the_demo_needs_neither_matplotlib_nor_scikit_learn(tmp_path):
     """In words, with the line that installs the pictures."""
     for name in ("matplotlib", "sklearn", "scipy"):
@@ -296,6 +299,7 @@ def workers(process):
     return [pid for pid, line in alive(process).items() if "paceline.demo.training" in line]
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_every_process(tmp_path):
     with started(["paceline", "demo", "--epochs", "2000"], tmp_path) as process:
         first_report(process)
@@ -308,6 +312,7 @@ def test_ctrl_c_ends_every_process(tmp_path):
     assert not list((tmp_path / "paceline-report").glob("*.png"))
 
 
+@pytest.mark.processes
 def test_a_killed_worker_ends_the_demo_and_is_named(tmp_path):
     with started(["paceline", "demo", "--epochs", "2000"], tmp_path) as process:
         first_report(process)

@@ -242,6 +242,7 @@ def files_passed(rank, _num_ranks, arguments, backend):
     return min(runs, key=len)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("way", MOST_FILES)
 def test_a_gradient_passes_few_files(way):
     arguments, backend = (

@@ -54,6 +54,7 @@ def test_each_other_package_is_a_wheel_that_needs_this_version_and_adds_its_comm
     assert needed.endswith(f"=={metadata['Version']}")
 
 
+@pytest.mark.processes
 def test_the_wheel_holds_the_package_and_nothing_else(built):
     source = REPOSITORY / "src"
     ours = {str(path.relative_to(source)) for path in source.glob("paceline/**/*") if path.is_file()}
@@ -68,6 +69,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert "paceline/integrations/at_start/sitecustomize.py" in names
 
 
+@pytest.mark.processes
 def test_the_sdist_holds_what_the_wheel_is_built_from(built):
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -75,6 +77,7 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(built):
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
 
 
+@pytest.mark.processes
 def test_an_index_shows_the_python_versions_that_the_readme_says(metadata):
     lowest, highest = re.search(
         r"Python 3\.(\d+) to 3\.(\d+)", (REPOSITORY / "README.md").read_text()

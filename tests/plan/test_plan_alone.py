@@ -71,6 +71,7 @@ def run(program: str, folder: Path, *words: str) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.processes
 def test_a_shipped_workload_is_planned_without_torch(tmp_path: Path) -> None:
     done = run(ALONE, tmp_path, "plan", "resnet50", "--to", "4")
     assert done.returncode == 0, done.stderr
@@ -81,6 +82,7 @@ def test_a_shipped_workload_is_planned_without_torch(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # a profile of all calls slows both processes down
 def test_a_script_is_planned_by_at_most_20_files(tmp_path: Path) -> None:

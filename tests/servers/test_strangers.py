@@ -256,7 +256,7 @@ def test_a_server_without_file_descriptors_goes_on_and_does_not_spin(monkeypatch
     try:
         with socket.create_connection(listener.getsockname(), LIMIT_S) as connected:
             for number in range(1, 4):
-                clock.now_s += 0.25
+                clock.now_s += 0.25 * (number > 1)
                 wait_for(lambda number=number: listener.num_tries == number)
                 turns = clock.num_looks
                 wait_for(lambda turns=turns: clock.num_looks > turns + 3)

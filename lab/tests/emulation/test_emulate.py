@@ -267,6 +267,7 @@ def test_without_pyroute2_it_says_what_to_install(scripts, capsys, monkeypatch):
     assert "pip install pyroute2" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_help_imports_neither_torch_nor_pyroute2(scripts):
     done = paceline("emulate", "--help", cwd=scripts, env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.code == 0

@@ -45,6 +45,7 @@ def test_every_module_with_a_command_is_registered():
         assert not (name in modules and "__main__" in text), f"{name} is run by `paceline study` alone"
 
 
+@pytest.mark.processes
 def test_the_list_says_what_each_asks_and_imports_none_of_them(tmp_path):
     done = paceline("study", cwd=tmp_path)
     assert done.code == 0
@@ -72,6 +73,7 @@ def test_what_only_a_checkout_has_is_asked_for_in_words(monkeypatch):
     assert provenance.collect(1).git_hash == "unknown"
 
 
+@pytest.mark.processes
 def test_a_checkout_is_dirty_if_one_of_the_packages_is_and_not_by_results(tmp_path, monkeypatch):
     """A measurement writes results; that alone must not make the next one look like another code's."""
     import subprocess
