@@ -24,13 +24,13 @@ def study():
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_takes_the_options_of_all_its_runs(name):
+def test_every_experiment_takes_the_options_of_all_its_runs(name, tmp_path):
     experiment = EXPERIMENTS[name]
     command = study().loaded(name)
     assert name == name.lower().replace("_", "-")
     assert experiment.question.count("?") == 1
     for options in experiment.runs:
-        context = command.make_context(name, shlex.split(f"{options} --quick --report out"))
+        context = command.make_context(name, shlex.split(f"{options} --quick --report {tmp_path}"))
         assert context.params["quick"] is True
 
 
