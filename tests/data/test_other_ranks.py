@@ -122,7 +122,7 @@ def test_a_balance_begins_again_alike():
     for _ in range(7):
         old.observe(GlobalBatch((6, 6, 6)), [Work(6, 1.0)] * 3)
     new.begin(GlobalBatch((9, 9)))
-    begun = [each.begin_again(GlobalBatch((12, 6)), [10, None]) for each in (old, new)]
+    begun = [each.begin_again(GlobalBatch((12, 6)), [10, None], tells=True) for each in (old, new)]
     assert begun[0] == begun[1]
     assert begun[0].local[0] <= 10
     assert begun[0].size == 18

@@ -36,7 +36,7 @@ _ROW = re.compile(
 # Arguments of the wrapper, the group's backend, and how far the way is: files, and lines of the functions passed.
 WAYS = {
     "plain": ({}, "gloo", (9, 458)),
-    "shared memory": ({}, "paceline", (20, 780)),
+    "shared memory": ({}, "paceline", (20, 785)),
     "int8": ({"compression": "int8"}, "gloo", (13, 704)),
     "adasum": ({"reduction": "adasum"}, "gloo", (20, 1015)),
 }

@@ -94,8 +94,9 @@ def group_beside(group: dist.ProcessGroup, in_parts: bool = False) -> dist.Proce
     """
     if group not in _beside:
         gloo: Any = _gloo_of(group)
-        is_part = group.size() < dist.get_world_size()
-        if gloo is None or group.size() == 1 or (is_part and not in_parts) or not on_one_host(unknown=False):
+        if gloo is None or group.size() == 1 or not on_one_host(unknown=False):
+            return group
+        if group.size() < dist.get_world_size() and not in_parts:
             return group
         _beside[group] = _Beside(_make_beside(group, gloo.options._timeout))
     beside = _beside[group]

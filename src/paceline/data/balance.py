@@ -139,17 +139,18 @@ class Balance:
         """The samples of a micro-batch that a rank can hold, as far as that is known or was given."""
         return self._limits[rank] if rank < len(self._limits) else None
 
-    def begin_again(self, batch: GlobalBatch, limits: Sequence[int | None]) -> GlobalBatch:
+    def begin_again(self, batch: GlobalBatch, limits: Sequence[int | None], tells: bool) -> GlobalBatch:
         """Other ranks train from now on: measure anew, and return the shares that they begin with.
 
         Args:
             batch: Shares that may be more than some of them can hold.
             limits: Of each rank's micro-batch; what is known stays true.
+            tells: As in `begin`.
 
         Raises:
             ConfigurationError: Together they cannot hold this batch.
         """
-        self._limits = list(limits)
+        self._limits, self.tells = list(limits), tells
         self._measure_anew(batch.num_ranks)
         if all(self._holds(batch, rank) for rank in range(batch.num_ranks)):
             return batch

@@ -264,8 +264,7 @@ class StepShares:
             ConfigurationError: The batch is none of theirs, or they cannot hold it.
         """
         if self.balance is not None:
-            batch = self.balance.begin_again(batch, [limit or None for limit in limits])
-            self.balance.tells = rank == 0
+            batch = self.balance.begin_again(batch, [limit or None for limit in limits], tells=rank == 0)
         self.sampler.move(batch, rank, told.epoch, told.position)
         self._rank, self._reported, self._words = rank, None, NO_REPORT
         self._clock.forget()
