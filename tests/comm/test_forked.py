@@ -93,10 +93,10 @@ def forked(training):
 
 def has_left(training):
     """Whether the others have been told that this rank has left."""
-    roll_call = training.model._steps.membership.peers._roll_call
+    detection = training.model._steps.membership.peers._failure_detection
     groups = [group for group in dist.distributed_c10d._world.pg_map if hasattr(group, "host")]
     in_memory = any(group.host.me.status.has_left for group in groups)
-    return in_memory or roll_call._store.get(f"left/{training.rank}") is not None
+    return in_memory or detection._store.get(f"left/{training.rank}") is not None
 
 
 def train_and_fork(rank, num_ranks, way, addresses):

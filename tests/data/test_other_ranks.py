@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.data import Balance, GlobalBatch, GlobalShuffle, GlobalStream, TokenShuffle, Work
+from paceline.data import Balance, GlobalBatch, GlobalShuffle, GlobalStream, StepWork, TokenShuffle
 from paceline.data.global_batch import cut_among
 from paceline.ddp.step_shares import Standing, StepShares
 from paceline.errors import ConfigurationError
@@ -120,7 +120,7 @@ def test_a_balance_begins_again_alike():
     old, new = Balance(num_ignored=0, gain_ratio=0.0), Balance(num_ignored=0, gain_ratio=0.0)
     old.begin(GlobalBatch((6, 6, 6)))
     for _ in range(7):
-        old.observe(GlobalBatch((6, 6, 6)), [Work(6, 1.0)] * 3)
+        old.observe(GlobalBatch((6, 6, 6)), [StepWork(6, 1.0)] * 3)
     new.begin(GlobalBatch((9, 9)))
     begun = [each.begin_again(GlobalBatch((12, 6)), [10, None], tells=True) for each in (old, new)]
     assert begun[0] == begun[1]
@@ -131,7 +131,7 @@ def test_a_balance_begins_again_alike():
         batch = begun[0]
         for _ in range(12):
             work = [
-                Work(count, count * speed) for count, speed in zip(batch.samples, (0.1, 0.4), strict=True)
+                StepWork(count, count * speed) for count, speed in zip(batch.samples, (0.1, 0.4), strict=True)
             ]
             batch = each.observe(batch, work) or batch
         decided.append(batch.samples)

@@ -217,7 +217,7 @@ def waits(rank, _num_ranks):
 
 
 def test_all_ranks_hear_why_the_first_one_failed():
-    """Only one sees the reason; it says so in the roll call, and who answers does not take its place."""
+    """Only one sees the reason; it says so in failure detection, and who answers does not take its place."""
     others = pool(3).run(waits)
     for rank, message in enumerate(others):
         who, _, said = message.partition("The backend said: ")

@@ -157,7 +157,7 @@ def test_the_search_sees_every_form_of_a_call(source):
         ("import functools\nfunctools.reduce(max, sizes)", "ddp"),
         ("self._communicator.gather(mine, doing)", "paceline_svm"),
         ("client.connected.send(piece)", "servers"),
-        ("from paceline.comm.collectives import launch_sum\nlaunch_sum(tensor, group)", "ddp"),
+        ("from paceline.comm.collectives import all_reduce\nlaunch_sum(tensor, group)", "ddp"),
     ],
 )
 def test_the_search_leaves_the_rest_alone(source, package):

@@ -212,10 +212,10 @@ class SlowStore:
 def test_a_store_that_is_late_is_not_gone():
     """A query that takes longer than a slice, on a busy machine, is waited for before anybody is blamed."""
     group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
-    call = peers._RollCall(group, "model", "wrapping")
+    call = peers._FailureDetection(group, "model", "wrapping")
     call._has_store = True
     call._store.set("here/1", "waiting")
-    call._query = peers._StoreQuery(SlowStore(), "roll_call")
+    call._query = peers._StoreQuery(SlowStore(), "failure_detection")
     assert "every rank still answers" in call.who_is_gone("waiting", None, None)
 
 
@@ -224,7 +224,7 @@ def test_who_has_ended_is_not_waited_for(how, monkeypatch):
     """The others' grace, here longer than any test may take, is for those that may still answer."""
     monkeypatch.setattr(peers, "GRACE_S", 600.0)
     group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
-    call = peers._RollCall(group, "model", "wrapping")
+    call = peers._FailureDetection(group, "model", "wrapping")
     call._has_store = True
     me = ProcessCard.of_this_process()
     call._store.set("who/1", (me if how == "left" else ProcessCard(me.pid, "1", me.where, me.host)).words)
@@ -248,7 +248,7 @@ def test_who_has_ended_is_not_waited_for(how, monkeypatch):
 def test_rank_0_does_not_blame_itself():
     """The store is gone and nobody's process is known to be."""
     group = mock.Mock(**{"rank.return_value": 0, "size.return_value": 2})
-    call = peers._RollCall(group, "model", "wrapping")
+    call = peers._FailureDetection(group, "model", "wrapping")
     assert "rank 0" not in call._without_store(None)
     me = ProcessCard.of_this_process()
     call._cards[1] = ProcessCard(me.pid, "1", me.where, me.host)
@@ -261,16 +261,16 @@ def test_a_stranger_in_the_store(monkeypatch):
     stranger = SealedStore(store, "model")
     monkeypatch.setenv(TOKEN, "secret")
     ours, other = SealedStore(store, "model"), SealedStore(store, "optimizer")
-    assert ours.get("roll_call") is None
-    store.set("roll_call", "1")
-    assert ours.get("roll_call") is None
-    stranger.set("roll_call", "1")
-    assert ours.get("roll_call") is None
-    ours.wait("roll_call", timedelta(milliseconds=20))  # returns, and does not spin
-    ours.set("roll_call", "1")
-    assert SealedStore(store, "model").get("roll_call") == b"1"
-    assert other.get("roll_call") is None
-    store.set("here/1", store.get("roll_call"))
+    assert ours.get("failure_detection") is None
+    store.set("failure_detection", "1")
+    assert ours.get("failure_detection") is None
+    stranger.set("failure_detection", "1")
+    assert ours.get("failure_detection") is None
+    ours.wait("failure_detection", timedelta(milliseconds=20))  # returns, and does not spin
+    ours.set("failure_detection", "1")
+    assert SealedStore(store, "model").get("failure_detection") == b"1"
+    assert other.get("failure_detection") is None
+    store.set("here/1", store.get("failure_detection"))
     assert ours.get("here/1") is None
 
 

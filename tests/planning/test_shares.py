@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.ranks import seeded
-from paceline.data import Balance, GlobalBatch, StepCut, Work
+from paceline.data import Balance, GlobalBatch, StepCut, StepWork
 from paceline.errors import ConfigurationError
 from paceline.planning import Speed, SpeedEstimate, best_shares, lower_bound_s, makespan_s
 
@@ -90,7 +90,7 @@ class Simulated:
         if self.before is not None:
             self.batch = self.balance.observe(self.batch, self.before) or self.batch
         pairs = list(zip(self.speeds, self.batch.samples, strict=True))
-        self.before = [Work(n, s.step_s(n) * (1 + self.source.gauss(0, self.noise))) for s, n in pairs]
+        self.before = [StepWork(n, s.step_s(n) * (1 + self.source.gauss(0, self.noise))) for s, n in pairs]
         return makespan_s(self.speeds, self.batch.samples) / lower_bound_s(self.speeds, self.batch.size)
 
 
@@ -170,13 +170,13 @@ def test_shares_that_a_user_has_changed_beyond_the_limits_move_back():
     """Though nothing is gained."""
     balance, batch = Balance(most=(20, 10)), GlobalBatch((20, 10))
     balance.tells = False
-    assert [balance.observe(batch, [Work(20, 2.0), Work(10, 1.0)]) for _ in range(6)] == [None] * 6
+    assert [balance.observe(batch, [StepWork(20, 2.0), StepWork(10, 1.0)]) for _ in range(6)] == [None] * 6
     changed = GlobalBatch((15, 15))
-    assert balance.observe(changed, [Work(15, 1.5), Work(15, 1.5)]) == batch
+    assert balance.observe(changed, [StepWork(15, 1.5), StepWork(15, 1.5)]) == batch
     fixed = Balance(move="micro-steps", most=4)
     fixed.begin(GlobalBatch((4, 4), 2))
     with pytest.raises(ConfigurationError, match="make it smaller"):
-        fixed.observe(GlobalBatch((8, 8)), [Work(8, 1.0), Work(8, 1.0)])
+        fixed.observe(GlobalBatch((8, 8)), [StepWork(8, 1.0), StepWork(8, 1.0)])
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_the_first_step_of_a_size_is_not_measured():
     """It allocates memory, or tunes kernels; nor are the first steps of all."""
     balance, batch = Balance(num_ignored=2), GlobalBatch((4, 4))
     for seconds in (9.0, 9.0, 1.0, 1.0):
-        balance.observe(batch, [Work(4, seconds)] * 2)
-    balance.observe(batch, [Work(5, 9.0), Work(3, 1.0)])
-    balance.observe(batch, [Work(5, 1.25), Work(3, 0.75)])
+        balance.observe(batch, [StepWork(4, seconds)] * 2)
+    balance.observe(batch, [StepWork(5, 9.0), StepWork(3, 1.0)])
+    balance.observe(batch, [StepWork(5, 1.25), StepWork(3, 0.75)])
     assert balance.report(batch)["predicted_s"] == pytest.approx(1.0)

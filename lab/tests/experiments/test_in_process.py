@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from paceline.comm.collectives import launch_broadcast, launch_gather, launch_maximum, launch_sum
+from paceline.comm.collectives import all_gather, all_reduce, all_reduce_max, broadcast
 from paceline.errors import CollectiveMismatchError, ProtocolError
 from paceline_lab.doubles.in_process import InProcessWorld
 
@@ -14,19 +14,19 @@ def test_collectives_of_a_world():
     """Whoever comes last performs; sums are folded in rank order; nobody waits before."""
     groups = InProcessWorld(3).groups
     rows = [torch.tensor([rank + 1.0, -rank]) for rank in range(3)]
-    pending = [launch_sum(tensor, group) for tensor, group in zip(rows[::-1], reversed(groups), strict=True)]
+    pending = [all_reduce(tensor, group) for tensor, group in zip(rows[::-1], reversed(groups), strict=True)]
     assert all(each.wait(1.0) for each in pending)
     assert all(row.tolist() == [6.0, -3.0] for row in rows)
     peaks = [torch.tensor([float(rank)]) for rank in range(3)]
-    for each in [launch_maximum(tensor, group) for tensor, group in zip(peaks, groups, strict=True)]:
+    for each in [all_reduce_max(tensor, group) for tensor, group in zip(peaks, groups, strict=True)]:
         each.wait()
     assert [peak.item() for peak in peaks] == [2.0] * 3
     told = [torch.tensor([float(rank)]) for rank in range(3)]
-    for each in [launch_broadcast(tensor, group, 1) for tensor, group in zip(told, groups, strict=True)]:
+    for each in [broadcast(tensor, group, 1) for tensor, group in zip(told, groups, strict=True)]:
         each.wait()
     assert [tensor.item() for tensor in told] == [1.0] * 3
     got = [[torch.empty(1) for _ in range(3)] for _ in range(3)]
-    works = [launch_gather(got[rank], torch.tensor([float(rank)]), groups[rank]) for rank in range(3)]
+    works = [all_gather(got[rank], torch.tensor([float(rank)]), groups[rank]) for rank in range(3)]
     assert not any(not work.wait(1.0) for work in works)
     assert [[row.item() for row in mine] for mine in got] == [[0.0, 1.0, 2.0]] * 3
 
@@ -35,7 +35,7 @@ def test_an_error_in_a_collective_reaches_every_rank():
     """Two tensors of as many elements that cannot be added: nobody waits for ever."""
     groups = InProcessWorld(2).groups
     shapes = (2, 3), (3, 2)
-    works = [launch_sum(torch.ones(shape), group) for shape, group in zip(shapes, groups, strict=True)]
+    works = [all_reduce(torch.ones(shape), group) for shape, group in zip(shapes, groups, strict=True)]
     for work in works:
         with pytest.raises(RuntimeError, match="must match the size"):
             work.wait()
@@ -43,9 +43,9 @@ def test_an_error_in_a_collective_reaches_every_rank():
 
 def test_a_collective_waits_for_everybody_and_refuses_another_one():
     first, second = InProcessWorld(2).groups
-    assert launch_sum(torch.ones(2), first).wait(0.01) is False
+    assert all_reduce(torch.ones(2), first).wait(0.01) is False
     with pytest.raises(CollectiveMismatchError, match="rank 1 called all-gather of 2"):
-        launch_gather([torch.empty(2), torch.empty(2)], torch.ones(2), second)
+        all_gather([torch.empty(2), torch.empty(2)], torch.ones(2), second)
 
 
 def test_ranks_as_threads_return_what_each_found():
@@ -53,7 +53,7 @@ def test_ranks_as_threads_return_what_each_found():
 
     def task(group):
         mine = torch.tensor([group.rank() + 1.0])
-        launch_sum(mine, group).wait()
+        all_reduce(mine, group).wait()
         return group.rank(), mine.item()
 
     assert InProcessWorld(3).run(task) == [(rank, 6.0) for rank in range(3)]
@@ -70,7 +70,7 @@ def test_an_error_of_one_thread_ends_the_others():
         if group.rank() == 2:
             may_launch.wait(10.0)
         try:
-            launch_sum(torch.ones(1), group).wait()
+            all_reduce(torch.ones(1), group).wait()
         except ProtocolError as error:
             told.append(str(error))
             may_launch.set()

@@ -1,4 +1,4 @@
-"""The collectives and messages of a process group, and the handles of what was launched (`Pending`).
+"""The collectives and messages of a process group, and the handles of what was launched (`Work`).
 
 Only here, and in `process_group`, are a process group's methods called.
 
@@ -30,11 +30,11 @@ _ALL_TO_ALL = "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") 
 # ---- collectives and messages
 
 
-def launch_sum(tensor: Tensor, group: ProcessGroup, at_once: bool = False) -> PendingWork:
+def all_reduce(tensor: Tensor, group: ProcessGroup, at_once: bool = False) -> C10dWork:
     """Replace `tensor` by the sum of all ranks' tensors. Collective; does not wait, unless `at_once`."""
     options = dist.AllreduceOptions()
     options.asyncOp = not at_once
-    return PendingWork(group.allreduce([tensor], options))
+    return C10dWork(group.allreduce([tensor], options))
 
 
 def sum_in_place(tensor: Tensor, group: ProcessGroup) -> None:
@@ -42,51 +42,51 @@ def sum_in_place(tensor: Tensor, group: ProcessGroup) -> None:
     dist.all_reduce(tensor, group=group)
 
 
-def launch_average(tensor: Tensor, group: ProcessGroup) -> PendingWork:
+def all_reduce_mean(tensor: Tensor, group: ProcessGroup) -> C10dWork:
     """Replace `tensor` by the mean, as the backend takes it; not all of them can. Collective; does not wait."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
-    return PendingWork(group.allreduce([tensor], options))
+    return C10dWork(group.allreduce([tensor], options))
 
 
-def launch_maximum(tensor: Tensor, group: ProcessGroup) -> PendingWork:
+def all_reduce_max(tensor: Tensor, group: ProcessGroup) -> C10dWork:
     """Replace `tensor` by the elementwise maximum over the ranks. Collective; does not wait."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    return PendingWork(group.allreduce([tensor], options))
+    return C10dWork(group.allreduce([tensor], options))
 
 
-def launch_broadcast(tensor: Tensor, group: ProcessGroup, source: int, at_once: bool = False) -> PendingWork:
+def broadcast(tensor: Tensor, group: ProcessGroup, source: int, at_once: bool = False) -> C10dWork:
     """Replace `tensor` by that of rank `source` of the group. Collective; does not wait, unless `at_once`."""
     options = dist.BroadcastOptions()
     options.asyncOp = not at_once
     options.rootRank, options.rootTensor = source, 0
-    return PendingWork(group.broadcast([tensor], options))
+    return C10dWork(group.broadcast([tensor], options))
 
 
-def launch_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup, at_once: bool = False) -> PendingWork:
+def all_gather(rows: list[Tensor], row: Tensor, group: ProcessGroup, at_once: bool = False) -> C10dWork:
     """Fill `rows` with every rank's `row`. Collective; does not wait, unless `at_once`."""
     options = AllgatherOptions()
     options.asyncOp = not at_once
-    return PendingWork(group.allgather([rows], [row], options))
+    return C10dWork(group.allgather([rows], [row], options))
 
 
-def launch_all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup) -> PendingWork:
+def all_to_all(received: Tensor, sent: Tensor, group: ProcessGroup) -> C10dWork:
     """Send the i-th of equal parts of `sent` to rank i, and fill `received` with what the ranks send to this one.
 
     Collective; does not wait. Only where `can_all_to_all`.
     """
     exchange = getattr(group, _ALL_TO_ALL)
-    return PendingWork(exchange(received, sent, [], [], dist.AllToAllOptions()))
+    return C10dWork(exchange(received, sent, [], [], dist.AllToAllOptions()))
 
 
 def can_all_to_all(group: ProcessGroup) -> bool:
-    """Whether the group has `launch_all_to_all`; one written in Python may not (`RoundRobin`)."""
+    """Whether the group has `all_to_all`; one written in Python may not (`RoundRobin`)."""
     kind = type(group)
     return kind is ProcessGroup or getattr(kind, _ALL_TO_ALL) is not getattr(ProcessGroup, _ALL_TO_ALL)
 
 
-def launch_send(tensor: Tensor, group: Any, peer: int, tag: int) -> dist.Work:
+def isend(tensor: Tensor, group: Any, peer: int, tag: int) -> dist.Work:
     """Send `tensor` to a rank, which receives it with the same tag. Does not wait.
 
     Args:
@@ -99,8 +99,8 @@ def launch_send(tensor: Tensor, group: Any, peer: int, tag: int) -> dist.Work:
     return work
 
 
-def launch_receive(tensor: Tensor, group: Any, peer: int, tag: int) -> dist.Work:
-    """Fill `tensor` with what a rank sends with the same tag. Does not wait; arguments as of `launch_send`."""
+def irecv(tensor: Tensor, group: Any, peer: int, tag: int) -> dist.Work:
+    """Fill `tensor` with what a rank sends with the same tag. Does not wait; arguments as of `isend`."""
     work: dist.Work = group.recv([tensor], peer, tag)
     return work
 
@@ -149,7 +149,7 @@ def launch_session_name(process_group: ProcessGroup, device: torch.device) -> Ca
     It is rank 0's, so that ranks agree on it whatever failed before on one of them. Collective; does not wait.
     """
     number = torch.tensor([secrets.randbits(62)], device=device_for_metadata(process_group, device))
-    sent = launch_broadcast(number, process_group, source=0)
+    sent = broadcast(number, process_group, source=0)
 
     def name() -> str:
         sent.wait()
@@ -161,7 +161,7 @@ def launch_session_name(process_group: ProcessGroup, device: torch.device) -> Ca
 # ---- handles: wait, with a timeout so as to poll for failures, or be called back
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """The handle of something that has been launched."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -175,7 +175,7 @@ class Pending(Protocol):
 _AS_LONG_AS_IT_TAKES = timedelta(0)
 
 
-class PendingWork:
+class C10dWork:
     """The handle of a c10d `Work`."""
 
     def __init__(self, work: dist.Work) -> None:
@@ -199,7 +199,7 @@ class PendingWork:
         return True
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """As `Pending.on_done`; where a process group written in Python cannot say when it is done, never."""
+        """As `Work.on_done`; where a process group written in Python cannot say when it is done, never."""
         with contextlib.suppress(RuntimeError, NotImplementedError):  # torchft's future takes no callbacks
             self._work.get_future().add_done_callback(lambda _: callback())
 
@@ -217,7 +217,7 @@ def _outlive_works() -> None:
     atexit.register(time.sleep, 0.05)
 
 
-class PendingFuture:
+class FutureWork:
     """The handle of a communication hook's future; its value replaces the bucket's gradients."""
 
     def __init__(self, future: torch.futures.Future[Any], body: Tensor) -> None:
@@ -225,7 +225,7 @@ class PendingFuture:
         self._body = body
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """As `Pending.wait`; a future cannot be waited for in slices, so the time limit is the process group's."""
+        """As `Work.wait`; a future cannot be waited for in slices, so the time limit is the process group's."""
         result = self._future.wait()
         if isinstance(result, (list, tuple)):
             result = result[0]
@@ -257,11 +257,11 @@ class Chain:
             known, when `wait` has come to the end.
     """
 
-    def __init__(self, stages: Iterator[Pending], num_stages: int | None = None) -> None:
+    def __init__(self, stages: Iterator[Work], num_stages: int | None = None) -> None:
         self._stages = stages
         self._num_left = num_stages
         self._callbacks: list[Callable[[], None]] = []
-        self._current: Pending | None = None
+        self._current: Work | None = None
         self._advance()
 
     def _advance(self) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import BACKEND_NAME
-from paceline.comm.collectives import device_for_metadata, launch_maximum, shares_memory
+from paceline.comm.collectives import all_reduce_max, device_for_metadata, shares_memory
 from paceline.errors import ConfigurationError
 from paceline.host.addresses import is_loopback
 
@@ -246,6 +246,6 @@ def _open_equally_many(group: dist.ProcessGroup) -> None:
     """
     names = dist.distributed_c10d._world.pg_names
     most = torch.tensor([len(names)], device=device_for_metadata(group, torch.device("cuda")))
-    launch_maximum(most, group).wait()
+    all_reduce_max(most, group).wait()
     while len(names) < most.item():
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

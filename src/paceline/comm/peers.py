@@ -1,9 +1,9 @@
 """Failure detection: waits for collectives, and when one fails says which ranks died, hang or cannot be reached.
 
-A rank whose collective failed starts a *roll call*: it writes what it was doing into the job's store, and gives the
-others a moment to do the same, but for those that have left, or died on this host: they cannot. A rank that waits for
-a collective polls the store for a roll call twice a second, so that it answers, and fails, too. A rank that has not
-answered is looked up by its process id if it is on this host.
+A rank whose collective failed starts *failure detection*. It writes what it was doing into the job's store, and gives
+the others a moment to do the same; not those that have left, or died on this host: they cannot. A rank that waits for
+a collective asks the store twice a second whether failure detection has begun. Then it answers, and fails, too. A rank
+that has not answered is looked up by its process id if it is on this host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import Pending
+from paceline.comm.collectives import Work
 from paceline.comm.forked import keep_when_forked
 from paceline.comm.rendezvous import announce
 from paceline.comm.sealed_store import SealedStore
@@ -28,7 +28,7 @@ from paceline.errors import PeerLostError, ServerLostError
 from paceline.host.exit import end_before_exit
 from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
 
-SLICE_S = 0.5  # between two polls for a roll call
+SLICE_S = 0.5  # between two looks whether failure detection has begun
 GRACE_S = 2.0  # for the others to answer
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 0.2  # at who does not answer: each after twice the time of the one before
 _MOST_ASKED = 3
@@ -80,13 +80,13 @@ class Peers:
         self._rank = process_group.rank()
         self._in_slices = in_slices and process_group.size() > 1
         self._consequence = consequence
-        self._roll_call = _RollCall(process_group, name, first_act)
+        self._failure_detection = _FailureDetection(process_group, name, first_act)
 
     def note_step(self, number: int) -> None:
         """Remember how far this rank has got, to tell those who wait when it leaves. Local."""
-        self._roll_call.progress.num_steps = number
+        self._failure_detection.progress.num_steps = number
 
-    def wait(self, pending: Pending, doing: str, consequence: str | None = None) -> None:
+    def wait(self, pending: Work, doing: str, consequence: str | None = None) -> None:
         """Wait for a collective.
 
         Args:
@@ -95,7 +95,7 @@ class Peers:
             consequence: What its failure means, where that is not what this object says of every other.
 
         Contract:
-            Blocks: yes, at most for the process group's timeout and a roll call.
+            Blocks: yes, at most for the process group's timeout and failure detection.
 
         Raises:
             PeerLostError: It failed, here or on another rank; names the ranks that are gone.
@@ -103,16 +103,16 @@ class Peers:
         try:
             if self._in_slices:
                 while not pending.wait(SLICE_S):
-                    self._roll_call.raise_if_called()
+                    self._failure_detection.raise_if_called()
             else:
                 pending.wait()
         except RuntimeError as error:
             raise self.lost(error, doing, consequence) from error
-        if self._roll_call.still_asks:
-            self._roll_call.learn()
+        if self._failure_detection.still_asks:
+            self._failure_detection.learn()
 
     def lost(self, error: Exception, doing: str, consequence: str | None = None) -> PeerLostError:
-        """Start a roll call, or answer one, and return the error that names the missing ranks; arguments as of `wait`.
+        """Start failure detection, or join it; returns the error that names the missing ranks. Arguments as of `wait`.
 
         Args:
             error: Of the collective.
@@ -126,7 +126,7 @@ class Peers:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         reason = None if isinstance(error, _CalledError) else f"rank {self._rank}'s backend said: {said}"
         named = error.peer if isinstance(error, PeerLostError) else None
-        who = self._roll_call.who_is_gone(doing, named, reason)
+        who = self._failure_detection.who_is_gone(doing, named, reason)
         return PeerLostError(
             f"rank {self._rank} was {doing} when communication failed: {who}. {consequence or self._consequence} "
             f"The backend said: {said}"
@@ -134,7 +134,7 @@ class Peers:
 
 
 class _CalledError(RuntimeError):
-    """Another rank has started a roll call; the message says why."""
+    """Another rank has started failure detection; the message says why."""
 
 
 @dataclass
@@ -145,7 +145,7 @@ class _Progress:
     is_store_busy: bool = False  # a query that hangs holds the store's lock
 
 
-class _RollCall:
+class _FailureDetection:
     """Asks the ranks of a group, through the job's store, which of them still answer.
 
     Attributes:
@@ -187,16 +187,16 @@ class _RollCall:
         """Poll the store.
 
         Raises:
-            RuntimeError: Another rank has started a roll call.
+            RuntimeError: Another rank has started failure detection.
         """
         if self._has_store and (self._query is None or not self._query.is_alive()):
-            self._query = _StoreQuery(self._store, "roll_call")
+            self._query = _StoreQuery(self._store, "failure_detection")
             reason = self._query.answer(SLICE_S)
             if reason is not None:
                 raise _CalledError(f"another rank has called the roll ({reason.decode(errors='replace')})")
 
     def who_is_gone(self, doing: str, named: int | None, reason: str | None) -> str:
-        """Start a roll call, or answer it; returns in words which ranks are missing.
+        """Start failure detection, or join it; returns in words which ranks are missing.
 
         Args:
             doing: What this rank was doing.
@@ -235,7 +235,7 @@ class _RollCall:
         try:
             self._store.set(f"here/{self._rank}", doing)
             if reason is not None:
-                self._store.set("roll_call", reason)
+                self._store.set("failure_detection", reason)
             others = (rank for rank in range(self._num_ranks) if rank != self._rank)
             return [rank for rank in others if not self._answers(rank, deadline_s)]
         except RuntimeError:
@@ -298,7 +298,7 @@ class _StoreQuery(threading.Thread):
     """Asks the store for a key; on a thread, because a store behind a cut network never answers."""
 
     def __init__(self, store: SealedStore, key: str) -> None:
-        super().__init__(name="paceline-roll-call", daemon=True)
+        super().__init__(name="paceline-failure-detection", daemon=True)
         self._store = store
         self._key = key
         self._answer: bytes | None = None

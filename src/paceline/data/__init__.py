@@ -1,6 +1,6 @@
 """Global batches, how they are divided among ranks, whether a shuffled data set or a stream, and who gets how much."""
 
-from paceline.data.balance import Balance, Work
+from paceline.data.balance import Balance, StepWork
 from paceline.data.epoch_plan import StepCut
 from paceline.data.global_batch import GlobalBatch
 from paceline.data.global_batches import GlobalBatches
@@ -15,6 +15,6 @@ __all__ = [
     "GlobalShuffle",
     "GlobalStream",
     "StepCut",
+    "StepWork",
     "TokenShuffle",
-    "Work",
 ]

@@ -30,7 +30,7 @@ _LOGGER = logging.getLogger("paceline.balance")
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What a rank did in a step.
 
     Attributes:
@@ -179,7 +179,7 @@ class Balance:
 
     # ---- a step
 
-    def observe(self, batch: GlobalBatch, work: Sequence[Work]) -> GlobalBatch | None:
+    def observe(self, batch: GlobalBatch, work: Sequence[StepWork]) -> GlobalBatch | None:
         """A step has been trained: decide whether the next ones have other shares.
 
         Args:

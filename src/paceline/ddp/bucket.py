@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Pending
+from paceline.comm.collectives import Work
 from paceline.reductions import Reduction
 
 
@@ -92,7 +92,7 @@ class Bucket(Protocol):
             has_ended: Whether backward has: autograd writes no more.
         """
 
-    def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Pending:
+    def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Work:
         """Start reducing the message. Collective; does not wait."""
 
     def attach(self, is_used: Callable[[int], bool]) -> None:
@@ -110,7 +110,7 @@ class Bucket(Protocol):
     def has_late_gradients(self) -> bool:
         """Whether autograd has touched it after `collect`, or though it is left out."""
 
-    def launch_late(self, scale: float, group: ProcessGroup) -> Pending:
+    def launch_late(self, scale: float, group: ProcessGroup) -> Work:
         """Start summing what arrived late, scaled, over the ranks, zeros if nothing did; to be added when it is done.
 
         Collective; does not wait.

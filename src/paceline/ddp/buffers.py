@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from paceline.comm.collectives import launch_broadcast
+from paceline.comm.collectives import broadcast
 from paceline.comm.peers import Peers
 from paceline.ddp.membership import Membership
 from paceline.reductions import Reduction
@@ -44,7 +44,7 @@ class Broadcast:
             flat = torch.cat([tensor.reshape(-1) for tensor in part])
             # As pairs of real numbers: torch 2.8's Gloo takes no complex ones.
             sent = torch.view_as_real(flat) if flat.is_complex() else flat
-            self._parts.append((part, flat, launch_broadcast(sent, process_group, source)))
+            self._parts.append((part, flat, broadcast(sent, process_group, source)))
 
     def finish(self, peers: Peers, doing: str) -> None:
         for part, flat, pending in self._parts:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Pending
+from paceline.comm.collectives import Work
 from paceline.ddp.late_gradients import launch_late
 from paceline.ddp.views import gradient_views, is_large
 from paceline.reductions import Message, Reduction
@@ -334,7 +334,7 @@ class DenseBucket:
                 gradient = gradient.detach()
             view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
-    def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Pending:
+    def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Work:
         return reduction.launch(
             Message(
                 index=self.index,
@@ -376,7 +376,7 @@ class DenseBucket:
     def has_late_gradients(self) -> bool:
         return (self.is_collected or self.left_out) and len(self.touched) > self._num_touched_at_collect
 
-    def launch_late(self, scale: float, group: ProcessGroup) -> Pending:
+    def launch_late(self, scale: float, group: ProcessGroup) -> Work:
         late = self.parameters if self.has_late_gradients() else []
         return launch_late(self.body, late, scale, group)
 

@@ -15,13 +15,13 @@ from typing import Protocol
 from torch.distributed import ProcessGroup
 
 from paceline.comm.backward import Backward
-from paceline.comm.collectives import Pending
+from paceline.comm.collectives import Work
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.layout import ManagedParameters
 from paceline.ddp.open_forwards import OpenForwards
 from paceline.observe import BucketTiming, StepTimings
-from paceline.observe.timings import station
+from paceline.observe.timings import profiler_range
 from paceline.reductions import Reduction
 
 
@@ -116,7 +116,7 @@ class Flight(Protocol):
     def wait(self) -> None:
         """Wait for every bucket that has not been waited for, in order. Raises as `wait_for_words`."""
 
-    def launch_late(self, bucket: Bucket, scale: float) -> Pending:
+    def launch_late(self, bucket: Bucket, scale: float) -> Work:
         """Start summing what arrived after the bucket had left, or though it was left out. Collective."""
 
     def unexplained(self, unused: list[int]) -> list[int]:
@@ -149,7 +149,7 @@ class _Launched:
     def __init__(self, bucket: Bucket, size_bytes: int) -> None:
         self.bucket = bucket
         self.size_bytes = size_bytes
-        self.pending: Pending | None = None
+        self.pending: Work | None = None
         self.launched_s = self.done_s = time.perf_counter()
         self.waited_s = 0.0
 
@@ -231,7 +231,7 @@ class PlainFlight:
     def wait(self) -> None:
         for launched in self._launched[self._num_awaited :]:
             before_s = time.perf_counter()
-            with station("waited"):
+            with profiler_range("waited"):
                 if launched.pending is not None:
                     self._peers.wait(launched.pending, f"waiting for {describe_bucket(launched.bucket)}")
             after_s = time.perf_counter()
@@ -242,7 +242,7 @@ class PlainFlight:
     def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
         return False
 
-    def launch_late(self, bucket: Bucket, scale: float) -> Pending:
+    def launch_late(self, bucket: Bucket, scale: float) -> Work:
         return bucket.launch_late(scale, self.group_of(bucket))
 
     def unexplained(self, unused: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
-from paceline.comm.collectives import launch_maximum, launch_sum
+from paceline.comm.collectives import all_reduce, all_reduce_max
 from paceline.ddp.membership import Membership
 
 
@@ -74,7 +74,7 @@ class Joining:
         flags = torch.tensor(
             [float(flag) for flag in (mine.synchronizes, mine.opens_window, is_active)], device=members.device
         )
-        members.peers.wait(launch_sum(flags, members.process_group), "telling joined ranks about this step")
+        members.peers.wait(all_reduce(flags, members.process_group), "telling joined ranks about this step")
         num_synchronizing, num_windows, num_active = flags.tolist()
         divides_by_all = self.divides_by_all or num_windows > 0
         self.num_averaged = None if divides_by_all else max(1, round(num_active))
@@ -85,7 +85,7 @@ class Joining:
         members = self._membership
         rank: Any = torch.tensor([members.rank if is_candidate else -1], device=members.device)
         members.peers.wait(
-            launch_maximum(rank, members.process_group), "agreeing on whose model is the final one"
+            all_reduce_max(rank, members.process_group), "agreeing on whose model is the final one"
         )
         return int(rank.item())
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Chain, Done, Pending, launch_sum
+from paceline.comm.collectives import Chain, Done, Work, all_reduce
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.views import gradient_views
 
 
-def launch_late(body: Tensor, parameters: Sequence[Parameter], scale: float, group: ProcessGroup) -> Pending:
+def launch_late(body: Tensor, parameters: Sequence[Parameter], scale: float, group: ProcessGroup) -> Work:
     """Start summing a dense bucket's late gradients over the ranks; added to what has been reduced when they are done.
 
     Args:
@@ -35,8 +35,8 @@ def launch_late(body: Tensor, parameters: Sequence[Parameter], scale: float, gro
     return Chain(_added(body, late, group), num_stages=1)
 
 
-def _added(body: Tensor, late: Tensor, group: ProcessGroup) -> Iterator[Pending]:
-    yield launch_sum(late, group) if group.size() > 1 else Done()
+def _added(body: Tensor, late: Tensor, group: ProcessGroup) -> Iterator[Work]:
+    yield all_reduce(late, group) if group.size() > 1 else Done()
     body.add_(late)
 
 

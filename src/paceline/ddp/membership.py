@@ -21,7 +21,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from paceline.comm import gradient_group
-from paceline.comm.collectives import device_for_metadata, launch_gather
+from paceline.comm.collectives import all_gather, device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.data import GlobalBatch
 from paceline.ddp.replicas import Verified
@@ -347,7 +347,7 @@ class Membership:
         mine = _Card(self._token, fresh, self.epoch, self.number, model.num_steps, model.standing())
         row = torch.tensor(mine.words(), device=device_for_metadata(process_group, self.device))
         rows = [torch.empty_like(row) for _ in range(process_group.size())]
-        joining.wait(launch_gather(rows, row, process_group), "meeting the members of another group")
+        joining.wait(all_gather(rows, row, process_group), "meeting the members of another group")
         return [_Card.of(words.tolist()) for words in rows]
 
     def _open(self, process_group: ProcessGroup, verified: Verified, joining: Peers) -> Groups:

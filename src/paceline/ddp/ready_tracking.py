@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from paceline.comm.collectives import launch_broadcast
+from paceline.comm.collectives import broadcast
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.layout import ManagedParameters
@@ -153,7 +153,7 @@ class ReadyTracker:
         self._recorders = []
         order = torch.tensor([*completed(self.order, otherwise), size], device=device)
         if group.size() > 1:
-            peers.wait(launch_broadcast(order, group, source=0), "agreeing on the order of buckets")
+            peers.wait(broadcast(order, group, source=0), "agreeing on the order of buckets")
         *agreed, first_size = order.tolist()
         return agreed, first_size
 

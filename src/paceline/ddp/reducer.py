@@ -45,7 +45,7 @@ from paceline.ddp.setting import Setting
 from paceline.ddp.verdict import Status, Verdict
 from paceline.errors import ProtocolError, StepDroppedError
 from paceline.observe import StepTiming, StepTimings
-from paceline.observe.timings import station
+from paceline.observe.timings import profiler_range
 
 
 class Reducer:
@@ -198,7 +198,7 @@ class Reducer:
 
     def arm(self, backward: Backward, terms: Terms) -> None:
         """Make ready for a backward: its scales, its flight, how many gradients each bucket waits for."""
-        with station("started"):
+        with profiler_range("started"):
             self.recovery.watch(backward)
             self._by_autograd = backward.by_autograd
             self._goes_first = self.recovery.is_first_over_its_groups()
@@ -244,7 +244,7 @@ class Reducer:
             return
         if not self.tracker.is_full(bucket):
             return  # one parameter twice, another not yet: this bucket leaves when backward has ended
-        with station("ready"):
+        with profiler_range("ready"):
             bucket.note_ready(time.perf_counter())
         if not self.tracker.has_foreign_hooks(bucket.touched[-1]):
             self._launch_ready()  # otherwise with the next full bucket: those hooks want to see `.grad`
@@ -261,7 +261,7 @@ class Reducer:
             self._launch(self.buckets[place])
 
     def _launch(self, bucket: Bucket) -> None:
-        with station("launched"):
+        with profiler_range("launched"):
             if not bucket.is_collected and self._flight.leaves(bucket):
                 bucket.collect(self._scale, self._mean_scale, self._used_before, has_ended=False)
             try:
@@ -357,7 +357,7 @@ class Reducer:
         remaining = self.buckets[self._flight.num_launched :]
         for bucket in remaining:
             if not bucket.ready_s:
-                with station("ready"):
+                with profiler_range("ready"):
                     bucket.note_ready(time.perf_counter())
             if self._flight.leaves(bucket):
                 bucket.collect(self._scale, self._mean_scale, self._used_before, has_ended=True)
@@ -388,7 +388,7 @@ class Reducer:
 
     def _attach(self, unused: list[int]) -> None:
         """Give every parameter its reduced gradient; those that no rank used get what they had."""
-        with station("attached"):
+        with profiler_range("attached"):
             is_used = self.verdict.status.is_used
             for bucket in self.buckets:
                 bucket.attach(is_used)

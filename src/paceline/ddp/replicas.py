@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline import version
-from paceline.comm.collectives import device_for_metadata, launch_gather
+from paceline.comm.collectives import all_gather, device_for_metadata
 from paceline.comm.peers import Peers, next_name
 from paceline.ddp.layout import ManagedParameters
 from paceline.errors import ReplicaMismatchError
@@ -146,7 +146,7 @@ def tell_of_refusal(error: Exception, process_group: ProcessGroup, device: torch
 
 def _gather(row: Tensor, process_group: ProcessGroup, peers: Peers) -> list[list[int]]:
     rows = [torch.empty_like(row) for _ in range(process_group.size())]
-    peers.wait(launch_gather(rows, row, process_group), "comparing models with the other ranks")
+    peers.wait(all_gather(rows, row, process_group), "comparing models with the other ranks")
     return [other.tolist() for other in rows]
 
 

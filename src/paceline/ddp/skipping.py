@@ -29,7 +29,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from paceline.comm.collectives import Done, Pending, device_for_metadata, launch_sum
+from paceline.comm.collectives import Done, Work, all_reduce, device_for_metadata
 from paceline.comm.gradient_group import is_beside
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
@@ -173,7 +173,7 @@ class SkippingFlight:
         self._declared = declared
         self.not_expected: frozenset[int] = frozenset().union(*(ranks.members[number] for number in declared))
         self._words = torch.zeros(0)
-        self._pending: Pending | None = None
+        self._pending: Work | None = None
         self._has_arrived = threading.Event()
         self._patience_s = PATIENCE_S
         self._is_agreed = False
@@ -202,14 +202,14 @@ class SkippingFlight:
         where = device_for_metadata(group, managed.parameters[0].device)
         self._words = torch.tensor([*needs, *said], dtype=torch.float64, device=where)
 
-    def ask(self) -> Pending:
+    def ask(self) -> Work:
         """Launch the sum of what all ranks need.
 
         Contract:
             Collective: every rank, once a synchronized backward, before its buckets.  Blocks: no.
         """
         group = self._ranks.group
-        self._pending = Done() if group.size() == 1 else launch_sum(self._words, group)
+        self._pending = Done() if group.size() == 1 else all_reduce(self._words, group)
         self._pending.on_done(self._has_arrived.set)
         return self._pending
 
@@ -221,7 +221,7 @@ class SkippingFlight:
                 self._read(self._pending)
         return self._is_agreed and not self._disagreement
 
-    def _read(self, pending: Pending) -> None:
+    def _read(self, pending: Work) -> None:
         ranks = self._ranks
         ranks.peers.wait(pending, "agreeing on what this step skips")
         num_parameters, width = len(ranks.managed), ranks.num_words
@@ -305,7 +305,7 @@ class SkippingFlight:
     def hand_over(self, attach: Callable[[Bucket], None], conclude: Callable[[float], None]) -> bool:
         return False
 
-    def launch_late(self, bucket: Bucket, scale: float) -> Pending:
+    def launch_late(self, bucket: Bucket, scale: float) -> Work:
         if bucket.left_out:
             collect_left_out(bucket)
         return self._plain.launch_late(bucket, scale)

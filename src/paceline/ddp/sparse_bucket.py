@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Pending
+from paceline.comm.collectives import Work
 from paceline.reductions import Reduction
 from paceline.reductions.reduction import launch_sparse_sum
 
@@ -80,7 +80,7 @@ class SparseBucket:
         parameter.grad = None
         self.is_collected, self.left_out = True, False
 
-    def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Pending:
+    def launch(self, reduction: Reduction, group: ProcessGroup, is_last: bool) -> Work:
         return reduction.launch_sparse(self.message, group, self._keep_reduced)
 
     def _keep_reduced(self, reduced: Tensor) -> None:
@@ -101,7 +101,7 @@ class SparseBucket:
     def has_late_gradients(self) -> bool:
         return (self.is_collected or self.left_out) and len(self.touched) > self._num_touched_at_collect
 
-    def launch_late(self, scale: float, group: ProcessGroup) -> Pending:
+    def launch_late(self, scale: float, group: ProcessGroup) -> Work:
         late = _scaled(_as_sparse(self.parameters[0]), scale)
         self.parameters[0].grad = None  # as after `collect`
         return launch_sparse_sum(late, group, self._add_late)

@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from paceline.data import Balance, GlobalBatch, GlobalBatches, StepCut, Work
+from paceline.data import Balance, GlobalBatch, GlobalBatches, StepCut, StepWork
 from paceline.data.global_batch import cut_among
 from paceline.errors import ConfigurationError, ProtocolError
 from paceline.observe import StepTiming
@@ -195,7 +195,7 @@ class StepShares:
                     "GlobalBatch and changes of it, and let them leave loops over steps(loader) at the same step."
                 )
         if self.balance is not None:
-            work = [Work(int(row.num_samples), row.work_s) for row in rows]
+            work = [StepWork(int(row.num_samples), row.work_s) for row in rows]
             batch = self.balance.observe(self.sampler.batch, work)
             if batch is not None:
                 self.sampler.change(batch, position=int(max(row.fetched for row in rows)))
@@ -304,17 +304,17 @@ class _HostClock:
     def expect_end(self) -> None:
         """The reducer's own record says when backward ended."""
 
-    def work(self, last: StepTiming | None) -> Work:
+    def work(self, last: StepTiming | None) -> StepWork:
         """Of the last step, if it has not been asked for, and it is known when that began."""
         if last is None or last.step == self._last_step:
             self.forget()
-            return Work(0, 0.0)
+            return StepWork(0, 0.0)
         ended_s = last.started_s + last.backward_s
         began_s, self._began_s = self._began_s, ended_s + last.exposed_s
         self._last_step = last.step
         if began_s is None:
-            return Work(0, 0.0)
-        return Work(self._num_samples, max(ended_s - began_s - self.waited_s, 1e-9) * self._factor)
+            return StepWork(0, 0.0)
+        return StepWork(self._num_samples, max(ended_s - began_s - self.waited_s, 1e-9) * self._factor)
 
     def forget(self) -> None:
         """The step under way was given up."""
@@ -345,11 +345,11 @@ class _DeviceClock:
             self._ended.append((*self._under_way, self._clock.mark()))
         self._under_way = None
 
-    def work(self, _: StepTiming | None) -> Work:
+    def work(self, _: StepTiming | None) -> StepWork:
         if not (self._ended and self._ended[0][-1].query()):
-            return Work(0, 0.0)
+            return StepWork(0, 0.0)
         num_samples, factor, began, ended = self._ended.popleft()
-        return Work(num_samples, max(self._clock.between_s(began, ended), 1e-9) * factor)
+        return StepWork(num_samples, max(self._clock.between_s(began, ended), 1e-9) * factor)
 
     def forget(self) -> None:
         self._under_way = None

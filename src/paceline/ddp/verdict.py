@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import launch_sum
+from paceline.comm.collectives import all_reduce
 from paceline.comm.peers import Peers, describe
 from paceline.ddp.non_finite import Suspicion
 from paceline.ddp.open_forwards import NOT_COUNTED, OpenForwards, out_of_step
@@ -155,7 +155,7 @@ class Verdict:
     def exchange(self, process_group: ProcessGroup, peers: Peers) -> None:
         """Sum the words by themselves, where no bucket carries them. Collective; blocks."""
         if process_group.size() > 1:
-            peers.wait(launch_sum(self.status.words, process_group), "waiting for the ranks' statuses")
+            peers.wait(all_reduce(self.status.words, process_group), "waiting for the ranks' statuses")
 
     def reach(self, step: int, reduction: Reduction) -> bool:
         """Read the words.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import Done, Pending, device_for_metadata, launch_sum
+from paceline.comm.collectives import Done, Work, all_reduce, device_for_metadata
 from paceline.comm.peers import Peers
 from paceline.ddp.buffers import Buffers
 from paceline.ddp.flight import Terms
@@ -119,7 +119,7 @@ class WeightExchange:
         where = device_for_metadata(process_group, device)
         self._words = torch.tensor(words, dtype=torch.float64, device=where)
         is_alone = process_group.size() == 1
-        self._pending: Pending = Done() if is_alone else launch_sum(self._words, process_group)
+        self._pending: Work = Done() if is_alone else all_reduce(self._words, process_group)
         self._found: StepWeights | None = None
         self._lost: PeerLostError | None = None
 

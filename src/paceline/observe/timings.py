@@ -108,6 +108,6 @@ PREFIX = "paceline:"
 _UNSEEN = nullcontext()
 
 
-def station(name: str) -> AbstractContextManager[object]:
+def profiler_range(name: str) -> AbstractContextManager[object]:
     """A range `paceline:<name>` around what is done within; costs a tenth of a microsecond where no profiler runs."""
     return record_function(PREFIX + name) if _profiler_enabled() else _UNSEEN

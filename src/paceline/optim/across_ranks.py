@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from paceline import version
-from paceline.comm.collectives import device_for_metadata, launch_broadcast, launch_gather
+from paceline.comm.collectives import all_gather, broadcast, device_for_metadata
 from paceline.comm.peers import Peers, next_name
 from paceline.errors import ConfigurationError, ReplicaMismatchError
 from paceline.optim.flat_parameters import FlatParameters, flatten
@@ -118,7 +118,7 @@ class AcrossRanks(Optimizer, ABC):
         if self._group.size() > 1:
             for flat in self._flats:
                 flat.take()
-                self._peers.wait(launch_broadcast(flat.kept, self._group, 0), "receiving rank 0's parameters")
+                self._peers.wait(broadcast(flat.kept, self._group, 0), "receiving rank 0's parameters")
                 flat.put_back()
 
     def _step_here(self, closure: Callable[[], float] | None) -> float | None:
@@ -166,9 +166,7 @@ class AcrossRanks(Optimizer, ABC):
         rows = [torch.empty_like(row) for _ in range(self._group.size())]
         if len(rows) == 1:
             return [digest]
-        self._peers.wait(
-            launch_gather(rows, row, self._group), "comparing the ranks' parameters or gradients"
-        )
+        self._peers.wait(all_gather(rows, row, self._group), "comparing the ranks' parameters or gradients")
         return [bytes(each.tolist()) for each in rows]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

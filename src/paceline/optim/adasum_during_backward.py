@@ -28,15 +28,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.backward import Backward
-from paceline.comm.collectives import Pending
+from paceline.comm.collectives import Work
 from paceline.errors import ConfigurationError, PeerAbortedError
 from paceline.optim.flat_parameters import FlatParameters, flatten
 
 LEAST_BYTES = 2**20  # of a bucket: less costs more rounds than it hides
 MOST_BUCKETS = 8  # of one dtype: seven eighths can be under way before the last gradient is there
 
-Launch = Callable[[int], Pending]
-Wait = Callable[[Sequence[Pending]], None]
+Launch = Callable[[int], Work]
+Wait = Callable[[Sequence[Work]], None]
 Tell = Callable[[bool], Sequence[bool]]
 
 
@@ -81,7 +81,7 @@ class DuringBackward:
     def _begin(self) -> None:
         self.hook_unfrozen()
         self._missing = [{id(p) for p in flat.parameters if p.requires_grad} for flat in self._flats]
-        self._pending: list[Pending] = []
+        self._pending: list[Work] = []
         # Parameters that were stepped, the gradients they were stepped by, and those gradients' versions then.
         self._used: list[tuple[Tensor, Tensor, int]] = []
         self._backward: weakref.ref[Backward] | None = None
@@ -170,7 +170,7 @@ class DuringBackward:
         )
         changed_by: list[int] = []
 
-        def tell_and_wait(launched: Sequence[Pending]) -> None:
+        def tell_and_wait(launched: Sequence[Work]) -> None:
             answers = tell(is_changed)  # while the last updates are under way
             wait(launched)
             changed_by.extend(rank for rank, answer in enumerate(answers) if answer)

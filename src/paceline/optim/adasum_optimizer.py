@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from paceline.comm.collectives import Pending
+from paceline.comm.collectives import Work
 from paceline.comm.gradient_group import group_apart
 from paceline.errors import ConfigurationError
 from paceline.optim.across_ranks import AcrossRanks
@@ -178,11 +178,11 @@ class AdasumOptimizer(AcrossRanks):
         self._check_nothing_is_under_way("zero_grad")
         super().zero_grad(set_to_none)
 
-    def _launch(self) -> Callable[[int], Pending]:
+    def _launch(self) -> Callable[[int], Work]:
         assert self._travels_over is not None
         return partial(_launch_update, self.reduction, self._flats, self._travels_over)
 
-    def _await(self, launched: Sequence[Pending]) -> None:
+    def _await(self, launched: Sequence[Work]) -> None:
         for pending in launched:
             self._peers.wait(pending, f"combining the updates of step {self._num_steps + 1}")
 
@@ -236,7 +236,7 @@ class AdasumOptimizer(AcrossRanks):
 
 def _launch_update(
     reduction: Adasum, flats: Sequence[FlatParameters], process_group: ProcessGroup, index: int
-) -> Pending:
+) -> Work:
     """Start combining the updates that bucket `index` has taken."""
     if index == 0:
         reduction.begin_step()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import Pending, launch_broadcast, launch_sum
+from paceline.comm.collectives import Work, all_reduce, broadcast
 from paceline.reductions import Message
 
 
@@ -95,15 +95,15 @@ class AveragedBuffers:
         """What has to be equal on all ranks."""
         return [f"{flat.kept.dtype} {tuple(b.shape)}" for flat in self._flats for b in flat.parameters]
 
-    def launch(self) -> list[Pending]:
+    def launch(self) -> list[Work]:
         """Start taking the mean. Collective; does not wait; buffers are not changed before `finish`."""
         return [] if self._group.size() == 1 else [self._launch(flat) for flat in self._flats]
 
-    def _launch(self, flat: FlatParameters) -> Pending:
+    def _launch(self, flat: FlatParameters) -> Work:
         flat.take()
         if not flat.kept.is_floating_point():
-            return launch_broadcast(flat.kept, self._group, 0)
-        return launch_sum(flat.kept.div_(self._group.size()), self._group)
+            return broadcast(flat.kept, self._group, 0)
+        return all_reduce(flat.kept.div_(self._group.size()), self._group)
 
     def finish(self) -> None:
         """Take over what was launched and has been waited for."""

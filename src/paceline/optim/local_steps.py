@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from paceline.comm.collectives import Pending, device_for_metadata, launch_sum
+from paceline.comm.collectives import Work, all_reduce, device_for_metadata
 from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError, ProtocolError
@@ -143,7 +143,7 @@ class LocalSteps(AcrossRanks):
         where = device_for_metadata(self._group, self._parameters()[0].device)
         counts = torch.zeros(num_ranks, dtype=torch.float64, device=where)
         counts[rank] = self._steps_since
-        self._peers.wait(launch_sum(counts, self._group), f"synchronizing after step {self._num_steps}")
+        self._peers.wait(all_reduce(counts, self._group), f"synchronizing after step {self._num_steps}")
         steps = [round(count) for count in counts.tolist()]
         if len(set(steps)) > 1:
             told = ", ".join(f"rank {other} {count}" for other, count in enumerate(steps))
@@ -173,7 +173,7 @@ class LocalSteps(AcrossRanks):
             self._wait_for_all(self._buffers.launch())
         self._buffers.finish()
 
-    def _wait_for_all(self, launched: list[Pending]) -> None:
+    def _wait_for_all(self, launched: list[Work]) -> None:
         for pending in launched:
             self._peers.wait(
                 pending, f"exchanging what {self._steps_since} steps changed, up to step {self._num_steps}"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import device_for_metadata, launch_gather
+from paceline.comm.collectives import all_gather, device_for_metadata
 from paceline.data import GlobalBatch
 from paceline.errors import ConfigurationError
 
@@ -57,7 +57,7 @@ def agree_on_batch(mine: OwnPart, process_group: ProcessGroup | None, device: to
     if group is not None and group.size() > 1:
         row = torch.tensor(mine.as_numbers(), dtype=torch.int64, device=device_for_metadata(group, device))
         rows = [torch.empty_like(row) for _ in range(group.size())]
-        launch_gather(rows, row, group).wait()
+        all_gather(rows, row, group).wait()
         ranks = [other.tolist() for other in rows]
     if mine.problem is not None:
         raise mine.problem

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Done, Pending, PendingWork, launch_session_name
+from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name
 from paceline.comm.lane import Lane, LaneWork
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
@@ -198,7 +198,7 @@ class BoundedLoss(Reduction):
             self._residuals.multiply(scale / self._scale_of_residuals)
             self._scale_of_residuals = scale
 
-    def launch(self, message: Message) -> Pending:
+    def launch(self, message: Message) -> Work:
         if message.process_group.size() == 1:
             return Done()
         if self._connection is None:
@@ -281,7 +281,7 @@ class _Reduced:
         self._staged = body
         self._residual = residual
         self._rank = rank
-        self._work: PendingWork | None = None
+        self._work: C10dWork | None = None
         self._lock = threading.Lock()
         self._is_finished = False
 
@@ -297,7 +297,7 @@ class _Reduced:
 
         work = LaneWork(perform, [self._body], "bounded_loss")
         connection.lane.launch(work, at_once=False)
-        self._work = PendingWork(work)
+        self._work = C10dWork(work)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         assert self._work is not None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import launch_gather
+from paceline.comm.collectives import all_gather
 from paceline.comm.traffic import gathered
 from paceline.compression import Compressor, Layout, Seeds, accumulation_dtype
 from paceline.errors import ConfigurationError
@@ -127,7 +127,7 @@ class Compressed(Lossy):
         if group.size() == 1:
             return lambda: [payload]
         rows = [torch.empty_like(payload) for _ in range(group.size())]
-        pending = launch_gather(rows, payload, group)
+        pending = all_gather(rows, payload, group)
 
         def finish() -> list[Tensor]:
             pending.wait()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Pending, PendingFuture
+from paceline.comm.collectives import FutureWork, Work
 from paceline.errors import ConfigurationError, HookError
 from paceline.reductions.reduction import Message, Reduction
 
@@ -94,7 +94,7 @@ class HookReduction(Reduction):
     def input_scale(self, num_ranks: int) -> float:
         return 1.0
 
-    def launch(self, message: Message) -> Pending:
+    def launch(self, message: Message) -> Work:
         if self._previous is not None and not self._overlaps and message.index > 0:
             self._previous.wait()
         future = self.hook(self.state, GradBucket(message))
@@ -105,7 +105,7 @@ class HookReduction(Reduction):
                 "wrap a value that is already there with Future.set_result."
             )
         self._previous = future
-        return PendingFuture(future, message.body)
+        return FutureWork(future, message.body)
 
     @property
     def name(self) -> str:

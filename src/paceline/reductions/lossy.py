@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Pending, PendingWork
+from paceline.comm.collectives import C10dWork, Work
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.traffic import Traffic, all_reduced
 from paceline.compression import Layout
@@ -117,7 +117,7 @@ class Lossy(Reduction):
         self._num_averaged = num_ranks
         return 1.0  # divided after the sum: gradients of 16 bits lose less before the division than after it
 
-    def launch(self, message: Message) -> Pending:
+    def launch(self, message: Message) -> Work:
         assert self._pipeline is not None, "prepared before the first step"
         names = tuple(self._names[id(parameter)] for parameter in message.parameters)
         layout, checks = self._layout(message, names), self._finite_checks
@@ -136,7 +136,7 @@ class Lossy(Reduction):
 
     def launch_sparse(
         self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
-    ) -> Pending:
+    ) -> Work:
         """Start summing a sparse gradient, uncompressed; on the same thread as buckets, hence in the same order."""
         assert self._pipeline is not None, "prepared before the first step"
 
@@ -278,7 +278,7 @@ class Pipeline:
             weakref.finalize(self, lane.close, 0.0)
         self._under_way: deque[LaneWork] = deque()  # not yet decompressed
 
-    def launch(self, start: Callable[[], Finish], tensor: Tensor, what: str) -> PendingWork:
+    def launch(self, start: Callable[[], Finish], tensor: Tensor, what: str) -> C10dWork:
         """Run `start` on the first thread, and then the function it returns on the second. Does not block.
 
         Args:
@@ -304,7 +304,7 @@ class Pipeline:
 
         decoded = LaneWork(decode, [tensor], what)
         self._sending.launch(LaneWork(send, [tensor], what), at_once=False)
-        return PendingWork(decoded)
+        return C10dWork(decoded)
 
 
 def _raise(error: BaseException) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from paceline.comm.collectives import Chain, Done, Pending, launch_sum
+from paceline.comm.collectives import Chain, Done, Work, all_reduce
 from paceline.reductions.reduction import Message, Reduction
 
 
@@ -24,10 +24,10 @@ class Mean(Reduction):
     def carries_words(self) -> bool:
         return True
 
-    def launch(self, message: Message) -> Pending:
+    def launch(self, message: Message) -> Work:
         if message.process_group.size() == 1:
             return Done()
-        return launch_sum(message.flat, message.process_group)
+        return all_reduce(message.flat, message.process_group)
 
 
 class NarrowMean(Reduction):
@@ -40,12 +40,12 @@ class NarrowMean(Reduction):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def launch(self, message: Message) -> Pending:
+    def launch(self, message: Message) -> Work:
         narrow = message.body.to(self._dtype)
         is_alone = message.process_group.size() == 1
-        pending = Done() if is_alone else launch_sum(narrow, message.process_group)
+        pending = Done() if is_alone else all_reduce(narrow, message.process_group)
 
-        def stages() -> Iterator[Pending]:
+        def stages() -> Iterator[Work]:
             yield pending
             message.body.copy_(narrow)
 

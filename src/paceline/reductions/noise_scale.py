@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Chain, Pending, launch_sum
+from paceline.comm.collectives import Chain, Work, all_reduce
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
 from paceline.observe import StepTiming
@@ -180,7 +180,7 @@ class GradientNoiseScale(Reduction):
         self._to_mean = 1.0 / (scale * num_ranks)
         return scale
 
-    def launch(self, message: Message) -> Pending:
+    def launch(self, message: Message) -> Work:
         if not self._measures:
             return self._inner.launch(message)
         self._parts = self._parts + _squared_norm(message.body) * self._to_mean**2
@@ -189,7 +189,7 @@ class GradientNoiseScale(Reduction):
         # their own later, on any thread, so the order is the same on every rank only after the last bucket is done.
         agreement = self._agree(message) if message.is_last and self.carries_words else None
 
-        def stages() -> Iterator[Pending]:
+        def stages() -> Iterator[Work]:
             yield bucket
             self._whole = self._whole + _squared_norm(message.body)
             if message.is_last:
@@ -197,14 +197,14 @@ class GradientNoiseScale(Reduction):
 
         return Chain(stages(), num_stages=2 if message.is_last else 1)
 
-    def _agree(self, message: Message) -> Pending:
+    def _agree(self, message: Message) -> Work:
         self._is_agreed = True
         self._agreed = torch.stack([self._parts, self._parts.new_tensor(self._share**2)])
-        return launch_sum(self._agreed, message.process_group)
+        return all_reduce(self._agreed, message.process_group)
 
     def launch_sparse(
         self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
-    ) -> Pending:
+    ) -> Work:
         return self._inner.launch_sparse(gradient, process_group, keep)
 
     def withdraw(self, parameters: Sequence[Parameter]) -> None:

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.comm.collectives import (
-    PendingWork,
+    C10dWork,
+    all_gather,
+    all_reduce,
+    all_reduce_mean,
+    all_to_all,
     can_all_to_all,
-    launch_all_to_all,
-    launch_average,
-    launch_gather,
-    launch_sum,
     shares_memory,
 )
 from paceline.comm.traffic import all_reduced
@@ -50,13 +50,13 @@ def launch_mean(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     is_narrow = tensor.dtype in _NARROW
     if is_narrow and shares_memory(group):
         # Between hosts this backend sends partial sums of 16-bit numbers in 32 bits.
-        averaging = launch_average(tensor, group)
+        averaging = all_reduce_mean(tensor, group)
         return lambda: _waited(averaging, tensor)
     if num_ranks > 2 and can_all_to_all(group):
         return _fold_shares(tensor, group)
     if is_narrow:
         return _gather_and_fold(tensor, group)
-    pending = launch_sum(tensor, group)
+    pending = all_reduce(tensor, group)
     return lambda: _waited(pending, tensor).div_(num_ranks)
 
 
@@ -65,14 +65,14 @@ def sent_for_mean(num_bytes: int, num_ranks: int) -> int:
     return all_reduced(num_bytes, num_ranks)
 
 
-def _waited(pending: PendingWork, tensor: Tensor) -> Tensor:
+def _waited(pending: C10dWork, tensor: Tensor) -> Tensor:
     pending.wait()
     return tensor
 
 
 def _gather_and_fold(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     rows = [torch.empty_like(tensor) for _ in range(group.size())]
-    pending = launch_gather(rows, tensor, group)
+    pending = all_gather(rows, tensor, group)
 
     def finish() -> Tensor:
         pending.wait()
@@ -89,9 +89,9 @@ def _fold_shares(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     received = torch.empty_like(padded)
     # As bytes: Gloo's all-to-all supports few dtypes, and nothing is computed on the way.
     byte = torch.uint8
-    launch_all_to_all(received.view(byte), padded.view(byte), group).wait()
+    all_to_all(received.view(byte), padded.view(byte), group).wait()
     mine = _folded(list(received.split(share))).to(tensor.dtype)
-    gathering = launch_gather(list(padded.split(share)), mine, group)
+    gathering = all_gather(list(padded.split(share)), mine, group)
     return lambda: _waited(gathering, padded[:num_elements])
 
 

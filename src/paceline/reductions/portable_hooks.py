@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.collectives import launch_gather, launch_sum
+from paceline.comm.collectives import all_gather, all_reduce
 from paceline.reductions.hook import GradBucket
 
 
@@ -50,7 +50,7 @@ def _gather_quantized(
     header = torch.cat([scales, zero_points]).float().view(torch.uint8)
     payload = torch.cat([header, levels.view(-1)])
     payloads = [torch.empty_like(payload) for _ in range(group.size())]
-    gathering = launch_gather(payloads, payload, group)
+    gathering = all_gather(payloads, payload, group)
 
     def decode(_: Any) -> Tensor:
         total = torch.zeros_like(channels, dtype=torch.float32)
@@ -85,7 +85,7 @@ def batched_power_sgd(state: Any, bucket: GradBucket) -> torch.futures.Future[to
     flat = bucket.buffer()
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
-        summing = launch_sum(flat.div_(group.size()), group)
+        summing = all_reduce(flat.div_(group.size()), group)
         return cast("torch.futures.Future[Tensor]", summing.future().then(lambda _: flat))
     side = math.ceil(math.sqrt(flat.numel()))
     matrix = torch.zeros(side * side, dtype=flat.dtype, device=flat.device)
@@ -100,7 +100,7 @@ def batched_power_sgd(state: Any, bucket: GradBucket) -> torch.futures.Future[to
     def on_p(_: Any) -> None:
         basis = torch.linalg.qr(p.float()).Q.to(p.dtype)
         mean_q = square.t() @ basis
-        launch_sum(mean_q, group).future().add_done_callback(lambda _: on_q(basis, mean_q.div_(group.size())))
+        all_reduce(mean_q, group).future().add_done_callback(lambda _: on_q(basis, mean_q.div_(group.size())))
 
     def on_q(basis: Tensor, mean_q: Tensor) -> None:
         approximation = basis @ mean_q.t()
@@ -111,7 +111,7 @@ def batched_power_sgd(state: Any, bucket: GradBucket) -> torch.futures.Future[to
         state.maybe_increase_iter(bucket)
         result.set_result(approximation.view(-1)[: flat.numel()])
 
-    launch_sum(p, group).future().add_done_callback(on_p)
+    all_reduce(p, group).future().add_done_callback(on_p)
     return result
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Chain, Done, Pending, backend_of, launch_sum
+from paceline.comm.collectives import Chain, Done, Work, all_reduce, backend_of
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 
@@ -128,7 +128,7 @@ class Reduction(ABC):
         return 1.0 / num_ranks
 
     @abstractmethod
-    def launch(self, message: Message) -> Pending:
+    def launch(self, message: Message) -> Work:
         """Start reducing `message.flat` in place.
 
         Returns:
@@ -140,7 +140,7 @@ class Reduction(ABC):
 
     def launch_sparse(
         self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
-    ) -> Pending:
+    ) -> Work:
         """Start reducing a sparse gradient, scaled by `input_scale` already; arguments as of `launch_sparse_sum`."""
         return launch_sparse_sum(gradient, process_group, keep)
 
@@ -172,7 +172,7 @@ def real_numel(tensor: Tensor) -> int:
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
-def launch_sparse_sum(gradient: Tensor, group: ProcessGroup, keep: Callable[[Tensor], None]) -> Pending:
+def launch_sparse_sum(gradient: Tensor, group: ProcessGroup, keep: Callable[[Tensor], None]) -> Work:
     """Start summing a sparse COO gradient over the ranks.
 
     Args:
@@ -189,10 +189,10 @@ def launch_sparse_sum(gradient: Tensor, group: ProcessGroup, keep: Callable[[Ten
     if group.size() == 1:
         return Chain(_kept(Done(), gradient, keep), num_stages=1)
     total = gradient.clone() if _can_sum_sparse(group, gradient) else gradient.to_dense()
-    return Chain(_kept(launch_sum(total, group), total, keep), num_stages=1)
+    return Chain(_kept(all_reduce(total, group), total, keep), num_stages=1)
 
 
-def _kept(pending: Pending, total: Tensor, keep: Callable[[Tensor], None]) -> Iterator[Pending]:
+def _kept(pending: Work, total: Tensor, keep: Callable[[Tensor], None]) -> Iterator[Work]:
     yield pending
     keep((total if total.is_sparse else total.to_sparse(1)).coalesce())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ResponseFuture:
-    """What has been asked together: a `Pending`."""
+    """What has been asked together: a `Work`."""
 
     def __init__(self, num_expected: int) -> None:
         self._left = num_expected

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.collectives import launch_receive, launch_send
+from paceline.comm.collectives import irecv, isend
 from paceline.errors import PeerLostError
 from paceline.transports.transport import Message, Transport
 
@@ -49,9 +49,9 @@ class C10dTransport(Transport):
         sending: list[dist.Work] = []
         try:
             for peer, tensor in receives:
-                receiving.append(self._launch(launch_receive, peer, tensor))
+                receiving.append(self._launch(irecv, peer, tensor))
             for peer, tensor in sends:
-                sending.append(self._launch(launch_send, peer, tensor))
+                sending.append(self._launch(isend, peer, tensor))
             for index, (peer, _) in enumerate(receives):
                 self._wait(receiving[index], peer, deadline, timeout_s)
                 on_received(index)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.comm.collectives import Pending, backend_of, launch_broadcast, launch_gather, launch_sum
+from paceline.comm.collectives import Work, all_gather, all_reduce, backend_of, broadcast
 from paceline.comm.gradient_group import group_beside
 from paceline.comm.peers import Peers, next_name
 
@@ -115,7 +115,7 @@ class GroupCommunicator:
     def gather(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         row = self._to_device(mine)
         rows = torch.empty((self.num_ranks, *row.shape), dtype=row.dtype, device=row.device)
-        self._do(lambda: launch_gather(list(rows.unbind(0)), row, self._group, at_once=True), row, doing)
+        self._do(lambda: all_gather(list(rows.unbind(0)), row, self._group, at_once=True), row, doing)
         return rows.cpu().numpy()
 
     def gather_uneven(self, mine: NDArray[Any], doing: str, room: int | None = None) -> list[NDArray[Any]]:
@@ -141,18 +141,18 @@ class GroupCommunicator:
 
     def total(self, mine: NDArray[Any], doing: str) -> NDArray[Any]:
         tensor = self._to_device(mine)
-        self._do(lambda: launch_sum(tensor, self._group, at_once=True), tensor, doing)
+        self._do(lambda: all_reduce(tensor, self._group, at_once=True), tensor, doing)
         return tensor.cpu().numpy()
 
     def broadcast(self, array: NDArray[Any], doing: str) -> NDArray[Any]:
         tensor = self._to_device(array)
-        self._do(lambda: launch_broadcast(tensor, self._group, 0, at_once=True), tensor, doing)
+        self._do(lambda: broadcast(tensor, self._group, 0, at_once=True), tensor, doing)
         return tensor.cpu().numpy()
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.require(array, requirements=["C", "W"])).to(self._device)
 
-    def _do(self, launch: Callable[[], Pending], tensor: Tensor, doing: str) -> None:
+    def _do(self, launch: Callable[[], Work], tensor: Tensor, doing: str) -> None:
         self.num_collectives += 1
         self.num_bytes += tensor.numel() * tensor.element_size()
         if tensor.numel() == 0:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import launch_broadcast, launch_gather
+from paceline.comm.collectives import all_gather, broadcast
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap.outstanding import Needs
@@ -179,7 +179,7 @@ class Agreement:
         row = torch.tensor([_median_s(with_s), _median_s(without_s)], dtype=torch.float64)
         rows = [torch.empty_like(row) for _ in range(self._group.size())]
         self._peers.wait(
-            launch_gather(rows, row, self._group), "comparing steps with and without forward overlap"
+            all_gather(rows, row, self._group), "comparing steps with and without forward overlap"
         )
         with_median_s, without_median_s = torch.stack(rows).amax(0).tolist()
         was_worth_it = self.seen is not None
@@ -232,7 +232,7 @@ def agree(pieces: Sequence[Piece], mine: MeasuredStep, group: ProcessGroup, peer
         [-mine.reduced_s, mine.rate_bytes_per_s, mine.backward_s, *mine.ready_s], dtype=torch.float64
     )
     rows = [torch.empty_like(row) for _ in range(group.size())]
-    peers.wait(launch_gather(rows, row, group), "gathering the times of a step")
+    peers.wait(all_gather(rows, row, group), "gathering the times of a step")
     words = torch.zeros(len(pieces) + 3, dtype=torch.float64)
     if group.rank() == 0:
         slowest = _slowest(rows, mine)
@@ -240,7 +240,7 @@ def agree(pieces: Sequence[Piece], mine: MeasuredStep, group: ProcessGroup, peer
         gain = predict(pieces, order, slowest)
         said = [gain.without_s, gain.with_s, slowest.rate_bytes_per_s]
         words = torch.tensor([*said, *map(float, order)], dtype=torch.float64)
-    peers.wait(launch_broadcast(words, group, source=0), "agreeing on the order of pieces")
+    peers.wait(broadcast(words, group, source=0), "agreeing on the order of pieces")
     without_s, with_s, rate, *order_words = words.tolist()
     return Agreed(tuple(pieces[int(place)] for place in order_words), Gain(without_s, with_s), rate)
 

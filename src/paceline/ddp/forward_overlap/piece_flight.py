@@ -18,13 +18,13 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import Pending, launch_sum
+from paceline.comm.collectives import Work, all_reduce
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.dense_bucket import DenseBucket
 from paceline.ddp.flight import describe_bucket
 from paceline.observe import BucketTiming
-from paceline.observe.timings import station
+from paceline.observe.timings import profiler_range
 from paceline.planning.forward_overlap import Piece
 
 IN_FLIGHT = 2  # what Gloo performs at once; a third would wait in its queue, where nothing can overtake it
@@ -37,7 +37,7 @@ HALF_STEPPED = (
 
 
 class _Progress:
-    """One bucket's pieces on their way: a `Pending`."""
+    """One bucket's pieces on their way: a `Work`."""
 
     def __init__(self, num_pieces: int) -> None:
         self.num_left = num_pieces
@@ -157,7 +157,7 @@ class PieceFlight:
         progress = self.progress[piece.bucket]
         progress.launched_s = progress.launched_s or time.perf_counter()
         self._num_under_way += 1
-        pending = launch_sum(body[piece.start : piece.stop], self._group)
+        pending = all_reduce(body[piece.start : piece.stop], self._group)
         pending.future().add_done_callback(lambda future: self._note_done(piece, future))
 
     def _note_done(self, piece: Piece, future: Any) -> None:
@@ -186,7 +186,7 @@ class PieceFlight:
             if not progress.has_ended:
                 progress.end(self._error)
 
-    def launch_late(self, bucket: Bucket, scale: float) -> Pending:
+    def launch_late(self, bucket: Bucket, scale: float) -> Work:
         return bucket.launch_late(scale, self._group)
 
     # ---- waiting
@@ -213,7 +213,7 @@ class PieceFlight:
         if progress.has_ended and progress.error is None:
             return
         before_s = time.perf_counter()
-        with station("waited"):
+        with profiler_range("waited"):
             self._peers.wait(progress, f"waiting for {describe_bucket(bucket)}", consequence)
         progress.waited_s += time.perf_counter() - before_s
 

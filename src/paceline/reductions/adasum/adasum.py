@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Done, Pending, PendingWork, launch_session_name
+from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name
 from paceline.comm.lane import Lane, LaneWork
 from paceline.errors import ConfigurationError
 from paceline.host.processes import whereabouts
@@ -123,7 +123,7 @@ class Adasum(Reduction):
     def input_scale(self, num_ranks: int) -> float:
         return 1.0
 
-    def launch(self, message: Message) -> Pending:
+    def launch(self, message: Message) -> Work:
         if message.process_group.size() == 1:
             return Done()
         segments = Segments(tuple(map(real_numel, message.gradients)))
@@ -132,7 +132,7 @@ class Adasum(Reduction):
             work = on_all_vectors(
                 "adasum", message.body, lambda vectors: self._keep(combine_shared(vectors, segments))
             )
-            return PendingWork(work)
+            return C10dWork(work)
         if self._connection is None:
             self._connection = Connection(message.process_group, message.flat.device, self._find_topology)
         return self._connection.launch(message.body, segments, self._keep)
@@ -197,7 +197,7 @@ class Connection:
         self._lane = Lane(f"paceline adasum lane of rank {process_group.rank()}")
         self._let_go = weakref.finalize(self, self._lane.close, 0.0)
 
-    def launch(self, flat: Tensor, segments: Segments, keep: Callable[[Norms], None]) -> PendingWork:
+    def launch(self, flat: Tensor, segments: Segments, keep: Callable[[Norms], None]) -> C10dWork:
         """Start replacing `flat` by the Adasum of all ranks' vectors. Collective; does not block.
 
         Args:
@@ -212,7 +212,7 @@ class Connection:
 
         work = LaneWork(perform, [flat], "adasum")
         self._lane.launch(work, at_once=False)
-        return PendingWork(work)
+        return C10dWork(work)
 
     @property
     def bytes_sent(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Chain, Pending
+from paceline.comm.collectives import Chain, Work
 from paceline.compression import Compressor
 from paceline.errors import ConfigurationError
 from paceline.numbers_given import number
@@ -151,7 +151,7 @@ class Auto(Reduction):
         self._num_averaged, self._scale = num_ranks, self._active.input_scale(num_ranks)
         return self._scale
 
-    def launch(self, message: Message) -> Pending:
+    def launch(self, message: Message) -> Work:
         size_bytes = message.num_gradient_elements * message.flat.element_size()
         self._sizes_bytes[message.index] = size_bytes
         question, before = self._decision.plan.question, self._sizes_before

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import Pending, device_for_metadata, launch_maximum
+from paceline.comm.collectives import Work, all_reduce_max, device_for_metadata
 from paceline.observe import StepTiming
 from paceline.planning import Decision, Rules, StepProfile, decide
 from paceline.reductions.auto.course import Course, Pace, Phase, Plan, Question
@@ -103,7 +103,7 @@ class GroupDecision:
 
     # ---- exchange
 
-    def exchange(self, pending: Pending, group: ProcessGroup, device: torch.device) -> Iterator[Pending]:
+    def exchange(self, pending: Work, group: ProcessGroup, device: torch.device) -> Iterator[Work]:
         """The stages of a `Chain`: after `pending`, the last bucket, take the maximum of measurements. Collective."""
         yield pending
         if self.plan.question is Question.COSTS:
@@ -118,7 +118,7 @@ class GroupDecision:
             index = -1.0 if self._loaded is None else float(self._codecs.index(self._loaded))
             numbers = [index, -index]  # their maxima are the largest, and the negative of the smallest
         maxima = torch.tensor(numbers, dtype=torch.float64, device=device_for_metadata(group, device))
-        yield launch_maximum(maxima, group)
+        yield all_reduce_max(maxima, group)
         self._agreed = maxima.tolist()
 
     def _compared(self) -> list[str | None]:

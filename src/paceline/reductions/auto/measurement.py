@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.collectives import Pending
+from paceline.comm.collectives import Work
 from paceline.comm.traffic import Traffic
 from paceline.observe import StepTiming
 from paceline.planning import AlphaBetaCost, BucketLoad, ReductionCost, StepProfile
@@ -28,7 +28,7 @@ LEAST_BYTES, MOST_BYTES = 2**18, 2**22
 _NUM_LINES = 4  # launch, wire, finish, processor time
 _NUM_NUMBERS = 2 * _NUM_LINES + 1
 
-Wait = Generator[Pending, None, None]
+Wait = Generator[Work, None, None]
 
 
 class Stopwatch:

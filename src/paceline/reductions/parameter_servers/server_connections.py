@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm import SERVERS, TOKEN
-from paceline.comm.collectives import PendingWork, launch_session_name
+from paceline.comm.collectives import C10dWork, launch_session_name
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError
@@ -86,7 +86,7 @@ class ServerConnections:
     def is_open(self) -> bool:
         return self._link is not None
 
-    def run(self, perform: Callable[[], None]) -> PendingWork:
+    def run(self, perform: Callable[[], None]) -> C10dWork:
         """Do something with `link` on the lane, behind all that was launched. Does not block."""
 
         def opened() -> None:
@@ -95,7 +95,7 @@ class ServerConnections:
 
         work = LaneWork(opened, [], "parameter_servers")
         self._lane.launch(work, at_once=False)
-        return PendingWork(work)
+        return C10dWork(work)
 
     def launch(self, message: Message, answer: Tensor, before: Callable[[], None] | None = None) -> Pushed:
         """Start pushing a bucket and pulling what comes of it. Collective; does not block.
@@ -160,7 +160,7 @@ class Pushed:
         self._answer = answer
         self._on_host = answer
         self._answers: ResponseFuture | None = None
-        self._work: PendingWork | None = None
+        self._work: C10dWork | None = None
         self._lock = threading.Lock()
         self._is_finished = False
 
@@ -180,10 +180,10 @@ class Pushed:
 
         work = LaneWork(perform, [body], "parameter_servers")
         connection._lane.launch(work, at_once=False)
-        self._work = PendingWork(work)
+        self._work = C10dWork(work)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """As `Pending.wait`."""
+        """As `Work.wait`."""
         assert self._work is not None, "it was started"
         until_s = None if timeout_s is None else time.perf_counter() + timeout_s
         if not self._work.wait(timeout_s):
@@ -199,7 +199,7 @@ class Pushed:
         return True
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """As `Pending.on_done`."""
+        """As `Work.on_done`."""
 
         def when_launched() -> None:
             if self._answers is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import Pending
+from paceline.comm.collectives import Work
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
 from paceline.reductions.parameter_servers.server_connections import ServerConnections, supported
@@ -142,7 +142,7 @@ class ParameterServers(Reduction):
         if self.stepped is not None:
             self.stepped.begin_step()
 
-    def launch(self, message: Message) -> Pending:
+    def launch(self, message: Message) -> Work:
         connection = self.connect()
         if self.stepped is None:
             return connection.launch(message, message.body)
@@ -150,7 +150,7 @@ class ParameterServers(Reduction):
 
     def launch_sparse(
         self, gradient: Tensor, process_group: ProcessGroup, keep: Callable[[Tensor], None]
-    ) -> Pending:
+    ) -> Work:
         if self.stepped is not None:
             raise ConfigurationError(
                 "the servers step dense gradients only. Build the embedding with sparse=False, or leave out "

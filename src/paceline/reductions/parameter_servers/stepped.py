@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.comm.collectives import Pending
+from paceline.comm.collectives import Work
 from paceline.errors import ConfigurationError
 from paceline.reductions.parameter_servers.server_connections import ServerConnections, ask_all
 from paceline.reductions.reduction import Message
@@ -114,7 +114,7 @@ class Stepped:
             unused = [key.number for index in indices for key in cutting.keys_of(index)]
         return {"used": self._used, "unused": unused}
 
-    def launch(self, connection: ServerConnections, message: Message) -> Pending:
+    def launch(self, connection: ServerConnections, message: Message) -> Work:
         """Push a bucket of gradients; parameters come back. Collective; does not block."""
         pulled = self._pulled.get(message.index)
         if pulled is None or pulled.shape != message.body.shape or pulled.dtype != message.body.dtype:
