@@ -105,9 +105,8 @@ class Reducer:
         # Of the backward under way, from `arm` on.
         self._by_autograd = True
         self._goes_first = True  # of the modules in this backward, it is the one that launches before the end
-        self._scale = self._mean_scale = (
-            1.0  # of gradients on their way into a bucket; of what bypasses the reduction
-        )
+        self._scale = 1.0  # of gradients on their way into a bucket
+        self._mean_scale = 1.0  # of what bypasses the reduction
         self._flight: Flight
 
         self.verdict = Verdict(group.rank(), self._num_ranks, list(managed.named().items()), number)
