@@ -94,11 +94,10 @@ def group_beside(group: dist.ProcessGroup, in_parts: bool = False) -> dist.Proce
     """
     if group not in _beside:
         gloo: Any = _gloo_of(group)
-        if gloo is None or group.size() == 1 or not on_one_host(unknown=False):
+        if gloo is None or group.size() == 1 or (group.size() < dist.get_world_size() and not in_parts):
             return group
-        if group.size() < dist.get_world_size() and not in_parts:
-            return group
-        _beside[group] = _Beside(_make_beside(group, gloo.options._timeout))
+        gains = on_one_host(unknown=False)
+        _beside[group] = _Beside(_make_beside(group, gloo.options._timeout) if gains else None)
     beside = _beside[group]
     beside.num_users += 1
     return group if beside.made is None else beside.made

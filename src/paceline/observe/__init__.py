@@ -1,5 +1,17 @@
-"""What happened in a step, and when: the records that reports, planners and traces read."""
+"""What happened in a step, and when: the records that reports, planners and traces read.
 
-from paceline.observe.timings import BucketTiming, StepTiming, StepTimings
+The records import torch's profiler; the format of a trace, which `paceline plan` reads, imports nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.late_imports import on_first_use
+
+if TYPE_CHECKING:
+    from paceline.observe.timings import BucketTiming, StepTiming, StepTimings
 
 __all__ = ["BucketTiming", "StepTiming", "StepTimings"]
+
+__getattr__ = on_first_use(__name__, dict.fromkeys(("BucketTiming", "StepTiming", "StepTimings"), "timings"))
