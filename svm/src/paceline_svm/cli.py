@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,10 +57,12 @@ def fit(
     as_json: _AsJson = False,
 ) -> None:
     """Fit a model to a file with several processes, and write it to a file."""
+    from paceline.launch import Watchdog
+
     parameters = _parameters(task, kernel, cost, gamma, tol, epsilon, nu, shrinking, cache_size)
-    with tempfile.TemporaryDirectory(prefix="paceline-svm-") as folder:
-        result = _run(data, ranks, folder, task, parameters, is_quiet=as_json)
-        shutil.copyfile(Path(folder, "model.joblib"), model)
+    with Watchdog(uuid.uuid4().hex) as watchdog:  # removes the folder even if we are killed
+        result = _run(data, ranks, watchdog.folder, task, parameters, is_quiet=as_json)
+        shutil.copyfile(watchdog.folder / "model.joblib", model)
     if figure is not None:
         _draw(figure, result["progress"])
     if as_json:
@@ -129,9 +131,11 @@ def cross_validate(
     as_json: _AsJson = False,
 ) -> None:
     """Score a model on parts of a file that it was not fitted to."""
+    from paceline.launch import Watchdog
+
     parameters = _parameters(task, kernel, cost, gamma, tol, epsilon, nu, shrinking, cache_size)
-    with tempfile.TemporaryDirectory(prefix="paceline-svm-") as folder:
-        result = _run(data, ranks, folder, task, parameters, is_quiet=as_json, num_folds=folds, seed=seed)
+    with Watchdog(uuid.uuid4().hex) as watchdog:  # removes the folder even if we are killed
+        result = _run(data, ranks, watchdog.folder, task, parameters, is_quiet=as_json, num_folds=folds, seed=seed)
     if as_json:
         print(json.dumps({**result, "ranks": ranks}))
         return
@@ -195,12 +199,12 @@ def _parameters(
 
 
 def _run(
-    data: Path, ranks: int, folder: str, task: str, parameters: dict[str, Any], is_quiet: bool, **more: int
+    data: Path, ranks: int, folder: Path, task: str, parameters: dict[str, Any], is_quiet: bool, **more: int
 ) -> dict[str, Any]:
     """Do a job in this process or over ranks; its result."""
     from paceline_svm.file_job import Job, read_table, run
 
-    job = Job(folder, task, parameters, is_quiet=is_quiet, **more)
+    job = Job(str(folder), task, parameters, is_quiet=is_quiet, **more)
     path = job.save(read_table(data))
     if ranks == 1:
         run(job)
