@@ -61,7 +61,9 @@ def _command(folder):
 
 def _num_waits(pid):
     return int(
-        re.search(r"^voluntary_ctxt_switches:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
+        re.search(
+            r"^voluntary_ctxt_switches:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+        )[1]
     )
 
 
