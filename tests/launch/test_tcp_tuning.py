@@ -1,5 +1,7 @@
 """What `paceline run` says about TCP's settings: where it reads them, and what it advises."""
 
+from pathlib import Path
+
 import pytest
 
 from paceline.launch import tcp_tuning
@@ -40,6 +42,14 @@ def test_the_route_decides_where_it_has_settings_of_its_own(host):
 
 def test_an_older_kernel_is_tuned_by_its_routes(host):
     assert "ip route change" in host("bbr", "").advice()
+
+
+def test_an_emulation_sets_tcp_by_options_of_its_own(host, monkeypatch):
+    host(type="unicast")
+    monkeypatch.setattr(tcp_tuning, "_SYSTEM", Path("/proc/sys"))
+    assert "sysctl" in advice_towards("10.0.0.1")
+    monkeypatch.setenv("PACELINE_TCP_ADVICE", "0")
+    assert advice_towards("10.0.0.1") is None
 
 
 def test_this_machine_needs_no_advice(host):

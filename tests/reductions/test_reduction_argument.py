@@ -1,6 +1,7 @@
 """`reduction=`: by name or as an object; wrong ones are refused on every rank before anything is started."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -11,10 +12,34 @@ from harness.models import Mlp, digest, generator, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError, ReplicaMismatchError
-from paceline.reductions import Mean, Reduction
+from paceline.reductions import Mean, Reduction, choose_reduction
 from paceline.reductions.by_name import BY_NAME
 
 pytestmark = pytest.mark.processes
+
+
+def test_no_compression_has_a_name():
+    """As on the command line, where None cannot be typed."""
+    assert isinstance(choose_reduction(None, "none"), Mean)
+    assert isinstance(choose_reduction("adasum", "none"), type(choose_reduction("adasum")))
+    with pytest.raises(ConfigurationError, match="'auto', 'none' or a"):
+        choose_reduction(None, "zip")
+
+
+def test_a_misspelt_argument_is_answered_with_the_right_one():
+    """Also for a subclass's own; what nobody could have meant is only named."""
+
+    class Own(DistributedDataParallel):
+        def __init__(self, module, colour=None):
+            super().__init__(module)
+
+    with pytest.raises(TypeError, match=r"no argument 'compresion'\. Did you mean compression\?"):
+        DistributedDataParallel(Mlp(), compresion="bf16")
+    with pytest.raises(TypeError, match=r"Own has no argument 'color'\. Did you mean colour\?"):
+        Own(Mlp(), color=1)
+    with pytest.raises(TypeError, match=r"no argument 'xyzzy'\. help"):
+        DistributedDataParallel(Mlp(), xyzzy=1)
+    assert next(iter(inspect.signature(DistributedDataParallel).parameters)) == "module"
 
 
 class Recorder(Reduction):

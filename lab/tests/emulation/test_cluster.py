@@ -17,7 +17,7 @@ import pytest
 from talk import python, send
 
 from paceline.errors import ConfigurationError
-from paceline_lab.emulation import ClusterSpec, EmulatedCluster, namespaces
+from paceline_lab.emulation import ClusterSpec, EmulatedCluster, namespaces, owned_resources
 from paceline_lab.errors import EmulationError
 
 pytestmark = pytest.mark.processes
@@ -470,3 +470,17 @@ def test_the_wiring_around_netem_carries_packets(cluster, monkeypatch):
     assert 300 < len(send(made.hosts[0], made.hosts[1], (0, 500, 0), size=200)) < 500
     assert _conserved(made, 0, 1)
     assert made.counters()[0].wire_drops == 0
+
+
+def test_what_a_zombie_owned_goes_with_the_next_start(tmp_path, monkeypatch):
+    """In a container nobody may ever wait for an owner that was killed."""
+    monkeypatch.setattr(owned_resources.tempfile, "gettempdir", lambda: str(tmp_path))
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as owner:
+        folder = tmp_path / f"paceline-emulate-{owned_resources._identity(owner.pid)}.abcd"
+        folder.mkdir()
+        owned_resources.remove_orphans()
+        assert folder.is_dir()
+        owner.stdin.close()
+        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
+        owned_resources.remove_orphans()
+        assert not folder.exists()

@@ -104,7 +104,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if not str(error):  # a group of commands without a command, whose help has been shown
             sys.exit(2)
         _leave(_usage(error), 2)
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as error:
+        if isinstance(
+            error.__cause__, EOFError
+        ):  # of some file: the parser takes it for Ctrl-D at a question
+            raise error.__cause__ from None
         _leave("stopped.", 130)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -24,6 +24,7 @@ def demo(
         int | None,
         typer.Option(
             min=1,
+            max=100_000,
             help="How often to see the training set.",
             show_default="16 for digits, 3 for larger images",
         ),

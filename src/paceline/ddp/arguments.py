@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,22 @@ from paceline.data import Balance, GlobalBatches
 from paceline.ddp.step_shares import StepShares
 from paceline.errors import ConfigurationError
 from paceline.reductions import NarrowMean, Reduction
+
+
+def refuse_unknown(wrapper: type, given: Mapping[str, object]) -> None:
+    """Refuse arguments that a wrapper's constructor does not have, and name the one that was probably meant.
+
+    Raises:
+        TypeError: As Python would, in more words.
+    """
+    known = inspect.signature(wrapper.__init__).parameters  # type: ignore[misc]  # a subclass's own, if it has one
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
+        return
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, [each for each in known if each != "self"], n=1)
+            hint = f"Did you mean {close[0]}?" if close else f"help({wrapper.__name__}) lists them."
+            raise TypeError(f"{wrapper.__name__} has no argument {name!r}. {hint}")
 
 
 def choose_process_groups(process_group: Any, device_mesh: Any) -> list[ProcessGroup]:
@@ -230,7 +248,7 @@ def choose_reduction(
     narrow = mixed_precision and (mixed_precision.reduce_dtype or mixed_precision.param_dtype)
     given = {"reduction": reduction, "compression": compression}
     for name, value in given.items() if narrow else ():
-        if value is None:
+        if value is None or value == "none":
             continue
         raise ConfigurationError(
             f"{name}={value!r} and mixed_precision with gradients reduced in {narrow}: each says how gradients "

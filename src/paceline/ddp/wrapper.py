@@ -5,12 +5,13 @@ The gradient's way from here: `forward` arms (`Reducer.prepare`, `watch`), backw
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,9 @@ from paceline.ddp.torch_compat.torch_surface import TorchSurface
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTimings
 from paceline.reductions import Reduction
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, override]
@@ -159,6 +163,14 @@ class DistributedDataParallel(TorchSurface, TorchDDP):  # type: ignore[misc, ove
             check_reduction, static_graph, find_unused_parameters, lazy_bucket_allocation
         )
         self._set_up(init_sync, init_sync_buffers, overlap_forward)
+
+    if not TYPE_CHECKING:  # a type checker knows the names from `__init__`
+
+        @functools.wraps(__init__, assigned=())  # so that the class keeps its signature
+        def __new__(cls, *_: Any, **given: Any) -> Self:
+            """Refuse misspelt arguments, with the one that was probably meant."""
+            arguments.refuse_unknown(cls, given)
+            return super().__new__(cls)
 
     def _set_up(self, init_sync: bool, init_sync_buffers: bool, overlap_forward: bool | str = False) -> None:
         """Everything that depends on the process group and cannot be pickled; collective if `init_sync`."""

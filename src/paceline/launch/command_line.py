@@ -29,6 +29,7 @@ from paceline.host.addresses import is_loopback
 from paceline.integrations import at_start
 from paceline.launch import rendezvous_endpoint
 from paceline.launch.local_servers import parse_servers
+from paceline.launch.option_values import MOST_MACHINES, MOST_RANKS, check_values
 
 _FILLED_IN = ("rdzv_backend", "node_rank", "master_addr")
 
@@ -82,6 +83,7 @@ def parse(arguments: list[str]) -> LaunchArguments:
     if args.max_restarts < 0:
         raise ConfigurationError(f"--max-restarts {args.max_restarts} is negative. Pass 0 for no restarts.")
     num_servers, servers = parse_servers(args.servers)
+    check_values(args, num_local_ranks, num_nodes)
     return LaunchArguments(
         torchrun=args,
         script=args.training_script,
@@ -188,6 +190,10 @@ def _check_script(args: argparse.Namespace) -> None:
             "is a Python module. Drop one of them."
         )
     if args.module:
+        if "" in script.split("."):
+            raise ConfigurationError(
+                f"-m {script} is not the dotted name of a module, such as package.train."
+            )
         if "PYTHON_EXEC" not in os.environ and not _module_exists(script):
             raise ConfigurationError(
                 f"there is no module {script} here: neither {Path.cwd()} nor this Python's packages have a "
@@ -231,7 +237,7 @@ def _num_nodes(nnodes: str) -> int:
         smallest, largest = torchrun.parse_min_max_nnodes(nnodes)
     except (ValueError, RuntimeError):
         smallest = largest = 0
-    if not 0 < smallest <= largest:
+    if not 0 < smallest <= largest <= MOST_MACHINES:
         raise ConfigurationError(
             f"--nnodes {nnodes} is not a number of machines. Pass a number such as 2, or a range such as 2:4."
         )
@@ -249,6 +255,11 @@ def _num_local_ranks(nproc_per_node: str) -> int:
     if num_ranks < 1:
         raise ConfigurationError(
             f"--nproc-per-node {nproc_per_node} starts no rank. Pass 1 or more, or auto for one a device."
+        )
+    if num_ranks > MOST_RANKS:
+        raise ConfigurationError(
+            f"--nproc-per-node {nproc_per_node} is more than a machine can run. Pass at most {MOST_RANKS}; this one "
+            f"has {num_cores()} cores."
         )
     return num_ranks
 

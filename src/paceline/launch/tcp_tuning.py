@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from paceline.host.addresses import is_loopback
 
+QUIET = "PACELINE_TCP_ADVICE"  # set to 0: whoever starts the launchers sets TCP by options of its own
 _SYSTEM = Path("/proc/sys/net/ipv4")
 _CONTROL, _TIMEOUT = "tcp_congestion_control", "tcp_rto_min_us"
 _KERNELS_TIMEOUT_MS = 200.0
@@ -66,6 +68,8 @@ class TcpTuning:
 
 def advice_towards(host: str) -> str | None:
     """`TcpTuning.advice` for a host by name or address; None on this machine itself, or where nothing is known."""
+    if os.environ.get(QUIET) == "0":
+        return None
     try:
         address = socket.gethostbyname(host)
     except OSError:

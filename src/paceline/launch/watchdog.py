@@ -4,19 +4,24 @@ Rules
 1. The watchdog reads its standard input, a pipe whose other end only the launcher holds. The kernel closes
    that end however the launcher dies, SIGKILL included.
 2. `done` before the end of the pipe means that every rank ended well: the watchdog exits without searching for any.
-3. Otherwise it ends every process that carries the launch's mark in its environment, descendants of ranks
-   (data loaders, say) included: SIGTERM, a grace, SIGKILL.
-4. Either way it then removes the launch's folder of temporary files. If watchdog and launcher are killed together, the
-   next launch does: the folder's name says who owned it.
-5. This file runs as a plain script and imports only the standard library: it costs milliseconds.
+3. Otherwise it ends every process of the launch: SIGTERM, a grace, SIGKILL. Which those are, `Kin` says; it does not
+   depend on what they made of their environment.
+4. The launcher adopts what its descendants orphan (PR_SET_CHILD_SUBREAPER), so that a daemon of a rank is a child of
+   the launcher, where the watchdog sees it.
+5. Either way the launch's folder of temporary files is removed, by the watchdog or by the launcher, whichever was not
+   killed. If both were killed together, the next launch does: the folder's name says who owned it.
+6. This file runs as a plain script and imports only the standard library: it costs milliseconds.
 
-Limits: Linux, where /proc shows a process's environment; elsewhere it does nothing.
+Limits: Linux with /proc; elsewhere it does nothing. If the launcher is killed, a process escapes that has overwritten
+its environment within `_LOOK_S` of its start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -25,7 +30,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,7 +38,9 @@ if TYPE_CHECKING:
 MARK = "PACELINE_LAUNCH_ID"
 GRACE_S = 5.0
 _PAUSE_S = 0.02
+_LOOK_S = 0.1  # how often the watchdog notes the launcher's children; some files of /proc each time
 _PREFIX = "paceline-run-"
+_ADOPT, _ADOPTS = 36, 37  # PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER
 
 
 class Watchdog:
@@ -51,9 +58,11 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         remove_orphans()
+        self._adopted = _adopt(wanted=True)
+        self._kin = Kin(self._launch_id, os.getpid(), _children(os.getpid()))
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self._launch_id, str(self._folder)],
+            [sys.executable, "-I", "-S", __file__, str(self._folder), *self._kin.words],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -65,9 +74,103 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The watchdog may be gone if someone killed it; then nobody reads the pipe.
+        # The watchdog may be gone if someone killed it; then nobody reads the pipe, and its work is left to us.
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate(b"done" if kind is None else b"")
+        if self._process.wait() != 0 and kind is not None:
+            self._kin.end()
+        _adopt(wanted=self._adopted)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Process(NamedTuple):
+    """What /proc says about a process."""
+
+    parent: int
+    session: int
+    is_over: bool
+    start: str  # in the kernel's ticks: tells it from a later process with the same number
+
+
+class Kin:
+    """The processes of a launch: marked ones, the launcher's children since its start, their children and sessions.
+
+    Args:
+        launch_id: What marks an environment.
+        launcher: Its process id.
+        others: Children that it had before, by their start: not of this launch.
+    """
+
+    def __init__(self, launch_id: str, launcher: int, others: dict[int, str]) -> None:
+        self._launch_id = launch_id
+        self._launcher = (launcher, _start(launcher))
+        self._others = others
+        self._known: dict[int, str] = {}
+
+    @property
+    def words(self) -> list[str]:
+        """As words of a command line; see `from_words`."""
+        return [
+            self._launch_id,
+            *(f"{pid}.{start}" for pid, start in (self._launcher, *self._others.items())),
+        ]
+
+    @classmethod
+    def from_words(cls, words: list[str]) -> Kin:
+        launch_id, *numbers = words
+        (launcher, start), *others = [
+            (int(pid), start) for pid, _, start in (w.partition(".") for w in numbers)
+        ]
+        found = cls(launch_id, launcher, dict(others))
+        found._launcher = (launcher, start)
+        return found
+
+    def look(self) -> None:
+        """Note the launcher's children: when it has died, nothing says any more whose they were."""
+        pid, start = self._launcher
+        if _start(pid) == start:
+            for child, born in _children(pid).items():
+                if self._others.get(child) != born:
+                    self._known[child] = born
+
+    def living(self) -> list[int]:
+        """Process ids of the launch, but for watchdogs: those end by themselves, last."""
+        self.look()
+        spared = {os.getpid(), self._launcher[0]}
+        processes = {pid: process for pid, process in _processes().items() if pid not in spared}
+        found = {pid for pid in marked(self._launch_id) if pid in processes}
+        found |= {
+            pid for pid, start in self._known.items() if pid in processes and processes[pid].start == start
+        }
+        self._known |= {pid: processes[pid].start for pid in found}
+        grown = True
+        while grown:
+            grown = False
+            for pid, process in processes.items():
+                if pid not in found and (process.parent in found or self._leads(process.session, processes)):
+                    found.add(pid)
+                    self._known[pid] = process.start
+                    grown = True
+        return [pid for pid in found if not processes[pid].is_over and not _is_watchdog(pid)]
+
+    def end(self, grace_s: float = GRACE_S) -> None:
+        """End them all: SIGTERM first, SIGKILL for those still there after `grace_s`."""
+        deadline_s = time.monotonic() + grace_s
+        told: set[int] = set()
+        while pids := self.living():
+            late = time.monotonic() > deadline_s
+            for pid in pids:
+                if late or pid not in told:
+                    told.add(pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+            time.sleep(_PAUSE_S)
+
+    def _leads(self, session: int, processes: dict[int, _Process]) -> bool:
+        """Whether this session's number is one of ours: nobody else gets it while the session has members."""
+        if session not in self._known:
+            return False
+        return session not in processes or processes[session].start == self._known[session]
 
 
 def remove_orphans() -> None:
@@ -78,15 +181,6 @@ def remove_orphans() -> None:
         is_ours = namespace == _identity(os.getpid()).partition(".")[0] and pid.isdigit()
         if is_ours and owner != _identity(int(pid)) and not marked(launch_id):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _identity(pid: int) -> str:
-    """The namespace, number and start time of a process, so that a reused number is not taken for it."""
-    with contextlib.suppress(OSError, IndexError):
-        namespace = Path("/proc/self/ns/pid").stat().st_ino
-        started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
-        return f"{namespace}.{pid}.{started}"
-    return f"0.{pid}.0"
 
 
 def marked(launch_id: str) -> list[int]:
@@ -100,21 +194,70 @@ def marked(launch_id: str) -> list[int]:
     return found
 
 
-def end_all(launch_id: str, grace_s: float = GRACE_S) -> None:
-    """End every marked process: SIGTERM first, SIGKILL for those still there after `grace_s`."""
-    deadline_s = time.monotonic() + grace_s
-    told: set[int] = set()
-    while pids := marked(launch_id):
-        late = time.monotonic() > deadline_s
-        for pid in pids:
-            if late or pid not in told:
-                told.add(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-        time.sleep(_PAUSE_S)
+def _identity(pid: int) -> str:
+    """The namespace, number and start time of a living process, so that a reused number is not taken for it."""
+    process = _process(pid)
+    if process is None or process.is_over:  # a zombie owns nothing
+        return f"0.{pid}.0"
+    return f"{Path('/proc/self/ns/pid').stat().st_ino}.{pid}.{process.start}"
+
+
+def _process(pid: int) -> _Process | None:
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return _Process(int(fields[1]), int(fields[3]), fields[0] in "ZX", fields[19])
+    return None
+
+
+def _processes() -> dict[int, _Process]:
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return {pid: process for pid in pids if (process := _process(pid)) is not None}
+
+
+def _start(pid: int) -> str:
+    process = _process(pid)
+    return "" if process is None else process.start
+
+
+def _children(pid: int) -> dict[int, str]:
+    """Children of a process by their start."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += [int(word) for word in file.read_text().split()]
+    return {child: _start(child) for child in found}
+
+
+def _is_watchdog(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.fsencode(__file__) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False
+
+
+def _adopt(*, wanted: bool) -> bool:
+    """Whether descendants' orphans become our children from now on; returns whether they did."""
+    if sys.platform != "linux":
+        return False
+    libc, before = ctypes.CDLL(None), ctypes.c_int(0)
+    libc.prctl(_ADOPTS, ctypes.byref(before))
+    libc.prctl(_ADOPT, int(wanted), 0, 0, 0)
+    return bool(before.value)
+
+
+def _watch(folder: str, kin: Kin) -> None:
+    """Wait for the launcher's end, then clear up."""
+    while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+        kin.look()
+    if sys.stdin.buffer.read() != b"done":
+        kin.end()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    if sys.stdin.buffer.read() != b"done":
-        end_all(sys.argv[1])
-    shutil.rmtree(sys.argv[2], ignore_errors=True)
+    for _number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # of a job's scheduler, to all its processes
+        signal.signal(_number, signal.SIG_IGN)
+    _watch(sys.argv[1], Kin.from_words(sys.argv[2:]))

@@ -20,9 +20,14 @@ from paceline.schedules.topology import Link
 
 DEFAULT_STEPS = 20
 _RANKS_PER_HOST = 8
+_MOST_DEVICES = 1_000_000
+_LEAST_BYTES_PER_S = 1 / 8
+_LONGEST_LATENCY_S = 3600.0
 ASSUMED = {"rate": "25Gbit", "latency": "30us", "ranks_per_host": str(_RANKS_PER_HOST), "within": "800Gbit"}
 _COLLECTIVE_S = 3e-5  # of a library, for one collective; NCCL's launches are of that order
 _MESSAGE_S = 5e-6  # of a further message in a round
+
+_MOST_DEVICES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,10 @@ class PlanRequest:
         return cls(**{**given, "arguments": tuple(given.get("arguments") or ())})
 
     def __post_init__(self) -> None:
-        if self.to < 1:
-            raise ConfigurationError(f"--to {self.to} cannot be: a prediction is for 1 device or more.")
+        if not 1 <= self.to <= _MOST_DEVICES:
+            raise ConfigurationError(
+                f"--to {self.to} cannot be: a prediction is for 1 to {_MOST_DEVICES:,} devices."
+            )
         for option in ("ranks_per_host", "batch", "epoch_samples", "steps"):
             value = getattr(self, option)
             if value is not None and value < 1:
@@ -133,14 +140,19 @@ class PlanRequest:
         """Of a round between hosts, and of a further message in it."""
         if self.latency is None and self.link_here is not None:
             return self.link_here.latency_s, self.link_here.message_s
-        return quantities.seconds(self.latency or ASSUMED["latency"], "--latency"), _MESSAGE_S
+        latency_s = quantities.seconds(self.latency or ASSUMED["latency"], "--latency")
+        if latency_s > _LONGEST_LATENCY_S:
+            raise ConfigurationError(
+                f"--latency {self.latency} is too long for a message. Pass a time such as 30us."
+            )
+        return latency_s, _MESSAGE_S
 
     def _rate(self, name: str) -> float:
         text = getattr(self, name) or ASSUMED[name]
         rate = quantities.rate(text, f"--{name.replace('_', '-')}") / 8
-        if rate <= 0:
+        if rate < _LEAST_BYTES_PER_S:
             raise ConfigurationError(
-                f"--{name.replace('_', '-')} {text} carries nothing. Pass a rate above 0."
+                f"--{name.replace('_', '-')} {text} carries nothing. Pass a rate above 0, 1bit or more."
             )
         return rate
 

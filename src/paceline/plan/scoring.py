@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from paceline.errors import ConfigurationError
+from paceline.files_given import parse_json
 from paceline.observe.trace_format import TRACE_FORMAT, TRACE_VERSION
 from paceline.plan.deployment import Cluster, HostLink
 from paceline.plan.forecast import PREDICTIONS, KeptPrediction, keep, table
@@ -239,14 +240,15 @@ def _records(path: Path) -> Iterator[KeptPrediction | MeasuredRun]:
     """All lines that can be read; one that was cut off while it was written is skipped."""
     try:
         lines = path.read_text().splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "it is no text")
         raise ConfigurationError(
-            f"there are no predictions in {path} ({error.strerror}). `paceline plan SCRIPT` makes and keeps some."
+            f"there are no predictions in {path} ({reason}). `paceline plan SCRIPT` makes and keeps some."
         ) from error
     kinds: dict[str, Any] = {kind.__name__: kind for kind in (KeptPrediction, MeasuredRun)}
     for line in lines:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             found = kinds[record.pop("record")](**record)
             if 0 < found.step_s < math.inf:
                 yield found

@@ -17,9 +17,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.errors import ConfigurationError, PacelineError
+from paceline.files_given import check_output
 from paceline.launch.watchdog import MARK, Watchdog
 from paceline.plan.workload import RecordedWorkload
 
+_MOST_STEPS = 1_000_000
 _OF_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
@@ -45,8 +47,8 @@ def record_script(script: Path, arguments: Sequence[str], num_steps: int) -> Rec
         raise ConfigurationError(
             f"there is no script {script}. Pass a Python file, or a workload that was recorded."
         )
-    if num_steps < 1:
-        raise ConfigurationError(f"--steps {num_steps} records nothing. Pass 1 or more.")
+    if not 1 <= num_steps <= _MOST_STEPS:
+        raise ConfigurationError(f"--steps {num_steps} is not a number of steps. Pass 1 to {_MOST_STEPS:,}.")
     launch_id = uuid.uuid4().hex
     with Watchdog(launch_id) as watchdog:
         trace = watchdog.folder / "trace.jsonl"
@@ -76,14 +78,7 @@ def record_into(out: Path, script: Path, arguments: Sequence[str], num_steps: in
     Raises:
         ConfigurationError: `out` cannot be written, which is found before the script runs.
     """
-    reasons = {
-        "it is a folder": out.is_dir(),
-        f"there is no folder {out.parent}": not out.parent.is_dir(),
-        "it may not be written to": not os.access(out if out.exists() else out.parent, os.W_OK),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ConfigurationError(f"--out {out} cannot be written: {reason}. Pass another file.")
+    check_output(out, "--out")
     found = record_script(script, arguments, num_steps)
     found.save(out)
     return found

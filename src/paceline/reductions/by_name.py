@@ -52,12 +52,12 @@ def choose_reduction(
 
     Args:
         reduction: A name of `BY_NAME`, or a reduction, which is returned.
-        compression: A name of `COMPRESSIONS`, "auto", a compressor, or a reduction that compresses.
+        compression: A name of `COMPRESSIONS`, "auto", "none", a compressor, or a reduction that compresses.
 
     Raises:
         ConfigurationError: The name is unknown, the type is wrong, or both are given and `reduction` is not the mean.
     """
-    if compression is None:
+    if compression is None or compression == "none":
         return _find(reduction, "reduction", BY_NAME) if reduction is not None else Mean()
     if reduction not in (None, "mean"):
         raise ConfigurationError(
@@ -78,9 +78,10 @@ def _find(given: object, argument: str, table: dict[str, Callable[[], Reduction]
         raise ConfigurationError(
             f"{argument}={given.__name__} is a class. Make one of it: {given.__name__}()."
         )
-    what = "a paceline.reductions.Reduction"
+    what, known = "a paceline.reductions.Reduction", list(table)
     if argument == "compression":
         what = "a paceline.compression.Compressor, or " + what
+        known.append("none")
     raise ConfigurationError(
-        f"{argument}={given!r} is not a {argument}. Give one of {', '.join(map(repr, table))} or {what}."
+        f"{argument}={given!r} is not a {argument}. Give one of {', '.join(map(repr, known))} or {what}."
     )

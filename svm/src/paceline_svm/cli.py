@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,10 +57,13 @@ def fit(
     as_json: _AsJson = False,
 ) -> None:
     """Fit a model to a file with several processes, and write it to a file."""
+    from paceline.files_given import check_output
+
     parameters = _parameters(task, kernel, cost, gamma, tol, epsilon, nu, shrinking, cache_size)
-    with tempfile.TemporaryDirectory(prefix="paceline-svm-") as folder:
-        result = _run(data, ranks, folder, task, parameters, is_quiet=as_json)
-        shutil.copyfile(Path(folder, "model.joblib"), model)
+    check_output(model, "--model")
+    if figure is not None:
+        _check_figure(figure)
+    result = _run(data, ranks, task, parameters, is_quiet=as_json, model=model)
     if figure is not None:
         _draw(figure, result["progress"])
     if as_json:
@@ -84,20 +87,19 @@ def predict(
     as_json: _AsJson = False,
 ) -> None:
     """Predict the targets of a file's rows, one a line, and compare with those that the file has."""
-    import joblib
     import numpy as np
 
-    from paceline.errors import ConfigurationError
-    from paceline_svm.file_job import read_table
+    from paceline.files_given import check_output
+    from paceline_svm.file_job import check_columns, read_model, read_table
 
-    if not model.is_file():
-        raise ConfigurationError(
-            f"there is no model {model}. Make one: paceline svm fit DATA --model {model}"
-        )
-    fitted = joblib.load(model)
+    if output is not None:
+        check_output(output, "--output")
+    fitted = read_model(model)
     table = read_table(data, fitted.n_features_in_)
+    check_columns(data, table, fitted)
     predictions = fitted.predict(table.X)
-    score = None if hasattr(fitted, "offset_") else float(fitted.score(table.X, table.y))
+    is_alike = (predictions.dtype.kind == "U") == (table.y.dtype.kind == "U")  # words are compared with words
+    score = float(fitted.score(table.X, table.y)) if is_alike and not hasattr(fitted, "offset_") else None
     if as_json:
         print(json.dumps({"predictions": np.asarray(predictions).tolist(), "score": score}))
         return
@@ -115,7 +117,7 @@ def predict(
 def cross_validate(
     data: _Data,
     folds: Annotated[int, typer.Option(min=2, help="How many parts.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the parts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the parts.")] = 0,
     ranks: _Ranks = 1,
     task: _Task = "classify",
     kernel: _Kernel = "rbf",
@@ -130,8 +132,7 @@ def cross_validate(
 ) -> None:
     """Score a model on parts of a file that it was not fitted to."""
     parameters = _parameters(task, kernel, cost, gamma, tol, epsilon, nu, shrinking, cache_size)
-    with tempfile.TemporaryDirectory(prefix="paceline-svm-") as folder:
-        result = _run(data, ranks, folder, task, parameters, is_quiet=as_json, num_folds=folds, seed=seed)
+    result = _run(data, ranks, task, parameters, is_quiet=as_json, num_folds=folds, seed=seed)
     if as_json:
         print(json.dumps({**result, "ranks": ranks}))
         return
@@ -195,32 +196,56 @@ def _parameters(
 
 
 def _run(
-    data: Path, ranks: int, folder: str, task: str, parameters: dict[str, Any], is_quiet: bool, **more: int
+    data: Path,
+    ranks: int,
+    task: str,
+    parameters: dict[str, Any],
+    is_quiet: bool,
+    model: Path | None = None,
+    **more: int,
 ) -> dict[str, Any]:
-    """Do a job in this process or over ranks; its result."""
-    from paceline_svm.file_job import Job, read_table, run
+    """Do a job in this process or over ranks, and leave its model in a file; its result."""
+    from paceline.launch import Watchdog, launch, parse
+    from paceline_svm.file_job import Job, check, read_table, run
 
-    job = Job(folder, task, parameters, is_quiet=is_quiet, **more)
-    path = job.save(read_table(data))
-    if ranks == 1:
-        run(job)
-    else:
-        from paceline.launch import launch, parse
-
-        words = ["--standalone", "--nproc-per-node", str(ranks), "--share-devices"]
-        launch(parse([*words, "-m", "paceline_svm.file_job", str(path)]), note=lambda _: None)
-    result: dict[str, Any] = json.loads(job.result_file.read_text())
+    table = read_table(data)
+    check(task, parameters, table, ranks, **more)
+    words = ["--standalone", "--nproc-per-node", str(ranks), "--share-devices", "-m", "paceline_svm.file_job"]
+    parse(words)  # refuses what cannot be launched
+    with Watchdog(uuid.uuid4().hex) as watchdog:  # removes the folder even if we are killed
+        job = Job(str(watchdog.folder), task, parameters, is_quiet=is_quiet, **more)
+        path = job.save(table)
+        if ranks == 1:
+            run(job)
+        else:
+            launch(parse([*words, str(path)]), note=lambda _: None)
+        if model is not None:
+            shutil.copyfile(job.model_file, model)
+        result: dict[str, Any] = json.loads(job.result_file.read_text())
     return result
+
+
+def _check_figure(path: Path) -> None:
+    """Refuse a figure that could not be drawn, before there is something to draw."""
+    import importlib.util
+
+    from paceline.errors import ConfigurationError
+    from paceline.files_given import check_output
+
+    check_output(path, "--figure")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError("--figure needs matplotlib. pip install 'paceline-svm[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in known:
+        raise ConfigurationError(
+            f"--figure {path} has none of the endings that can be drawn: {', '.join(known)}."
+        )
 
 
 def _draw(path: Path, progress: list[dict[str, Any]]) -> None:
     """The largest violation after each working set."""
-    import importlib.util
-
-    from paceline.errors import ConfigurationError
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--figure needs matplotlib. pip install 'paceline-svm[plot]'")
     from matplotlib.figure import Figure
 
     gaps = [point["gap"] for point in progress]

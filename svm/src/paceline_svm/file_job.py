@@ -10,9 +10,11 @@ import contextlib
 import csv
 import dataclasses
 import json
+import math
 import re
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from paceline_svm.single_problem import SVR, OneClassSVM
 
 ESTIMATORS = {"classify": SVC, "regress": SVR, "novelty": OneClassSVM}
 _PAUSE_S = 1.0
+_MOST_SHOWN = 40  # characters of a cell
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,94 @@ class Log:
             )
 
 
+def check(
+    task: str, parameters: dict[str, Any], table: Table, num_ranks: int, num_folds: int = 0, seed: int = 0
+) -> None:
+    """Refuse what would fail later, as a fit would.
+
+    Raises:
+        ConfigurationError: A parameter is out of its range, or these rows cannot be fitted, cut or shared that way.
+    """
+    num_rows = len(table.y)
+    if num_folds > num_rows // (2 if task == "regress" else 1):
+        each = "2 rows in each part" if task == "regress" else "a row in each part"
+        raise ConfigurationError(
+            f"--folds {num_folds} for {num_rows} rows: there has to be {each}. Pass fewer folds."
+        )
+    num_fitted = num_rows - -(-num_rows // num_folds) if num_folds else num_rows
+    if num_ranks > num_fitted:
+        raise ConfigurationError(
+            f"--ranks {num_ranks} for {num_fitted} rows to fit: a rank needs a row or more. Pass fewer."
+        )
+    if task == "regress" and table.y.dtype.kind != "f":
+        raise ConfigurationError(f"--task regress takes numbers as targets, and {str(table.y[0])!r} is none.")
+    if task == "classify" and len(np.unique(table.y)) == 1:
+        raise ConfigurationError(
+            f"every row has the target {table.y[0]}: a classifier takes two classes or more."
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the fit itself will warn
+            ESTIMATORS[task](**parameters, rows="all")._checked(table.X, table.y, None)
+            _check_parts(task, table, num_folds, seed)
+    except (ValueError, TypeError) as error:  # scikit-learn's words
+        raise ConfigurationError(str(error)) from error
+
+
+def _check_parts(task: str, table: Table, num_folds: int, seed: int) -> None:
+    """Whether every fit of a cross-validation has samples of two classes."""
+    if not num_folds or task != "classify":
+        return
+    largest = int(np.unique(table.y, return_counts=True)[1].max())
+    if num_folds > largest:
+        raise ConfigurationError(
+            f"--folds {num_folds}: the largest class has {largest} rows, and every part needs one. Pass fewer folds."
+        )
+    if any(len(np.unique(table.y[train])) < 2 for train, _ in _parts(task, table, num_folds, seed)):
+        raise ConfigurationError(
+            f"--folds {num_folds}: without one of its parts only one class is left to fit."
+        )
+
+
+def _parts(task: str, table: Table, num_folds: int, seed: int) -> Any:
+    folds: Any = StratifiedKFold if task == "classify" else KFold
+    return folds(num_folds, shuffle=True, random_state=seed).split(np.zeros(len(table.y)), table.y)
+
+
+def read_model(path: Path) -> Any:
+    """Return the estimator that `fit` left in a file.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    if not path.is_file():
+        raise ConfigurationError(f"there is no model {path}. Make one: paceline svm fit DATA --model {path}")
+    try:
+        found = joblib.load(path)
+    except Exception as error:  # unpickling raises whatever the bytes happen to say
+        raise ConfigurationError(
+            f"{path} is no model that can be read ({type(error).__name__}). Make one: paceline svm fit DATA "
+            f"--model {path}"
+        ) from error
+    if not isinstance(found, tuple(ESTIMATORS.values())) or not hasattr(found, "n_features_in_"):
+        raise ConfigurationError(
+            f"{path} holds a {type(found).__name__}, no model that `paceline svm fit` wrote. Pass another file."
+        )
+    return found
+
+
+def check_columns(path: Path, table: Table, model: Any) -> None:
+    """Refuse rows of another width than the model's.
+
+    Raises:
+        ConfigurationError: Says both.
+    """
+    if table.X.shape[1] != model.n_features_in_:
+        raise ConfigurationError(
+            f"{path} has {table.X.shape[1]} columns and a target, but the model was fitted to {model.n_features_in_}."
+        )
+
+
 def run(job: Job) -> None:
     """Do the job with the ranks there are; rank 0 writes the result."""
     table = job.load_table()
@@ -151,10 +242,8 @@ def _fit(job: Job, table: Table, rank: int) -> dict[str, Any]:
 
 
 def _cross_validate(job: Job, table: Table) -> dict[str, Any]:
-    folds: Any = StratifiedKFold if job.task == "classify" else KFold
     scores = []
-    splits = folds(job.num_folds, shuffle=True, random_state=job.seed).split(np.zeros(len(table.y)), table.y)
-    for train, test in splits:
+    for train, test in _parts(job.task, table, job.num_folds, job.seed):
         model = _estimator(job, Log(job.is_quiet)).fit(table.X[train], table.y[train])
         if job.task == "novelty":
             scores.append(float(np.mean(model.predict(table.X[test]) == 1)))
@@ -188,12 +277,14 @@ def read_table(path: Path, num_features: int | None = None) -> Table:
 def _read_libsvm(path: Path, num_features: int | None) -> Table:
     try:
         X, y = load_svmlight_file(str(path), n_features=num_features, zero_based=False)
-    except (ValueError, OverflowError, UnicodeDecodeError) as error:
+    except (ValueError, OverflowError, MemoryError) as error:
         raise _first_mistake(path, num_features, error) from error
+    if not (np.isfinite(X.data).all() and np.isfinite(y).all()):
+        raise _first_mistake(path, num_features, "a value is not finite")
     return Table(sp.csr_matrix(X), y)
 
 
-def _first_mistake(path: Path, num_features: int | None, error: Exception) -> ConfigurationError:
+def _first_mistake(path: Path, num_features: int | None, error: Exception | str) -> ConfigurationError:
     """Read slowly, to say in which line it is."""
     lines = path.read_bytes().decode(errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
@@ -202,7 +293,8 @@ def _first_mistake(path: Path, num_features: int | None, error: Exception) -> Co
         for at, word in enumerate(words):
             try:
                 index, _, value = word.rpartition(":") if at else ("1", ":", word)
-                float(value)
+                if not math.isfinite(float(value)):
+                    return _wrong(path, number, f"{word!r} is not finite")
                 position = int(index)
             except ValueError:
                 return _wrong(path, number, f"{word!r} is not {'index:value' if at else 'a number'}")
@@ -217,6 +309,7 @@ def _first_mistake(path: Path, num_features: int | None, error: Exception) -> Co
 def _read_csv(path: Path) -> Table:
     rows: list[list[float]] = []
     targets: list[str] = []
+    lines: list[int] = []
     header: tuple[int, list[str]] | None = None
     width = 0
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as stream:
@@ -233,11 +326,15 @@ def _read_csv(path: Path) -> Table:
                 raise _wrong(path, reader.line_num, f"{len(cells)} columns, expected {max(width, 2)}")
             rows.append(row)
             targets.append(cells[-1])
+            lines.append(reader.line_num)
     if header is not None and header[1][-1] in targets:  # no name of a column, but a row's target
         _numbers(path, header[0], header[1][:-1])
     y = np.array(targets)
     with contextlib.suppress(ValueError):
         y = y.astype(np.float64)
+    if y.dtype.kind == "f" and not np.isfinite(y).all():
+        at = int(np.flatnonzero(~np.isfinite(y))[0])
+        raise _wrong(path, f"{lines[at]}, column {width}", f"{targets[at]!r} is not finite")
     return Table(np.array(rows), y)
 
 
@@ -256,6 +353,9 @@ def _numbers(path: Path, line: int, cells: list[str]) -> list[float]:
             row.append(float(cell))
         except ValueError:
             raise _wrong(path, f"{line}, column {column}", f"{cell!r} is not a number") from None
+        if not math.isfinite(row[-1]):
+            shown = cell if len(cell) < _MOST_SHOWN else f"{cell[:_MOST_SHOWN]}..."
+            raise _wrong(path, f"{line}, column {column}", f"{shown!r} is not finite")
     return row
 
 

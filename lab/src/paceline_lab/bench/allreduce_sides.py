@@ -184,6 +184,9 @@ def parse_reduce_sides(text: str) -> tuple[str, ...]:
     return names
 
 
+_LARGEST_BYTES = 2**40
+
+
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Turn "64KiB,1MiB" into bytes, each at least one float32.
 
@@ -191,6 +194,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
         ConfigurationError: A size has no unit, is no number, or is too small.
     """
     sizes = tuple(size(word, "--sizes") for word in text.split(",") if word.strip())
+    large = [num_bytes for num_bytes in sizes if num_bytes > _LARGEST_BYTES]
+    if large:
+        raise ConfigurationError(f"--sizes {text!r} holds {large[0]:,} bytes. Pass at most 1 TiB.")
     small = [num_bytes for num_bytes in sizes if num_bytes < FLOAT_BYTES or num_bytes % FLOAT_BYTES]
     if small or not sizes:
         raise ConfigurationError(

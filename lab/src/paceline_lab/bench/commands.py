@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigurationError
+from paceline.files_given import check_output
 from paceline.host.memory import available_bytes
 from paceline_lab.bench import allreduce_report
 from paceline_lab.bench.allreduce import ReduceConfig, run_launches
@@ -137,8 +138,7 @@ def bench_profile(workload: str, out: Path, device: str, steps: int) -> Profile:
     """
     make_workload(workload)
     check_recordable(device, steps)
-    if not out.parent.is_dir():
-        raise ConfigurationError(f"--out {out} is in no folder that exists; make {out.parent} first.")
+    check_output(out, "--out")
     with progress_bar(f"profile of {workload} on {device}") as show:
         profile = record(workload, device, steps, show)
     profile.save(out)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.errors import ConfigurationError
+from paceline.files_given import parse_json
 from paceline.plan import LayerTimes, RecordedWorkload
 from paceline_lab.workloads import make_workload
 from paceline_lab.workloads.workload import SizedWorkload, Workload
@@ -199,7 +200,7 @@ class Profile:
             ConfigurationError: It cannot be read, or its layers are not the model's.
         """
         try:
-            record = json.loads(path.read_text())
+            record = parse_json(path.read_bytes())
             profile = cls(
                 record["name"],
                 record["source"],

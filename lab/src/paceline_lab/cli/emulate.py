@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from paceline_lab.emulation import ClusterSpec, EmulatedCluster, Outcome, Scenario
 
+_LONGEST_S = 1e7
 SETTINGS: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": False, "allow_interspersed_args": False},
 }
@@ -52,6 +53,7 @@ def emulate(
     from rich.console import Console
 
     from paceline import quantities
+    from paceline.errors import ConfigurationError
     from paceline_lab.emulation import ClusterSpec, EmulatedCluster, owned_resources
     from paceline_lab.report import table
 
@@ -63,6 +65,8 @@ def emulate(
     if changes is not None and changes.needs_packets:
         cluster.setdefault("offload", False)
     timeout_s = None if timeout is None else quantities.seconds(timeout, "--timeout")
+    if timeout_s is not None and not 0 < timeout_s <= _LONGEST_S:
+        raise ConfigurationError(f"--timeout {timeout} is no time for a job. Pass, for example, 90s.")
     spec = ClusterSpec.parse(**cluster)
     _check_work(spec, script or [], changes, check=check)
     console = Console(stderr=as_json)

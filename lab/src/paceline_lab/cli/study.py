@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
@@ -90,13 +89,18 @@ def redraw(
 ) -> None:
     """Draw every picture again from the stored reports. Nothing is measured."""
     from paceline.errors import ConfigurationError
+    from paceline_lab.report.publication import stored_report
 
     root = repository()
     if report is None and root is None:
         raise ConfigurationError(
             "there is no checkout whose lab/results could be drawn. Pass a folder: --report."
         )
-    for file in sorted((report or Path(root or "", "lab/results")).glob("*.json")):
+    folder = report or Path(root or "", "lab/results")
+    files = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    if not files:
+        raise ConfigurationError(f"there are no stored reports in {folder}. Pass another folder: --report.")
+    for file in files:
         draw = drawing_of(file.stem)
-        if draw is not None and draw(json.loads(file.read_text()), file.with_suffix(".png")):
+        if draw is not None and draw(stored_report(file), file.with_suffix(".png")):
             print(file.with_suffix(".png"))

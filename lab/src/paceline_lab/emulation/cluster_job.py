@@ -106,6 +106,14 @@ class Outcome:
                 f"The emulation itself lost {lost} packets: this machine is too slow for that --delay at that --rate "
                 "without netem. Lower the rate, or pass --offload."
             )
+        lost = sum(counted.lost_packets for counted in self.counters)
+        options = [] if self.spec.congestion_control == "bbr" else ["--congestion-control bbr"]
+        options += ["--min-rto 5ms"] if self.spec.min_rto_s is None else []
+        if lost and options:
+            found.append(
+                f"{lost} packets were lost on the way, and TCP's defaults make connections wait for each: "
+                f"{' and '.join(options)} would set what tuned hosts have."
+            )
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -247,6 +255,7 @@ class Job:
             "NCCL_SOCKET_IFNAME": interface,
             "TP_SOCKET_IFNAME": interface,
             "OMP_NUM_THREADS": "1",
+            "PACELINE_TCP_ADVICE": "0",  # `remarks` names our options instead, if anything was lost
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"{_PREFIX}${{rank}}{_PREFIX}",
         }
         return {**os.environ, **ours, **added}
@@ -302,9 +311,9 @@ def check_script(argv: Sequence[str]) -> None:
             "no script to run. Name it after the options: paceline emulate --hosts 2 -- train.py --epochs 3"
         )
     if argv[0] == "-m":
-        top = argv[1].partition(".")[0]
+        top = "" if "" in argv[1].split(".") else argv[1].partition(".")[0]
         path = [str(Path.cwd()), *sys.path]
-        if importlib.machinery.PathFinder.find_spec(top, path) is None:
+        if importlib.machinery.PathFinder.find_spec(top or "?", path) is None:
             raise ConfigurationError(
                 f"there is no module {argv[1]}: neither {Path.cwd()} nor this Python's packages have a {top}."
             )

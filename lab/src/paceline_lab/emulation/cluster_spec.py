@@ -25,6 +25,7 @@ DEFAULT_QUEUE_BYTES = 256 * 1024
 _SLOWEST, _FASTEST = 64e3, 100e9
 _CHEAP = 200e6
 _SMALLEST_MTU, _LARGEST_MTU = 576, 9000
+_LARGEST_QUEUE = 2**32 - 1  # of the kernel's token bucket
 _SUPER_PACKET = 65536 + 128  # what segmentation offload hands to a queue at once
 ETHERNET_HEADER = 14
 
@@ -280,6 +281,10 @@ class ClusterSpec:
 
     def _check_together(self) -> None:
         largest = _SUPER_PACKET if self.offload else self.mtu + ETHERNET_HEADER
+        if self.queue_bytes > _LARGEST_QUEUE:
+            raise ConfigurationError(
+                f"--queue {self.queue_bytes}B is too large: the kernel takes up to 4 GiB."
+            )
         if self.queue_bytes < largest:
             raise ConfigurationError(
                 f"--queue {self.queue_bytes}B holds no packet: one is up to {largest} bytes here "

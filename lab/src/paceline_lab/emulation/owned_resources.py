@@ -80,7 +80,9 @@ def _namespace() -> str:
 
 def _start_time(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] not in "ZX":  # a zombie owns nothing; in a container nobody may ever wait for it
+            return fields[19]
     return "gone"
 
 

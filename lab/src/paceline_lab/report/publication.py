@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.errors import ConfigurationError
+from paceline.files_given import parse_json
 
 if TYPE_CHECKING:
     from paceline_lab.bench.provenance import Provenance
@@ -52,6 +53,25 @@ class ReportFolder:
         path = self.path / name
         path.write_text(json.dumps(rows, indent=2) + "\n")
         return path
+
+
+def stored_report(path: Path) -> dict[str, Any]:
+    """Return what a report holds that was stored before.
+
+    Raises:
+        ConfigurationError: It cannot be read, or is none.
+    """
+    try:
+        record = parse_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigurationError(
+            f"the report {path} cannot be read ({error.strerror}). Pass another."
+        ) from error
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("samples"), dict):
+        raise ConfigurationError(f"{path} is no report of a study: JSON with samples by name. Pass another.")
+    return record
 
 
 @dataclasses.dataclass(frozen=True)

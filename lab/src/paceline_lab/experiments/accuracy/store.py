@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from paceline.errors import ConfigurationError
+from paceline.files_given import parse_json
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -60,6 +61,9 @@ class Outcome:
     wall_s: float
 
 
+_BEGIN = '{"trial": '  # of every line
+
+
 class TrialStore(Generic[AnyTrial, AnyOutcome]):
     """A file of finished trials.
 
@@ -80,20 +84,27 @@ class TrialStore(Generic[AnyTrial, AnyOutcome]):
             self._read()
 
     def _read(self) -> None:
-        lines = self.path.read_text().splitlines(keepends=True)
-        if lines and not lines[-1].endswith("\n"):
-            with self.path.open("r+") as stream:
-                stream.truncate(sum(len(line.encode()) for line in lines[:-1]))
-            lines.pop()
+        try:
+            lines = self.path.read_text().splitlines(keepends=True)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(
+                f"{self.path} is no file of trials ({type(error).__name__}). Pass another file with --store."
+            ) from error
+        is_cut = bool(lines) and not lines[-1].endswith("\n") and _BEGIN.startswith(lines[-1][: len(_BEGIN)])
+        cut = lines.pop() if is_cut else ""
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 self._outcomes[self._trial(**record["trial"])] = self._outcome(**record["outcome"])
             except (ValueError, TypeError, KeyError) as error:
                 raise ConfigurationError(
                     f"line {number} of {self.path} is not a trial of this version of the study ({error!r}). Pass "
                     "another file with --store."
                 ) from error
+
+        if cut:  # only now: what is no file of trials stays as it is
+            with self.path.open("r+") as stream:
+                stream.truncate(sum(len(line.encode()) for line in lines))
 
     def get(self, trial: AnyTrial) -> AnyOutcome | None:
         return self._outcomes.get(trial)

@@ -6,7 +6,6 @@ Two numbers describe the emulating machine, chosen once by sums of 1 MB and the 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from paceline_lab.packet_network.sides import Times, Traffic, measure
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import BASELINE, OURS
 from paceline_lab.report.panels import Dots
+from paceline_lab.report.publication import stored_report
 from paceline_lab.report.terminal import progress_bar
 
 WAY_US, TURN_US, JITTER_US, HANDING_OVER_US = 250.0, 400, 300, 400.0
@@ -86,6 +86,17 @@ def rows_of(emulated: Mapping[str, Any]) -> list[Row]:
     return found
 
 
+def _stored_rows(path: Path) -> list[Row]:
+    try:
+        return rows_of(stored_report(path))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(
+            f"{path} is no report of `paceline study emulated-network` ({error!r}). Pass another with --emulated."
+        ) from error
+
+
 def simulate(row: Row, repeats: int, seed: int) -> Times:
     """Let a row's side do the same on a simulated network."""
     case = row.case
@@ -116,7 +127,9 @@ class CheckStudy(Study[CheckOptions]):
         return "network-check"
 
     def measure(self, options: CheckOptions) -> Measured:
-        rows = [row for row in rows_of(json.loads(options.emulated.read_text())) if options.only in row.name]
+        rows = [row for row in _stored_rows(options.emulated) if options.only in row.name]
+        if not rows:
+            raise ConfigurationError(f"{options.emulated} has no case whose name contains {options.only!r}.")
         found = []
         with progress_bar("simulating what was emulated") as progress:
             for number, row in enumerate(rows):

@@ -15,7 +15,6 @@ A step is as long as on its slowest rank. Ratios are taken within a round, then 
 """
 
 import gc
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -49,7 +48,7 @@ from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.figures import draw_figure
 from paceline_lab.report.look import look_of
 from paceline_lab.report.panels import Line, Lines
-from paceline_lab.report.publication import Report, Verdict
+from paceline_lab.report.publication import Report, Verdict, stored_report
 from paceline_lab.report.summary import Summary, ratios, slowest_rank
 
 NAME = "auto-compression"
@@ -376,7 +375,7 @@ def _points_of_others(folder: Path, config: Config, rates: Sequence[str]) -> lis
     path = folder / f"{NAME}.json"
     if not path.exists():
         return []
-    record = json.loads(path.read_text())
+    record = stored_report(path)
     samples = [dict(sample) for sample in record["samples"]["points"]]
     others = [(sample.pop("rate"), Outcome(**sample)) for sample in samples]
     return [

@@ -41,7 +41,7 @@ from paceline_lab.experiments.runner import conclude
 from paceline_lab.report.figures import draw_figure, show_ratio
 from paceline_lab.report.look import CURVE_COLORS, OURS, look_of
 from paceline_lab.report.panels import Line, Lines
-from paceline_lab.report.publication import Report
+from paceline_lab.report.publication import Report, stored_report
 from paceline_lab.report.summary import Summary, slowest_rank
 
 if TYPE_CHECKING:
@@ -368,7 +368,7 @@ def main(
         raise ConfigurationError(f"--case {case}: there are {', '.join(CASES)}.")
     name = f"parameter_servers-{case}" + "-quick" * quick
     if rescore:
-        stored = json.loads((report_folder / f"{name}.json").read_text())
+        stored = stored_report(report_folder / f"{name}.json")
         config = Config(**stored["config"] | {"servers": tuple(stored["config"]["servers"])})
         provenance = Provenance(**stored["provenance"])
         report = _scored(name, config, stored["samples"], stored["summaries"]["busy"], provenance)

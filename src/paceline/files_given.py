@@ -1,0 +1,42 @@
+"""What a user names as a file: found impossible to read or write before any work is done for it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigurationError
+
+
+def check_output(path: Path, option: str) -> None:
+    """Refuse a file that could not be written later.
+
+    Args:
+        path: The file.
+        option: That names it.
+
+    Raises:
+        ConfigurationError: It is a folder, has none, or may not be written to.
+    """
+    reasons = {
+        "it is a folder": path.is_dir(),
+        f"there is no folder {path.parent}": not path.parent.is_dir(),
+        "it may not be written to": not os.access(path if path.exists() else path.parent, os.W_OK),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigurationError(f"{option} {path} cannot be written: {reason}. Pass another file.")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a text says in JSON.
+
+    Raises:
+        ValueError: It is none; also where it is nested more deeply than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error

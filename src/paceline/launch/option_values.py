@@ -1,0 +1,158 @@
+"""Which values of torchrun's options cannot work? Asked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import socket
+from pathlib import Path
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.events import handlers
+from torch.distributed.elastic.multiprocessing.api import Std
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from paceline.errors import ConfigurationError
+from paceline.launch import rendezvous_endpoint
+
+MOST_RANKS = 4096  # on a machine
+MOST_MACHINES = 100_000
+_MOST_PORT = 65535
+_NEVER_ARRIVE = ("SIGKILL", "SIGSTOP")
+
+
+def check_values(args: argparse.Namespace, num_local_ranks: int, num_machines: int) -> None:
+    """Refuse values that torch's launcher would stumble over, or ignore.
+
+    Args:
+        args: As torch's parser returned them, with what `rendezvous_endpoint.choose_backend` fills in.
+        num_local_ranks: Ranks of this machine.
+        num_machines: Of the launch, at most.
+
+    Raises:
+        ConfigurationError: Names the option, its value and the rule.
+    """
+    _check_meeting(args, num_machines)
+    for option, text in (("--tee", args.tee), ("--redirects", args.redirects)):
+        _check_streams(option, text, num_local_ranks)
+    _check_filter(args.local_ranks_filter, num_local_ranks)
+    _check_signals(args.signals_to_handle)
+    _check_log_folder(args.log_dir)
+    if not 0 < args.monitor_interval < math.inf:
+        raise ConfigurationError(
+            f"--monitor-interval {args.monitor_interval:g} is not a time between two looks at the ranks. Pass seconds, "
+            "such as 0.1."
+        )
+    shutdown_s = getattr(args, "shutdown_timeout", None)
+    if shutdown_s is not None and shutdown_s < 0:
+        raise ConfigurationError(f"--shutdown-timeout {shutdown_s} is negative. Pass seconds, such as 30.")
+    if args.event_log_handler not in handlers._log_handlers:
+        raise ConfigurationError(
+            f"--event-log-handler {args.event_log_handler} is not one of {', '.join(handlers._log_handlers)}."
+        )
+    try:
+        torchrun._get_logs_specs_class(args.logs_specs)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--logs-specs {args.logs_specs} is no entry point torchrun.logs_specs of a package here. Leave it out."
+        ) from error
+
+
+def _check_meeting(args: argparse.Namespace, num_machines: int) -> None:
+    """Where, when and as what the machines meet."""
+    if args.master_port is not None and not 0 <= args.master_port <= _MOST_PORT:
+        raise ConfigurationError(
+            f"--master-port {args.master_port} is no port. Pass 1 to {_MOST_PORT}, or leave it out."
+        )
+    known = sorted(rendezvous_handler_registry._registry)
+    if args.rdzv_backend not in known:
+        raise ConfigurationError(f"--rdzv-backend {args.rdzv_backend} is not one of {', '.join(known)}.")
+    if args.rdzv_endpoint and not rendezvous_endpoint.meets_by_file(args):
+        try:
+            parse_rendezvous_endpoint(args.rdzv_endpoint, 0)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"--rdzv-endpoint {args.rdzv_endpoint} is no address and port. Pass HOST:PORT, such as 10.0.0.5:29400."
+            ) from error
+    _check_settings(args.rdzv_conf or "")
+    rendezvous_endpoint.patience_s(args)
+    if not 0 <= args.node_rank < num_machines:
+        raise ConfigurationError(
+            f"--node-rank {args.node_rank} does not fit --nnodes {args.nnodes}: machines are numbered from 0 to "
+            f"{num_machines - 1}."
+        )
+    if args.local_addr:
+        try:
+            socket.getaddrinfo(args.local_addr, None)
+        except (OSError, UnicodeError) as error:
+            raise ConfigurationError(
+                f"--local-addr {args.local_addr} is no address of this machine. `ip address` lists them."
+            ) from error
+
+
+def _check_settings(text: str) -> None:
+    """What --rdzv-conf says: names with values, of which times and counts are whole numbers."""
+    for word in filter(None, text.strip().split(",")):
+        name, _, value = (part.strip() for part in word.partition("="))
+        if not name or not value:
+            raise ConfigurationError(
+                f"--rdzv-conf {text}: {word!r} is not NAME=VALUE. Pass, for example, --rdzv-conf join_timeout=600."
+            )
+        is_number = name.endswith(("timeout", "interval", "attempt"))
+        if is_number and not (value.isdecimal() and int(value) > 0):
+            raise ConfigurationError(
+                f"--rdzv-conf {name}={value} is not a number of seconds, or of attempts."
+            )
+
+
+def _check_streams(option: str, text: str, num_local_ranks: int) -> None:
+    try:
+        found = Std.from_str(text)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{option} {text} names no output. Pass 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one a rank: "
+            "0:3,1:1."
+        ) from error
+    if isinstance(found, dict) and max(found) >= num_local_ranks:
+        raise ConfigurationError(_no_such_rank(f"{option} {text}", max(found), num_local_ranks))
+
+
+def _check_filter(text: str, num_local_ranks: int) -> None:
+    words = text.split(",") if text else []
+    for word in words:
+        if not word.strip().isdecimal():
+            raise ConfigurationError(f"--local-ranks-filter {text} is not a list of ranks such as 0,1.")
+        if int(word) >= num_local_ranks:
+            raise ConfigurationError(
+                _no_such_rank(f"--local-ranks-filter {text}", int(word), num_local_ranks)
+            )
+
+
+def _no_such_rank(given: str, rank: int, num_local_ranks: int) -> str:
+    return (
+        f"{given}: there is no rank {rank} here. This machine's are numbered from 0 to {num_local_ranks - 1}."
+    )
+
+
+def _check_signals(text: str) -> None:
+    for name in (word.strip() for word in text.split(",")):
+        if name not in signal.Signals.__members__ or name in _NEVER_ARRIVE:
+            raise ConfigurationError(
+                f"--signals-to-handle {text}: {name!r} is no signal that a launcher can handle. Pass names such as "
+                "SIGTERM,SIGINT,SIGHUP,SIGQUIT."
+            )
+
+
+def _check_log_folder(text: str | None) -> None:
+    if text is None:
+        return
+    there = next(path for path in (Path(text).absolute(), *Path(text).absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigurationError(f"--log-dir {text} cannot be made: {there} is no folder. Pass another one.")
+    if not os.access(there, os.W_OK):
+        raise ConfigurationError(
+            f"--log-dir {text} cannot be made: {there} may not be written to. Pass another one."
+        )
