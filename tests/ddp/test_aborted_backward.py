@@ -2,11 +2,12 @@
 
 import itertools
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
-from harness.models import Mlp, generator, squares
+from harness.models import Mlp, random_batch, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
@@ -21,11 +22,10 @@ class StumbleError(Exception):
     """What a user's code raises inside backward."""
 
 
-def batch(seed, *parts):
-    return torch.randn(4, 8, generator=generator(seed, *parts), dtype=torch.float64)
+batch = partial(random_batch, dtype=torch.float64)
 
 
-def train(rank, num_ranks, seed, who, layer, options, width):
+def stumble_once(rank, num_ranks, seed, who, layer, options, width):
     """Per step: the error's class and words, or the largest error of a gradient against one process."""
     warnings.simplefilter("ignore")
     torch.manual_seed(seed)
@@ -61,13 +61,13 @@ OPTIONS = [{}, {"bucket_cap_mb": 0.0001}, {"find_unused_parameters": True}, {"st
 LAYERS = [0, 1, 3]
 
 
-def train_all(rank, num_ranks, seed, who):
+def stumble_everywhere(rank, num_ranks, seed, who):
     """Every layer at which it may happen, with all options; and every pair of either and a width."""
     cases = [
         (layer, options, WIDTHS[(row + column) % 2])
         for (row, layer), (column, options) in itertools.product(enumerate(LAYERS), enumerate(OPTIONS))
     ]
-    return [(case, train(rank, num_ranks, seed, who, *case)) for case in cases]
+    return [(case, stumble_once(rank, num_ranks, seed, who, *case)) for case in cases]
 
 
 def check_good_steps(rank, case, results):
@@ -79,7 +79,7 @@ def check_good_steps(rank, case, results):
 
 def test_all_ranks_abort():
     """Every rank raises its own exception, and every other step is right."""
-    for rank, of_rank in enumerate(pool(2).run(train_all, 1, (0, 1))):
+    for rank, of_rank in enumerate(pool(2).run(stumble_everywhere, 1, (0, 1))):
         assert len(of_rank) == len(LAYERS) * len(OPTIONS)
         for case, results in of_rank:
             check_good_steps(rank, case, results)
@@ -89,7 +89,7 @@ def test_all_ranks_abort():
 @pytest.mark.parametrize(("num_ranks", "who"), [(2, 0), (2, 1), (3, 1)])
 def test_one_rank_aborts(num_ranks, who):
     """The others' backward raises PeerAbortedError that names the rank; the steps after it are right on all ranks."""
-    for rank, of_rank in enumerate(pool(num_ranks).run(train_all, 2, (who,))):
+    for rank, of_rank in enumerate(pool(num_ranks).run(stumble_everywhere, 2, (who,))):
         for case, results in of_rank:
             check_good_steps(rank, case, results)
             kind, words = results[BAD_STEP]

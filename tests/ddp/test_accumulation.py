@@ -369,7 +369,7 @@ MISTAKES = {
 }
 
 
-class Net(nn.Module):
+class MaybeNormalised(nn.Module):
     """Takes vectors, with or without batch normalisation."""
 
     def __init__(self, has_norm):
@@ -385,7 +385,7 @@ class Net(nn.Module):
 def one_mistake(rank, num_ranks, name, has_norm):
     """Rank 1 makes a mistake in the second of three windows."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net(has_norm).double(), bucket_cap_mb=FINE)
+    model = DistributedDataParallel(MaybeNormalised(has_norm).double(), bucket_cap_mb=FINE)
     mistake = {wrong.__name__: wrong for wrong in MISTAKES}[name]
     told, worst = "nothing", 0.0
     for step in range(3):
@@ -423,7 +423,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(mistake, has_norm):
 
 def cannot_begin(rank, _num_ranks, case):
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net(has_norm=True))
+    model = DistributedDataParallel(MaybeNormalised(has_norm=True))
     told = "nothing"
     for step in range(3):
         wrong = step == 1 and rank == 1
@@ -507,7 +507,7 @@ NUM_BATCHES = [3, 8, 0]  # of ranks 0, 1 and 2, in windows of up to 2
 
 def uneven(rank, num_ranks, has_norm):
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net(has_norm).double(), bucket_cap_mb=FINE)
+    model = DistributedDataParallel(MaybeNormalised(has_norm).double(), bucket_cap_mb=FINE)
     alone = copy.deepcopy(model.module)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
 

@@ -16,7 +16,7 @@ NUM_STEPS = 20
 SIDES = {"ours": DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}
 
 
-def train(side, name, rank, seed, options, num_steps=NUM_STEPS):
+def train_side(side, name, rank, seed, options, num_steps=NUM_STEPS):
     """Digests of all parameters after every step, and the losses."""
     work = WORKLOADS[name]
     torch.manual_seed(seed + 1000 * rank)  # the replicas start apart: rank 0's must win
@@ -35,7 +35,7 @@ def train(side, name, rank, seed, options, num_steps=NUM_STEPS):
 
 
 def train_both(rank, _num_ranks, name, seed, options, num_steps=NUM_STEPS):
-    return {side: train(side, name, rank, seed, options, num_steps) for side in SIDES}
+    return {side: train_side(side, name, rank, seed, options, num_steps) for side in SIDES}
 
 
 def same_bits(results):

@@ -2,13 +2,14 @@
 
 import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.models import digest, generator, squares
+from harness.models import digest, random_batch, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
@@ -33,8 +34,7 @@ def build(seed, **options):
     return DistributedDataParallel(Normalised(), **options)
 
 
-def batch(seed, *parts):
-    return torch.randn(6, 4, generator=generator(seed, *parts))
+batch = partial(random_batch, shape=(6, 4))
 
 
 def bits(model):

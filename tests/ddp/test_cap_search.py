@@ -60,7 +60,7 @@ def test_small_models_end_at_once(size):
     assert len(search(lambda _: 1.0, default=size, most=size)[1]) <= 3
 
 
-def train(rank, cap, steps):
+def train_with_cap(rank, cap, steps):
     """The digest of parameters after each step, the numbers of buckets, and the search."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), bucket_cap_mb=cap)
@@ -87,8 +87,8 @@ def searched(rank, num_ranks):
             return 1.0 + abs(len(timings.last.buckets) - 3) if rank == num_ranks - 1 else 0.5
 
         patch.setattr(cap_search, "_median_step_s", step_s)
-        digests, num_buckets, search = train(rank, "auto", 40)
-    plain, _, nothing = train(rank, None, 40)
+        digests, num_buckets, search = train_with_cap(rank, "auto", 40)
+    plain, _, nothing = train_with_cap(rank, None, 40)
     return digests, plain, num_buckets, search.best_mb, [each.cap_mb for each in search.tried], nothing
 
 
@@ -106,7 +106,7 @@ def test_ranks_try_the_same_caps_and_no_number_changes():
     assert nothing is None
 
 
-def refused(rank, num_ranks):
+def misuse_cap_search(rank, num_ranks):
     said = []
     for options in (
         {"compression": "fp16"},
@@ -139,13 +139,13 @@ def test_what_keeps_to_buckets_is_refused():
         "join()",
         "register_comm_hook",
     )
-    for said in pool(2).run(refused):
+    for said in pool(2).run(misuse_cap_search):
         for word, message in zip(words, said, strict=True):
             assert word in message, message
 
 
 def alone(rank, num_ranks):
-    return train(rank, "auto", 2)[2]
+    return train_with_cap(rank, "auto", 2)[2]
 
 
 @pytest.mark.processes

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from harness.models import Mlp, digest, generator, sgd, squares
+from harness.models import Mlp, digest, generator, random_batch, sgd, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError
@@ -33,9 +33,9 @@ def normalised(kind):
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(3 * 4, 2)).double()
 
 
-def batch(kind, seed, step, rank, size):
+def batch_for(kind, seed, step, rank, size):
     shape = (size, 2, 5, 5) if kind == "2d" else (size, 6)
-    return torch.randn(shape, generator=generator(seed, step, rank), dtype=torch.float64)
+    return random_batch(seed, step, rank, shape=shape, dtype=torch.float64)
 
 
 def synchronized_norm(rank, num_ranks, kind, seed, sizes):
@@ -49,7 +49,7 @@ def synchronized_norm(rank, num_ranks, kind, seed, sizes):
     for step in range(3):
         model.zero_grad()
         alone.zero_grad()
-        xs = [batch(kind, seed, step, r, n) for r, n in enumerate(sizes)]
+        xs = [batch_for(kind, seed, step, r, n) for r, n in enumerate(sizes)]
         whole = alone(torch.cat(xs))
         mine = model(xs[rank])
         start = sum(sizes[:rank])
@@ -85,7 +85,7 @@ def own_conversion(rank, _num_ranks, seed):
     torch.manual_seed(seed)
     module = convert_sync_batchnorm(normalised("1d"))
     model = DistributedDataParallel(module)
-    squares(model(batch("1d", seed, 0, rank, 4))).backward()
+    squares(model(batch_for("1d", seed, 0, rank, 4))).backward()
     return (
         isinstance(module[1], SyncBatchNorm),
         isinstance(module[1], nn.SyncBatchNorm),

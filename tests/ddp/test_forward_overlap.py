@@ -47,7 +47,7 @@ class Aliased(nn.Module):
         return x * (1 + self.memory[0].sum()) + self.offset[:16]
 
 
-class Net(nn.Module):
+class ManyReaders(nn.Module):
     """What makes waiting difficult: tied and reused modules, parameters read past their module's forward, a list."""
 
     def __init__(self):
@@ -90,7 +90,7 @@ class Run:
         torch.manual_seed(0)
         self.rank, self.mode, self.saw, self.num_deferred = rank, mode, [], 0
         options = {"find_unused_parameters": True, "bucket_cap_mb": CAP_MB, **options}
-        self.model = DistributedDataParallel(Net(), overlap_forward=mode, **options)
+        self.model = DistributedDataParallel(ManyReaders(), overlap_forward=mode, **options)
         make = make or (
             lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=1e-3)
         )
@@ -500,20 +500,20 @@ def refusals(rank, num_ranks):
         return ""
 
     def wrap(module=None, **options):
-        return DistributedDataParallel(module or Net(), overlap_forward="always", **options)
+        return DistributedDataParallel(module or ManyReaders(), overlap_forward="always", **options)
 
     class Other(torch.optim.SGD):
         pass
 
     model = wrap()
-    plain = DistributedDataParallel(Net())
+    plain = DistributedDataParallel(ManyReaders())
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     replaced = torch.optim.SGD(model.parameters(), lr=0.1)
     replaced.step = lambda: None
-    compiled = Net()
+    compiled = ManyReaders()
     compiled.block.compile()
     cases = {
-        "none of True": lambda: DistributedDataParallel(Net(), overlap_forward="maybe"),
+        "none of True": lambda: DistributedDataParallel(ManyReaders(), overlap_forward="maybe"),
         "init_sync=False": lambda: wrap(init_sync=False),
         "only the mean": lambda: wrap(compression="fp16"),
         "sparse gradients": lambda: wrap(nn.Embedding(5, 3, sparse=True)),

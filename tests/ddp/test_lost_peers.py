@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.models import Mlp, digest, generator, squares
+from harness.models import Mlp, digest, generator, random_batch, squares
 from harness.ranks import Ranks, pool
 from paceline import DistributedDataParallel
 from paceline.comm.peers import Peers, next_name
@@ -19,10 +19,6 @@ pytestmark = pytest.mark.processes
 GROUP_TIMEOUT_S = 60.0  # who is dead is named long before
 STOPPED_TIMEOUT_S = 6.0  # that passes where the other is not dead
 DEADLINE_S = 100.0
-
-
-def batch(seed, *parts):
-    return torch.randn(4, 8, generator=generator(seed, *parts))
 
 
 def build(seed):
@@ -54,7 +50,7 @@ def fail_in(rank, _num_ranks, seed, victim, how, where):
                 if rank == victim and where == "end of backward":
                     model.module.layers[0].weight.register_post_accumulate_grad_hook(strike)
             optimizer.zero_grad()
-            squares(model(batch(seed, step, rank))).backward()
+            squares(model(random_batch(seed, step, rank))).backward()
             optimizer.step()
     except RuntimeError as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
@@ -150,11 +146,11 @@ def after_the_loss(rank, _num_ranks, seed, victim):
         if rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            squares(model(batch(seed, step, rank))).backward()
+            squares(model(random_batch(seed, step, rank))).backward()
         except RuntimeError as error:
             errors.append(type(error).__name__)
     with torch.no_grad():
-        output = model(batch(seed, 9))
+        output = model(random_batch(seed, 9))
     return errors, bool(output.isfinite().all())
 
 

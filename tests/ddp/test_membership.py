@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from harness.models import squares
 from harness.ranks import pool
-from harness.rebuilding import batch, mlp, refused, train
+from harness.rebuilding import batch, mlp, refused, train_steps
 from paceline import DistributedDataParallel
 from paceline.comm.collectives import shares_memory
 from paceline.errors import ProtocolError, ReplicaMismatchError
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 
 def moved_to_a_part(rank, _num_ranks, backend, members, how):
     model = DistributedDataParallel(mlp())
-    train(model, rank, range(2))
+    train_steps(model, rank, range(2))
     group, of_torch = dist.new_group(members, backend=backend), dist.new_group(members)
     if rank not in members:
         return None
@@ -29,7 +29,7 @@ def moved_to_a_part(rank, _num_ranks, backend, members, how):
     copy = mlp()
     copy.load_state_dict(model.module.state_dict())
     torchs = TorchDDP(copy, process_group=of_torch)
-    same = train(model, rank, range(2, 6)), train(torchs, rank, range(2, 6))
+    same = train_steps(model, rank, range(2, 6)), train_steps(torchs, rank, range(2, 6))
     here = model.membership
     return *same, (here.epoch, here.size, here.rank, here.name, here.prefix), model.process_group is group
 
@@ -57,7 +57,7 @@ def several_times(rank, _num_ranks):
         if rank in members:
             source = members.index(1)
             model.membership.rebuild(group, source=source)
-            bits.append((turn, train(model, rank, range(3))))
+            bits.append((turn, train_steps(model, rank, range(3))))
             names.add(model.membership.name)
     return bits, len(names), model.membership.epoch
 
@@ -78,13 +78,13 @@ def grown(rank, _num_ranks):
     first, everyone = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
     if rank < 2:
         model = DistributedDataParallel(mlp(), process_group=first)
-        train(model, rank, range(3))
+        train_steps(model, rank, range(3))
     else:
         model = DistributedDataParallel(mlp(seed=9), process_group=everyone, init_sync=False)
     told = refused(lambda: model.membership.rebuild(everyone), ProtocolError)
-    before = train(model, rank, range(3, 5)) if rank < 2 else None  # in the old membership, still
+    before = train_steps(model, rank, range(3, 5)) if rank < 2 else None  # in the old membership, still
     model.membership.rebuild(everyone, source=1)
-    after = train(model, rank, range(5, 8))
+    after = train_steps(model, rank, range(5, 8))
     alone = mlp(seed=9)
     alone.load_state_dict(model.module.state_dict())
     model.zero_grad()
@@ -115,7 +115,7 @@ def another_model(rank, _num_ranks):
     else:
         model = DistributedDataParallel(nn.Linear(8, 3), process_group=everyone, init_sync=False)
     told = refused(lambda: model.membership.rebuild(everyone), ReplicaMismatchError)
-    return told, train(model, rank, range(2)) if rank < 2 else None
+    return told, train_steps(model, rank, range(2)) if rank < 2 else None
 
 
 @pytest.mark.processes
@@ -136,7 +136,7 @@ def shared_memory(rank, _num_ranks, backend):
     if rank == 1:
         return [True] * 3
     model.membership.rebuild(group)
-    train(model, rank, range(2))
+    train_steps(model, rank, range(2))
     used = model.membership.gradient_groups[0]
     return [*found, shares_memory(used), shares_memory(model.reducer.process_groups[0])]
 
@@ -154,7 +154,7 @@ def after_others_left(rank, _num_ranks):
     if rank != 1:
         model.membership.rebuild(group)
     another = DistributedDataParallel(mlp())
-    return train(another, rank, range(2)), shares_memory(another.membership.gradient_groups[0])
+    return train_steps(another, rank, range(2)), shares_memory(another.membership.gradient_groups[0])
 
 
 @pytest.mark.processes
@@ -182,7 +182,7 @@ def many_rebuilds(rank, num_ranks, how):
         group = dist.new_group(list(range(num_ranks)), backend=backend)
         old = model.process_group
         model.membership.rebuild(group)
-        train(model, rank, range(2))
+        train_steps(model, rank, range(2))
         model.zero_grad()
         dist.barrier()  # no rank is in the old group any more
         if old is not dist.group.WORLD:

@@ -26,7 +26,7 @@ class Embedded(torch.nn.Module):
         return self.body(x + self.table(torch.tensor([7, 9])).sum(0))
 
 
-def train(rank, num_ranks, case):
+def said_in_four_steps(rank, num_ranks, case):
     """What is said in four steps; the gradients of rank 1's second are not finite."""
     torch.manual_seed(0)
     module = Embedded()
@@ -59,15 +59,15 @@ def train(rank, num_ranks, case):
     return said
 
 
-def train_all(rank, num_ranks):
-    return {case: train(rank, num_ranks, case) for case in CASES}
+def said_in_all_cases(rank, num_ranks):
+    return {case: said_in_four_steps(rank, num_ranks, case) for case in CASES}
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_first_gradient_that_is_not_finite_is_named():
     """Rank, step and parameter, once, with the next forward, on every rank; nothing where the step was skipped."""
     first = {"middle": "body.layers.1"}
-    for rank, said in enumerate(pool(2).run(train_all)):
+    for rank, said in enumerate(pool(2).run(said_in_all_cases)):
         assert said.pop("skipped") == said.pop("scaled") == []
         ((step, words),) = said.pop("embedding")  # rows that the sample does not hold: the next step shows it
         assert step == 3

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.models import Mlp, OddShapes, TiedLanguageModel, generator, squares
+from harness.models import Mlp, OddShapes, TiedLanguageModel, generator, squares, train
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
@@ -26,16 +26,6 @@ def inputs(name, seed, step, rank):
         return torch.randint(0, 13, (4, 5), generator=source)
     shape = (4, 3, 5, 5) if name == "group_norm" else (4, 8)
     return torch.randn(shape, generator=source, dtype=torch.float64)
-
-
-def train(model, batches):
-    """Parameters after training on `batches`."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for x in batches:
-        optimizer.zero_grad()
-        squares(model(x)).backward()
-        optimizer.step()
-    return {name: value.detach().numpy() for name, value in model.named_parameters()}
 
 
 def largest_difference(rank, num_ranks, name, seed, options):

@@ -7,6 +7,7 @@ import io
 import warnings
 import weakref
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
-from harness.models import Mlp, conv_net, digest, generator, squares
+from harness.models import Mlp, conv_net, digest, generator, random_batch, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel, convert_sync_batchnorm
 from paceline.errors import HookError, PeerAbortedError, ProtocolError
@@ -25,8 +26,7 @@ pytestmark = pytest.mark.processes
 FINE = 0.0001  # MiB: a bucket for almost every gradient
 
 
-def batch(rank, step, width=8):
-    return torch.randn(4, width, generator=generator(rank, step), dtype=torch.float64)
+batch = partial(random_batch, dtype=torch.float64)
 
 
 def mean_of(module, losses):
@@ -636,7 +636,7 @@ def graph_in_the_first_step(rank, num_ranks):
     for width in (8, 72):  # 72: gradients that are copied while backward runs
         torch.manual_seed(0)
         model = DistributedDataParallel(_Backwards(width), bucket_cap_mb=FINE)
-        xs = [batch(r, 0, width) for r in range(num_ranks)]
+        xs = [batch(r, 0, shape=(4, width)) for r in range(num_ranks)]
         expected = mean_of(model.module, [lambda m, x=x: squares(m(x)) for x in xs])
         for has_graph in (True, False):
             model.zero_grad()

@@ -3,7 +3,6 @@
 `random_programs` draws them, `program_oracle` performs them beside bare copies and torch's class.
 """
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from harness.program_model import HEADS
 from harness.program_oracle import explain, find_failures
 from harness.random_programs import Program, draw, shrink
 from harness.ranks import pool
-from paceline_lab.experiments.fuzz import Found, store, stored
 
 FIRST_SEED, NUM_PROGRAMS = 1000, 60  # `paceline study fuzz` draws thousands
 
@@ -70,15 +68,3 @@ def test_shrinking_leaves_what_fails():
     smallest = shrink(program, lambda candidate: guilty <= set(candidate.operations))
     assert set(smallest.operations) == guilty
     assert (smallest.options, smallest.blocks, smallest.num_ranks) == ({}, (), 2)
-
-
-@pytest.mark.processes
-def test_a_search_goes_on_where_its_report_ends(tmp_path):
-    """With the same counts; not with another first seed."""
-    found = Found(
-        7, 3, 1.5, Counter({"free": 3}), Counter({"weight": 1}), Counter({"train": 2}), ["seed 8: ..."]
-    )
-    store(found, tmp_path / "fuzz.json")
-    assert stored(tmp_path / "fuzz.json", 7) == found
-    assert stored(tmp_path / "fuzz.json", 8) == Found(8)
-    assert stored(tmp_path / "nothing.json", 7) == Found(7)

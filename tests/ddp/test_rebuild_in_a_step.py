@@ -7,7 +7,7 @@ from torch import nn
 
 from harness.models import digest, squares
 from harness.ranks import pool
-from harness.rebuilding import batch, bits_of, mlp, refused, train
+from harness.rebuilding import batch, bits_of, mlp, refused, train_steps
 from paceline import DistributedDataParallel
 from paceline.data import GlobalBatch
 from paceline.optim import overlap
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 def kept_gradients(rank, _num_ranks):
     model = DistributedDataParallel(mlp())
     alone = mlp()
-    train(model, rank, range(2))
+    train_steps(model, rank, range(2))
     alone.load_state_dict(model.module.state_dict())
     model.zero_grad()
     with model.no_sync():
@@ -47,7 +47,7 @@ def uneven(rank, _num_ranks):
     group = dist.new_group([0, 2])
     with model.join():
         told = refused(lambda: model.membership.rebuild(group))
-        train(model, rank, range(2))
+        train_steps(model, rank, range(2))
     if rank == 1:
         return None
     model.membership.rebuild(group)
@@ -122,13 +122,13 @@ def test_what_cannot_go_on_is_refused_in_words():
 
 def graph_of_before(rank, _num_ranks):
     model = DistributedDataParallel(mlp())
-    train(model, rank, range(1))
+    train_steps(model, rank, range(1))
     loss = squares(model(batch(1, rank)))
     model.membership.rebuild(dist.new_group())
     with pytest.warns(UserWarning, match="without a forward of the wrapped model"):
         loss.backward()
     model.zero_grad()
-    return train(model, rank, range(2, 4))
+    return train_steps(model, rank, range(2, 4))
 
 
 @pytest.mark.processes

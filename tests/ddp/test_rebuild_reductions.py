@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from harness.models import digest, squares
 from harness.ranks import pool
-from harness.rebuilding import batch, bits_of, mlp, train
+from harness.rebuilding import batch, bits_of, mlp, train_steps
 from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError
 from paceline.reductions import GradientNoiseScale, ParameterServers, PowerSGD
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 def compressed(rank, _num_ranks, compression):
     model = DistributedDataParallel(mlp(), compression=compression)
-    train(model, rank, range(3))
+    train_steps(model, rank, range(3))
     group, everyone = dist.new_group([0, 2]), dist.new_group([0, 1, 2])
     before = model.reduction.state_dict()
     bits = []
@@ -31,11 +31,11 @@ def compressed(rank, _num_ranks, compression):
         factors = before.get("factors", {}).keys() == after.get("factors", {}).keys()
         residuals = sum(v.abs().sum().item() for by in after["memories"].values() for v in by.values())
         bits += [kept, factors, residuals > 0]
-        bits += train(model, rank, range(3, 6))
+        bits += train_steps(model, rank, range(3, 6))
     model.membership.rebuild(everyone, source=0)
     again = model.reduction.state_dict()
     bits.append((again["num_steps"], len(again.get("factors", {}))))
-    return bits, train(model, rank, range(6, 9)), bits_of(model)
+    return bits, train_steps(model, rank, range(6, 9)), bits_of(model)
 
 
 @pytest.mark.processes
@@ -99,12 +99,12 @@ def hooked(rank, _num_ranks, builtin):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
         model.register_comm_hook(dist.group.WORLD, allreduce_hook)
-    train(model, rank, range(2))
+    train_steps(model, rank, range(2))
     group = dist.new_group([0, 2])
     if rank == 1:
         return None
     model.membership.rebuild(group)
-    return train(model, rank, range(2, 4))
+    return train_steps(model, rank, range(2, 4))
 
 
 @pytest.mark.processes

@@ -6,6 +6,7 @@ import time
 import warnings
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-from harness.models import digest, generator, squares
+from harness.models import digest, generator, random_batch, squares
 from harness.ranks import Ranks, pool
 from paceline import DistributedDataParallel
 from paceline.ddp.droppable import units_of
@@ -29,7 +30,7 @@ NUM_STEPS = 5
 SMALL_CAPS = {"bucket_cap_mb": 0.01}
 
 
-class Net(nn.Module):
+class ResidualNet(nn.Module):
     """A stem, residual blocks of which a forward drops those it is told to, and a head."""
 
     def __init__(self, reentrant=False):
@@ -53,15 +54,14 @@ class Net(nn.Module):
 
 def make(seed, reentrant=False):
     torch.manual_seed(seed)
-    return Net(reentrant)
+    return ResidualNet(reentrant)
 
 
 def ours(net, **options):
     return DistributedDataParallel(net, droppable=net.blocks, **options)
 
 
-def batch(*parts, size=3):
-    return torch.randn(size, 6, generator=generator(*parts))
+batch = partial(random_batch, shape=(3, 6))
 
 
 def drawn(seed, step):
@@ -226,7 +226,7 @@ def without_declaring(rank, _num_ranks):
                 before = residuals(model)
                 with skipping(model, dropped if declares else ()), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    squares(model(batch(3, step, rank, size=3 + rank), dropped)).backward()
+                    squares(model(batch(3, step, rank, shape=(3 + rank, 6)), dropped)).backward()
                 found.append(bits(model))
                 after = residuals(model)
                 names = {f"blocks.{block}." for block in dropped}
@@ -625,7 +625,7 @@ def test_disagreement_of_ranks_a_step_apart_says_so():
     assert len({third for _, _, third in outcomes}) == 1
 
 
-class Counts(Net):
+class Counts(ResidualNet):
     """Has a buffer, of the sum of all inputs, and notes what it was in the last forward."""
 
     def __init__(self):
@@ -809,8 +809,8 @@ def test_one_rank_and_what_cannot_be_skipped(alone):
     for what, words in (
         (["head"], "skip.head.: what is skipped has to consist of entries of droppable"),
         (["blocks.0.0"], "skip.blocks.0.0."),
-        (["nothing"], "'nothing' is no part of this Net"),
-        ([nn.Linear(2, 2)], "a Linear is no part of this Net"),
+        (["nothing"], "'nothing' is no part of this ResidualNet"),
+        ([nn.Linear(2, 2)], "a Linear is no part of this ResidualNet"),
     ):
         with pytest.raises(ConfigurationError, match=words), model.skip(*what):
             pass

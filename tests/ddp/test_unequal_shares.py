@@ -1,6 +1,5 @@
 """Unequal shares: gradients of one process on the whole batch, whatever each rank trains."""
 
-import sys
 import warnings
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 from harness.models import digest
 from harness.ranks import pool, seeded
-from harness.terminal import REPOSITORY
 from harness.unequal_oracle import (
     NUM_SAMPLES,
     dataset,
@@ -184,14 +182,6 @@ def noise_of_changing_shares(rank, num_ranks):
     return noise.noise_over_signal * 16
 
 
-def short_soak(rank, num_ranks):
-    """The benchmark's, with everything it does, for some epochs."""
-    sys.path.insert(0, str(REPOSITORY))
-    from paceline_lab.experiments.unequal.soak import Config, soak
-
-    return soak(Config(num_steps=90, seed=2), lambda _: None)
-
-
 def all_of_it(rank, num_ranks):
     """One launch."""
     return {
@@ -203,7 +193,6 @@ def all_of_it(rank, num_ranks):
             running_statistics,
             other_reductions,
             noise_of_changing_shares,
-            short_soak,
         )
     }
 
@@ -266,14 +255,3 @@ def test_what_shares_mean_to_other_reductions(outcomes):
         assert found["onebit"] < 0.1
         # S / |G|^2 = 4: the variance of one sample over its mean, squared.
         assert outcome["noise_of_changing_shares"] == pytest.approx(4, rel=0.1)
-
-
-@pytest.mark.processes
-def test_a_short_soak(outcomes):
-    """Shares, stalls, memory, restarts at random: no sample lost, no drift. The long one is a benchmark."""
-    for outcome in outcomes:
-        soak = outcome["short_soak"]
-        assert soak.num_epochs >= 2
-        assert min(soak.num_changes, soak.num_repeats, soak.num_restarts) > 0
-        assert soak.num_bad_epochs == soak.num_drifts == 0
-        assert soak.difference < 1e-12

@@ -1,6 +1,7 @@
 """`join()`: ranks with different numbers of batches."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from harness.models import digest, generator, squares
+from harness.models import digest, random_batch, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.processes
 NUM_BATCHES = [2, 5, 3]  # of ranks 0, 1, 2
 
 
-class Net(nn.Module):
+class UnevenNet(nn.Module):
     """Two layers; optionally batch normalisation, and a parameter that is never used."""
 
     def __init__(self, kind):
@@ -32,14 +33,13 @@ class Net(nn.Module):
         return self.b(torch.tanh(self.norm(self.a(x))))
 
 
-def batch(seed, step, rank):
-    return torch.randn(5, 4, generator=generator(seed, step, rank), dtype=torch.float64)
+batch = partial(random_batch, shape=(5, 4), dtype=torch.float64)
 
 
 def reference(kind, seed, by_initial):
     """Parameters after training in one process with the gradients that `join` promises."""
     torch.manual_seed(seed)
-    model = Net(kind).double()
+    model = UnevenNet(kind).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(max(NUM_BATCHES)):
         active = [r for r, n in enumerate(NUM_BATCHES) if step < n]
@@ -51,10 +51,10 @@ def reference(kind, seed, by_initial):
     return model
 
 
-def train(rank, _num_ranks, kind, seed, by_initial, options, accumulate):
+def train_under_join(rank, _num_ranks, kind, seed, by_initial, options, accumulate):
     warnings.simplefilter("ignore")
     torch.manual_seed(seed)
-    model = DistributedDataParallel(Net(kind).double(), **options)
+    model = DistributedDataParallel(UnevenNet(kind).double(), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.join(divide_by_initial_world_size=by_initial):
         for step in range(NUM_BATCHES[rank]):
@@ -92,7 +92,7 @@ def train(rank, _num_ranks, kind, seed, by_initial, options, accumulate):
 @pytest.mark.parametrize("kind", ["plain", "unused", "wide"])
 def test_uneven_inputs_give_the_promised_gradients(kind, options, by_initial):
     """Three ranks with 2, 5 and 3 batches: the parameters of one process that divides as asked, on all ranks."""
-    results = pool(3).run(train, kind, 1, by_initial, options, False)
+    results = pool(3).run(train_under_join, kind, 1, by_initial, options, False)
     assert max(result["error"] for result in results) < 1e-12
     assert len({result["state"] for result in results}) == 1
     assert len({result["gradients after"] for result in results}) == 1
@@ -101,13 +101,13 @@ def test_uneven_inputs_give_the_promised_gradients(kind, options, by_initial):
 
 def test_uneven_inputs_with_buffers():
     """Batch normalisation under join: all ranks end with the same parameters and buffers."""
-    results = pool(3).run(train, "buffers", 2, True, {}, False)
+    results = pool(3).run(train_under_join, "buffers", 2, True, {}, False)
     assert len({result["state"] for result in results}) == 1
 
 
 def test_after_join_everything_is_as_before():
     """Outside the context again, a synchronized backward leaves all ranks with the same gradients and buffers."""
-    results = pool(3).run(train, "buffers", 3, True, {}, False)
+    results = pool(3).run(train_under_join, "buffers", 3, True, {}, False)
     assert len({result["gradients after"] for result in results}) == 1
     assert len({result["buffers after"] for result in results}) == 1
 
@@ -120,7 +120,7 @@ def test_uneven_inputs_with_accumulation():
 
 def train_accumulating(rank, _num_ranks, seed):
     torch.manual_seed(seed)
-    model = DistributedDataParallel(Net("plain").double())
+    model = DistributedDataParallel(UnevenNet("plain").double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.join():
         for step in range([4, 8, 2][rank]):
@@ -136,7 +136,7 @@ def train_accumulating(rank, _num_ranks, seed):
 
 def early_termination(rank, _num_ranks, seed):
     torch.manual_seed(seed)
-    model = DistributedDataParallel(Net("plain").double())
+    model = DistributedDataParallel(UnevenNet("plain").double())
     steps = 0
     try:
         with model.join(throw_on_early_termination=True):
@@ -159,7 +159,7 @@ def test_throw_on_early_termination():
 
 def nobody_has_inputs(_rank, _num_ranks, seed):
     torch.manual_seed(seed)
-    model = DistributedDataParallel(Net("plain").double())
+    model = DistributedDataParallel(UnevenNet("plain").double())
     with model.join():
         pass
     with model.join(enable=False):
@@ -177,7 +177,7 @@ def joined_with_another(rank, _num_ranks, seed):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     torch.manual_seed(seed)
-    first = DistributedDataParallel(Net("plain"))
+    first = DistributedDataParallel(UnevenNet("plain"))
     second = DistributedDataParallel(nn.Linear(2, 1))
     parameters = [*first.parameters(), *second.parameters()]
     optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
@@ -199,7 +199,7 @@ def test_join_of_several_joinables():
 
 def with_hook(rank, _num_ranks, seed):
     torch.manual_seed(seed)
-    model = DistributedDataParallel(Net("plain"))
+    model = DistributedDataParallel(UnevenNet("plain"))
     world = dist.get_world_size()
 
     def hook(_state, bucket):

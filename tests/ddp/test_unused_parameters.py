@@ -1,12 +1,13 @@
 """Parameters that some ranks, or all, leave unused: zeros for whoever did not, untouched where nobody did."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from harness.models import generator
+from harness.models import generator, random_batch
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
@@ -33,8 +34,7 @@ def build(seed, options):
     return DistributedDataParallel(Choice(), **options)
 
 
-def batch(seed, *parts):
-    return torch.randn(3, 4, generator=generator(seed, *parts))
+batch = partial(random_batch, shape=(3, 4))
 
 
 def globally_unused(rank, _num_ranks, seed, options):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +57,31 @@ class Workload:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
 
 
+def random_batch(*parts: int, shape: Sequence[int] = (4, 8), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normally distributed; depends on `parts`, such as seed, step and rank, only."""
+    return torch.randn(tuple(shape), generator=generator(*parts), dtype=dtype)
+
+
 def squares(output: Tensor) -> Tensor:
     """A loss that needs no target."""
     return (output.abs() ** 2).mean()
+
+
+def train(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Any], Tensor] = squares,
+) -> list[str]:
+    """A step a batch, by `sgd` unless told otherwise; the bits of the gradients of each."""
+    optimizer = optimizer or sgd(model)
+    bits = []
+    for x in batches:
+        optimizer.zero_grad()
+        loss(model(x)).backward()
+        bits.append(digest([p.grad for p in model.parameters() if p.grad is not None]))
+        optimizer.step()
+    return bits
 
 
 class Mlp(nn.Module):

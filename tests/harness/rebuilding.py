@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from harness.models import Mlp, digest, generator, squares
+from harness.models import Mlp, digest, random_batch, squares, train
 from paceline.errors import ConfigurationError
 
 NUM_SAMPLES = 60
@@ -22,21 +23,12 @@ def mlp(seed: int = 1) -> nn.Module:
     return Mlp(dtype=torch.float64)
 
 
-def batch(step: int, rank: int) -> Tensor:
-    """What a rank trains in a step."""
-    return torch.randn(4, 8, generator=generator(3, step, rank), dtype=torch.float64)
+batch = partial(random_batch, 3, dtype=torch.float64)  # of a step and a rank
 
 
-def train(model: nn.Module, rank: int, steps: Iterable[int], optimizer: Optimizer | None = None) -> list[str]:
+def train_steps(model: nn.Module, rank: int, steps: Iterable[int]) -> list[str]:
     """Some steps on batches of this rank's own; the bits of the gradients of each."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    bits = []
-    for step in steps:
-        optimizer.zero_grad()
-        squares(model(batch(step, rank))).backward()
-        bits.append(digest([p.grad for p in model.parameters() if p.grad is not None]))
-        optimizer.step()
-    return bits
+    return train(model, (batch(step, rank) for step in steps))
 
 
 def bits_of(model: nn.Module) -> str:

@@ -83,7 +83,7 @@ class Training:
         return [*self.losses, *torch.cat([p.detach().flatten() for p in self.model.parameters()]).tolist()]
 
 
-def train(rank, num_ranks):
+def train_with_accelerate(rank, num_ranks):
     from accelerate import DistributedDataParallelKwargs
     from accelerate.utils import DDPCommunicationHookType
 
@@ -114,7 +114,7 @@ def train(rank, num_ranks):
 
 def test_training_accumulation_and_handlers():
     """Two epochs, with and without accumulation; torch's communication hook; ours, by an argument of the patch."""
-    for seen in pool(2).run(train, deadline_s=110):
+    for seen in pool(2).run(train_with_accelerate, deadline_s=110):
         assert [seen[name, "is ours"] for name in ("torch", "ours")] == [False, True]
         assert seen["ours", "unwrapped"]
         for what in (1, 3, "hook"):

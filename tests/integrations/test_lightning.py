@@ -103,7 +103,7 @@ def fit(folder, strategy, epochs=1, manual=False, recipe=False, resume=None, **o
     return module, trainer
 
 
-def train(rank, num_ranks, folder):
+def train_with_lightning(rank, num_ranks, folder):
     from pytorch_lightning.strategies import DDPStrategy
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -135,7 +135,7 @@ def train(rank, num_ranks, folder):
 def test_training_accumulation_and_manual_optimization():
     """By its name, with arguments, and under a patch; validation goes around the wrapper."""
     with tempfile.TemporaryDirectory() as folder:
-        for seen in pool(2).run(train, folder, deadline_s=110):
+        for seen in pool(2).run(train_with_lightning, folder, deadline_s=110):
             assert [seen[name, "is ours"] for name in ("ddp", "paceline", "patched")] == [False, True, True]
             for what in (1, 2, "manual"):
                 assert seen["paceline", what] == seen["ddp", what], what

@@ -58,7 +58,7 @@ def curve(trainer):
     return rows, torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).tolist()
 
 
-def train(rank, num_ranks, folder):
+def train_with_trainer(rank, num_ranks, folder):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), HF_HUB_OFFLINE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     seen = {}
@@ -89,7 +89,7 @@ def train(rank, num_ranks, folder):
 def test_training_accumulating_and_resuming():
     """Losses, gradient norms and parameters, straight and resumed from a checkpoint, are torch's bit by bit."""
     with tempfile.TemporaryDirectory() as folder:
-        for seen in pool(2).run(train, folder, deadline_s=160):
+        for seen in pool(2).run(train_with_trainer, folder, deadline_s=160):
             assert [seen[name, "is ours"] for name in ("torch", "ours")] == [False, True]
             assert seen["ours"] == seen["torch"]
             assert seen["ours", "accumulated"] == seen["torch", "accumulated"]

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from harness.models import Mlp, digest, generator, squares
+from harness.models import Mlp, digest, generator, random_batch, squares, train
 from harness.ranks import pool
 from harness.terminal import REPOSITORY
 from paceline import DistributedDataParallel
 
 
-def train(rank, group, shards):
+def train_shards(rank, group, shards):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch's own deprecations
 
     torch.manual_seed(4)
@@ -26,16 +26,13 @@ def train(rank, group, shards):
         )
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **options)
-    for step in range(4):
-        optimizer.zero_grad()
-        squares(model(torch.randn(6, 8, generator=generator(1, step, rank)))).backward()
-        optimizer.step()
+    train(model, (random_batch(1, step, rank, shape=(6, 8)) for step in range(4)), optimizer)
     return digest(list(model.parameters()))
 
 
 def digests(rank, num_ranks):
     groups = (dist.group.WORLD, dist.new_group(backend="paceline"))
-    return [train(rank, group, shards) for group in groups for shards in (False, True)]
+    return [train_shards(rank, group, shards) for group in groups for shards in (False, True)]
 
 
 @pytest.mark.processes

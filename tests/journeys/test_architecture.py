@@ -247,3 +247,38 @@ def test_public_names_and_other_packages_private_ones_are_no_offence():
     assert not private_names(
         "import os\nfrom paceline.ddp import plan\nos._exit(0)\nplan.__doc__\nself._x = plan.BucketCaps"
     )
+
+
+# What each folder of tests may import of the other two packages. The SVM's ranks can be threads of one process.
+TESTS = {"tests": (), "svm/tests": ("paceline_svm", "paceline_lab.doubles")}
+TESTS_OF_ALL = ("journeys", "harness")
+
+
+def imports_of_others(source, allowed):
+    """Imports of the laboratory or the SVM, also inside functions, beyond those that are allowed."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    others = [name for name in sorted(found) if name.split(".")[0] in OTHERS]
+    return [name for name in others if not any(f"{name}.".startswith(f"{each}.") for each in allowed)]
+
+
+@pytest.mark.parametrize("folder", TESTS)
+def test_a_package_is_tested_without_the_packages_above_it(folder):
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path.relative_to(ROOT / folder).parts[0] not in TESTS_OF_ALL
+        for name in imports_of_others(path.read_text(), TESTS[folder])
+    ]
+    assert not found, "a test that needs another package is that package's: move it there"
+
+
+def test_an_import_of_another_package_is_noticed():
+    source = "def one():\n    from paceline_lab.doubles import in_process\nimport paceline_svm.solver"
+    assert imports_of_others(source, ()) == ["paceline_lab.doubles.in_process", "paceline_svm.solver"]
+    assert imports_of_others(source, TESTS["svm/tests"]) == []
+    assert imports_of_others("from paceline_lab.doubles_of import x", TESTS["svm/tests"])

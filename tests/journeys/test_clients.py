@@ -32,7 +32,7 @@ def with_torchs_import(script, folder):
     return copy
 
 
-def train(script, out, *args):
+def run_script(script, out, *args):
     """Every rank's loss curve."""
     out.mkdir()
     words = (script, *args, "--out", str(out))
@@ -75,8 +75,8 @@ def test_client_has_the_same_loss_curve(name, optimizer, tmp_path):
     """Two ranks, both imports: the losses of every step on every rank are equal, bit by bit, and they fall."""
     script = EXAMPLES / name
     args = ("--steps", "20", "--optimizer", optimizer)
-    ours = train(script, tmp_path / "ours", *args)
-    theirs = train(with_torchs_import(script, tmp_path), tmp_path / "torch", *args)
+    ours = run_script(script, tmp_path / "ours", *args)
+    theirs = run_script(with_torchs_import(script, tmp_path), tmp_path / "torch", *args)
     assert ours == theirs
     assert len(ours[0]) == 20
     assert sum(ours[0][-5:]) < sum(ours[0][:5])

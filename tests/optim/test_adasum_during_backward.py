@@ -67,7 +67,7 @@ def state_of(optimizer):
     return digest([*tensors, torch.tensor(float(len(optimizer.state)))])
 
 
-def train(rank, num_ranks, optimizer_name, workload_name, accumulates):
+def train_during_backward(rank, num_ranks, optimizer_name, workload_name, accumulates):
     workload = WORKLOADS[workload_name]
     (model, twin), (during, after) = twins(workload.build, OPTIMIZERS[optimizer_name])
 
@@ -101,7 +101,7 @@ def train(rank, num_ranks, optimizer_name, workload_name, accumulates):
 )
 def test_the_same_bits_as_after_backward(num_ranks, optimizer, workload, accumulates):
     """Every update is under way when backward ends, parameters change in step alone, ranks are bitwise equal."""
-    assert len(set(pool(num_ranks).run(train, optimizer, workload, accumulates))) == 1
+    assert len(set(pool(num_ranks).run(train_during_backward, optimizer, workload, accumulates))) == 1
 
 
 def train_branches(rank, num_ranks):
@@ -147,7 +147,7 @@ def test_what_a_rank_does_not_use():
     assert len(set(pool(2).run(train_branches))) == 1
 
 
-def refused(rank, num_ranks):
+def misuse_overlap(rank, num_ranks):
     parameters = list(Mlp().parameters())
     with pytest.raises(ConfigurationError, match="SparseAdam is not known to step each parameter by its own"):
         AdasumOptimizer(torch.optim.SparseAdam(parameters), overlap=True)
@@ -206,7 +206,7 @@ def test_refused():
 
     What one rank clips, all refuse: else parameters would differ from then on.
     """
-    assert len(set(pool(2).run(refused))) == 1
+    assert len(set(pool(2).run(misuse_overlap))) == 1
 
 
 class Stack(nn.Sequential):

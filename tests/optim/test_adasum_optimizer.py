@@ -47,7 +47,7 @@ def one_process(model, make, num_ranks, num_steps, workload):
     return list(replicas[0].parameters())
 
 
-def train(rank, num_ranks, optimizer_name, workload_name):
+def train_by_updates(rank, num_ranks, optimizer_name, workload_name):
     workload, make = WORKLOADS[workload_name], OPTIMIZERS[optimizer_name]
     torch.manual_seed(rank)  # the constructor takes rank 0's parameters
     model = workload.build()
@@ -83,7 +83,7 @@ def train(rank, num_ranks, optimizer_name, workload_name):
 )
 def test_updates_are_combined(num_ranks, optimizer, workload):
     """Adasum of what each rank's optimizer does; parameters bitwise equal on all ranks; schedulers go on working."""
-    digests = pool(num_ranks).run(train, optimizer, workload)
+    digests = pool(num_ranks).run(train_by_updates, optimizer, workload)
     assert len(set(digests)) == 1
 
 
@@ -108,7 +108,7 @@ def test_with_plain_sgd_it_is_the_gradient_form():
     assert min(pool(3).run(both_forms, "adam")) > 1e-3
 
 
-def refused(rank, num_ranks):
+def misuse_optimizer(rank, num_ranks):
     parameters = list(Mlp().parameters())
     with pytest.raises(ConfigurationError, match="LBFGS: its step needs a closure"):
         AdasumOptimizer(torch.optim.LBFGS(parameters))
@@ -138,7 +138,7 @@ def refused(rank, num_ranks):
 
 def test_refused():
     """Before anything is changed, on every rank, and under no_sync the wrapped model may be used."""
-    values = pool(2).run(refused)
+    values = pool(2).run(misuse_optimizer)
     assert values[0] == values[1]
 
 

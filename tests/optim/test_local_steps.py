@@ -68,7 +68,7 @@ def one_process(model, inner, outer, num_ranks, num_steps, every, workload):
     return replicas
 
 
-def train(rank, num_ranks, inner, outer, every, name):
+def train_with_local_steps(rank, num_ranks, inner, outer, every, name):
     workload = WORKLOADS[name]
     torch.manual_seed(rank)  # the constructor takes rank 0's parameters
     model = workload.build().double()
@@ -101,7 +101,7 @@ def train(rank, num_ranks, inner, outer, every, name):
 )
 def test_it_is_one_process(num_ranks, inner, outer, every, name):
     """Also one step after a synchronization, when ranks have their own parameters; bitwise equal after each one."""
-    results = pool(num_ranks).run(train, inner, outer, every, name)
+    results = pool(num_ranks).run(train_with_local_steps, inner, outer, every, name)
     assert max(error for error, *_ in results) < 1e-13
     assert len({started for _, started, *_ in results}) == 1
     assert len({tuple(synchronized) for _, _, synchronized, _ in results}) == 1
@@ -289,7 +289,7 @@ def test_a_rank_lost_at_a_synchronization():
     assert stepped
 
 
-def refused(rank, _num_ranks):
+def misuse_local_steps(rank, _num_ranks):
     parameters = list(Mlp().parameters())
     inner = INNER["sgd"](parameters)
     for every in (0, -1, 2.0):
@@ -335,7 +335,7 @@ def refused(rank, _num_ranks):
 
 def test_refused():
     """Before anything is changed, on every rank."""
-    first, second = pool(2).run(refused)
+    first, second = pool(2).run(misuse_local_steps)
     assert first == second
 
 

@@ -29,7 +29,7 @@ class Slow(nn.Module):
         return self.last(self.first(x).relu())
 
 
-def train(model: nn.Module, num_steps: int, micro_steps: int = 1) -> None:
+def train_micro_steps(model: nn.Module, num_steps: int, micro_steps: int = 1) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(num_steps):
         optimizer.zero_grad()
@@ -43,7 +43,7 @@ def test_a_recording_is_the_models(tmp_path: Path) -> None:
     with paceline.record_workload(path, name="slow"):
         with torch.no_grad():
             model(torch.ones(1, 4))  # evaluation is no step
-        train(model, 5, micro_steps=2)
+        train_micro_steps(model, 5, micro_steps=2)
     found = RecordedWorkload.load(path)
     assert (found.name, found.samples_per_step, len(found.relative_steps)) == ("slow", 32, 6)
     assert [(x.name, x.gradient_bytes) for x in found.layers] == [("last", (64, 8)), ("first", (128, 32))]
@@ -52,7 +52,7 @@ def test_a_recording_is_the_models(tmp_path: Path) -> None:
     assert 0 < found.backward_s < 60
     assert measured_run(path).num_ranks == 1
     before = path.read_text()
-    train(model, 2)  # the hooks are gone
+    train_micro_steps(model, 2)  # the hooks are gone
     assert path.read_text() == before
     assert not model.last.weight._post_accumulate_grad_hooks
 
@@ -62,14 +62,14 @@ def test_every_micro_step_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(HostClock, "mark", lambda _: next(marks))  # a second from one mark to the next
     path, model = tmp_path / "trace.jsonl", Slow()
     with paceline.record_workload(path):
-        train(model, 4, micro_steps=1)
+        train_micro_steps(model, 4, micro_steps=1)
         before = next(marks)
-        train(model, 1, micro_steps=1)
+        train_micro_steps(model, 1, micro_steps=1)
         num_marks = next(marks) - before - 1
     alone = RecordedWorkload.load(path)
     with paceline.record_workload(path):
-        train(model, 6, micro_steps=4)
-        train(model, 1, micro_steps=3)  # the end of an epoch
+        train_micro_steps(model, 6, micro_steps=4)
+        train_micro_steps(model, 1, micro_steps=3)  # the end of an epoch
     four = RecordedWorkload.load(path)
     assert (alone.num_micro_steps, alone.samples_per_step, alone.compute_s) == (1, 16, num_marks)
     assert (four.num_micro_steps, four.samples_per_step) == (4, 64)
@@ -100,7 +100,7 @@ def test_enough_is_enough_and_too_little_is_said(tmp_path: Path) -> None:
     path, ended = tmp_path / "trace.jsonl", []
     recording = paceline.record_workload(path, num_steps=2)
     recording.when_done(lambda: ended.append(True))
-    train(Slow(), 6)
+    train_micro_steps(Slow(), 6)
     assert ended == [True]
     assert len(path.read_text().splitlines()) == 1 + 2 + 2
     with paceline.record_workload(path):
@@ -108,7 +108,7 @@ def test_enough_is_enough_and_too_little_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="empty"):
         RecordedWorkload.load(path)
     with paceline.record_workload(path):
-        train(Slow(), 2)
+        train_micro_steps(Slow(), 2)
     for read in (RecordedWorkload.load, measured_run):
         with pytest.raises(ConfigurationError, match="no complete step"):
             read(path)
@@ -119,7 +119,7 @@ def test_enough_is_enough_and_too_little_is_said(tmp_path: Path) -> None:
 def test_only_a_trace_scores_and_only_one_rank_predicts(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     with paceline.record_workload(path, name="slow"):
-        train(Slow(), 4)
+        train_micro_steps(Slow(), 4)
     header, *steps = path.read_text().splitlines()
     path.write_text(
         "\n".join([json.dumps({**json.loads(header), "num_ranks": 4, "ranks_of_host": [2, 2]}), *steps])

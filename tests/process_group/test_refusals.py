@@ -34,7 +34,7 @@ def test_an_operation_that_a_dtype_has_not(name, dtype, says):
         fold_of(name, dtype)
 
 
-def refused(_rank, num_ranks):
+def shapes_refused(_rank, num_ranks):
     """The words of each refusal; then what a sum on the same group is."""
     ours = dist.new_group(backend="paceline", timeout=TIMEOUT)
     two, rows = torch.ones(2), [torch.zeros(2) for _ in range(num_ranks)]
@@ -54,7 +54,7 @@ def refused(_rank, num_ranks):
 
 @pytest.mark.processes
 def test_shapes_that_do_not_fit():
-    for rank, (words, total) in enumerate(pool(2).run(refused)):
+    for rank, (words, total) in enumerate(pool(2).run(shapes_refused)):
         assert "the large tensor has 5 elements, which is not 2 (ranks) times 2" in words[0]
         assert f"all-gather on rank {rank}: the large tensor must be contiguous" in words[1]
         assert "needs 2 tensors of 2 elements; it got [2]" in words[2]

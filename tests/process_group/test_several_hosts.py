@@ -132,14 +132,14 @@ def test_other_collectives_over_hosts():
         assert rows == [[float(r)] for r in range(4)]  # what was scaled was a copy
 
 
-def train(rank, num_ranks, hosts, seed):
+def train_over_hosts(rank, num_ranks, hosts, seed):
     with group_on(hosts, rank) as ours:
         return train_linear(rank, num_ranks, seed, (300, 200), 3, process_group=ours)
 
 
 def test_data_parallel_over_hosts():
     """Two hosts of two ranks: gradients equal one process on the whole batch, bitwise equal on all ranks."""
-    results = pool(4).run(train, "0011", 2)
+    results = pool(4).run(train_over_hosts, "0011", 2)
     assert max(error for error, _ in results) < 1e-12
     assert len({bits for _, bits in results}) == 1
 

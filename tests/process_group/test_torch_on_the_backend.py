@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from harness.models import Mlp, digest, generator, sgd, squares
+from harness.models import Mlp, digest, generator, random_batch, sgd, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.processes
 NUM_STEPS = 4
 
 
-def train(wrap, rank, seed):
+def trained(wrap, rank, seed):
     torch.manual_seed(seed)
     model = wrap(Mlp(64))
-    optimizer = sgd(model)
+    optimizer = sgd(model)  # of parameters that may be FSDP's
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
-        squares(model(torch.randn(6, 8, generator=generator(seed, step, rank)))).backward()
+        squares(model(random_batch(seed, step, rank, shape=(6, 8)))).backward()
         optimizer.step()
     return model
 
@@ -37,11 +37,11 @@ def digests(rank, _num_ranks, seed):
     torch_ddp = nn.parallel.DistributedDataParallel
     results = [
         digest(
-            list(train(lambda module, g=group: torch_ddp(module, process_group=g), rank, seed).parameters())
+            list(trained(lambda module, g=group: torch_ddp(module, process_group=g), rank, seed).parameters())
         )
         for group in (gloo, ours)
     ]
-    model = train(lambda module: DistributedDataParallel(module, process_group=ours), rank, seed)
+    model = trained(lambda module: DistributedDataParallel(module, process_group=ours), rank, seed)
     results.append(digest(list(model.parameters())))
     return results
 
@@ -81,7 +81,7 @@ def sharded(rank, num_ranks, folder, seed):
                 fully_shard(layer, mesh=mesh)
             return fully_shard(module, mesh=mesh)
 
-        model = train(shard, rank, seed)
+        model = trained(shard, rank, seed)
         full.append([parameter.full_tensor().detach() for parameter in model.parameters()])
     state = model.state_dict()
     dcp.save(state, checkpoint_id=folder, process_group=group)

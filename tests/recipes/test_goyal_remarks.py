@@ -48,7 +48,7 @@ def values(model):
 # ---- remark 1: scaling the loss is not scaling the rate
 
 
-def train(rate, decay, loss_factor, momentum, num_steps=4):
+def values_after(rate, decay, loss_factor, momentum, num_steps=4):
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, weight_decay=decay, momentum=momentum)
     for step in range(num_steps):
@@ -62,8 +62,8 @@ def train(rate, decay, loss_factor, momentum, num_steps=4):
 @pytest.mark.parametrize(("k", "decay"), [(1, 0.0), (1, 0.1), (4, 0.0), (4, 0.1)])
 def test_remark_1_scaling_the_loss_is_not_scaling_the_rate(k, decay, momentum):
     """They differ if, and only if, there is weight decay and k is not 1."""
-    by_rate = train(0.01 * k, decay, 1, momentum)
-    by_loss = train(0.01, decay, k, momentum)
+    by_rate = values_after(0.01 * k, decay, 1, momentum)
+    by_loss = values_after(0.01, decay, k, momentum)
     difference = (by_rate - by_loss).abs().max().item()
     if decay and k != 1:
         assert difference > 1e-3

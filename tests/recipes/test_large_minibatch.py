@@ -28,7 +28,7 @@ def make(batch, curve=None, rates=(0.1,), **kwargs):
     return LargeMinibatch(sgd(*rates), batch=batch, curve=curve, **kwargs)
 
 
-def train(recipe, num_steps):
+def rates_of(recipe, num_steps):
     """The first group's rate of each step."""
     seen = []
     for _ in range(num_steps):
@@ -42,7 +42,7 @@ def test_rates_of_a_whole_training():
     """Epochs of 1,024 samples, batch 128 of reference 64: 8 steps an epoch; equal to the paper's formula bit by bit."""
     recipe = make(GlobalBatch((32, 32), accumulation=2))
     assert isinstance(recipe, LRScheduler)
-    seen = train(recipe, 9 * 8)
+    seen = rates_of(recipe, 9 * 8)
     for i, rate in enumerate(seen):
         gradual = 0.1 + (0.2 - 0.1) * (i / 16)
         assert rate == (gradual if i < 16 else 0.2 * (1 if i < 32 else 1 / 10 if i < 64 else 1 / 100))
@@ -70,12 +70,12 @@ def test_the_factor_is_the_batchs(batch, scaling, factor):
 def test_a_change_of_the_batch_does_not_move_the_decay():
     """Doubled in the third epoch: the rate doubles at once, steps are half as many, milestones stay at their epochs."""
     recipe = make(GlobalBatch((64, 64)))
-    train(recipe, 20)  # 2.5 epochs
+    rates_of(recipe, 20)  # 2.5 epochs
     assert recipe.optimizer.param_groups[0]["lr"] == 0.2
     recipe.update(GlobalBatch((64,) * 4))
     assert recipe.optimizer.param_groups[0]["lr"] == 0.4
     assert recipe.get_last_lr() == [0.4]
-    seen = train(recipe, 26)  # 6.5 epochs of 4 steps
+    seen = rates_of(recipe, 26)  # 6.5 epochs of 4 steps
     expected = [0.4] * 6 + [0.4 / 10] * 16 + [0.4 / 100] * 4
     assert seen == pytest.approx(expected, rel=1e-15)
     assert recipe.time == 9
@@ -87,7 +87,7 @@ def test_a_change_of_the_batch_does_not_move_the_decay():
 def test_a_change_within_the_warmup_keeps_its_place():
     """The rate moves to the same point of the new straight line."""
     recipe = make(GlobalBatch((64, 64)))
-    train(recipe, 8)  # half of the warm-up
+    rates_of(recipe, 8)  # half of the warm-up
     assert recipe.optimizer.param_groups[0]["lr"] == pytest.approx(0.15)
     recipe.update(GlobalBatch((64,) * 8))
     assert recipe.optimizer.param_groups[0]["lr"] == pytest.approx((0.1 + 0.8) / 2)
@@ -96,12 +96,12 @@ def test_a_change_within_the_warmup_keeps_its_place():
 def test_steps_are_counted_by_the_first_batch():
     """Without a size of the data set, the curve is in steps; a larger batch then needs fewer."""
     recipe = make(GlobalBatch((64,)), curve=Curve(total=20, decay="linear"), epoch_samples=None)
-    train(recipe, 10)
+    rates_of(recipe, 10)
     larger = make(GlobalBatch((64, 64)), curve=Curve(total=20, decay="linear"), epoch_samples=None)
     larger.load_state_dict(recipe.state_dict())
     recipe.update(GlobalBatch((64, 64)))
     for goes_on in (recipe, larger):
-        assert train(goes_on, 5)[-1] == pytest.approx(0.2 * 2 / 20)
+        assert rates_of(goes_on, 5)[-1] == pytest.approx(0.2 * 2 / 20)
         assert goes_on.optimizer.param_groups[0]["lr"] == 0
 
 
@@ -109,15 +109,15 @@ def test_steps_are_counted_by_the_first_batch():
 def test_restarted_with_another_number_of_ranks(stop):
     """The checkpoint's place in the curve, this world's batch; a restart in the same world goes on bit by bit."""
     first = make(GlobalBatch((64, 64)))
-    whole = train(make(GlobalBatch((64, 64))), 40)
-    train(first, stop)
+    whole = rates_of(make(GlobalBatch((64, 64))), 40)
+    rates_of(first, stop)
     state = json.loads(json.dumps(first.state_dict()))
     optimizer_state = copy.deepcopy(first.optimizer.state_dict())
 
     same = make(GlobalBatch((64, 64)))
     same.optimizer.load_state_dict(optimizer_state)
     same.load_state_dict(state)
-    assert train(same, 40 - stop) == whole[stop:]
+    assert rates_of(same, 40 - stop) == whole[stop:]
     assert len(same.changes) == 1
 
     larger = make(GlobalBatch((64,) * 4))
@@ -151,14 +151,14 @@ def over_ranks(rank, num_ranks):
     assert recipe.batch == GlobalBatch((48, 16), accumulation=2)
     assert recipe.factor == 2
     assert recipe.batch.shares == (0.75, 0.25)
-    train(recipe, 1)
+    rates_of(recipe, 1)
     recipe.update(batch=64 - 32 * rank, accumulation=2 + 2 * rank)
     assert recipe.batch == GlobalBatch((64, 32), accumulation=(2, 4))
     recipe.update(batch=64, accumulation=2)
     assert recipe.batch == GlobalBatch((64, 64), accumulation=2)
     alone = dist.new_group([rank], use_local_synchronization=True)
     recipe._process_group = alone  # as if this rank were all that is left
-    train(recipe, 1)
+    rates_of(recipe, 1)
     assert recipe.batch == GlobalBatch((64,), accumulation=2)
     return str(recipe)
 
@@ -249,7 +249,7 @@ def test_a_checkpoint_of_another_training_is_refused():
 def test_the_report_says_what_was_derived():
     """Numbers that a reader would check by hand; also as plain numbers for JSON."""
     recipe = make(GlobalBatch((32, 32), accumulation=4), rates=(0.1, 0.3))
-    train(recipe, 2)
+    rates_of(recipe, 2)
     recipe.update(accumulation=8)
     words = str(recipe)
     for fact in (

@@ -13,7 +13,6 @@ from paceline import DistributedDataParallel
 from paceline.errors import ConfigurationError
 from paceline.optim import parameter_groups
 from paceline.recipes import GhostBatchNorm, convert_ghost_batchnorm, init_output_layer, zero_init_residual
-from paceline_lab.workloads.convolutional import Bottleneck
 
 
 def images(num_samples, seed=0):
@@ -135,15 +134,6 @@ def test_blocks_begin_as_their_shortcuts():
     x = torch.randn(4, 8, 6, 6, generator=generator(0))
     assert torch.equal(model[3](x), torch.relu(x))
     assert torch.equal(model[4](x), torch.relu(model[4].downsample(x)))
-
-
-def test_blocks_of_resnet_50():
-    """Three convolutions under other names, with and without a projection."""
-    model = nn.Sequential(Bottleneck(16, 4, 1), nn.Sequential(Bottleneck(16, 8, 2), Bottleneck(32, 8, 1)))
-    names = zero_init_residual(model)
-    assert names == ["0.body.7.weight", "1.0.body.7.weight", "1.1.body.7.weight"]
-    x = torch.randn(2, 16, 4, 4, generator=generator(1))
-    assert torch.equal(model[0](x), torch.relu(x))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def data():
     return TensorDataset(x, x.prod(dim=1, keepdim=True))
 
 
-def train(rank, _num_ranks, local, accumulation, checkpoint, stop_at):
+def train_and_stop(rank, _num_ranks, local, accumulation, checkpoint, stop_at):
     """Train to step `stop_at`, from a checkpoint if there is one; returns a checkpoint, or the last weights."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double())
@@ -63,9 +63,9 @@ def train(rank, _num_ranks, local, accumulation, checkpoint, stop_at):
 )
 def test_the_same_training_goes_on(local, accumulation):
     """12 samples a step on 2 ranks, from the second epoch's middle on others: as if nothing had happened, to 1e-12."""
-    (whole, rates), _ = pool(2).run(train, (6, 6), 1, None, -1)
-    (checkpoint, first), _ = pool(2).run(train, (6, 6), 1, None, 8)
-    found = pool(len(local)).run(train, local, accumulation, checkpoint, -1)
+    (whole, rates), _ = pool(2).run(train_and_stop, (6, 6), 1, None, -1)
+    (checkpoint, first), _ = pool(2).run(train_and_stop, (6, 6), 1, None, 8)
+    found = pool(len(local)).run(train_and_stop, local, accumulation, checkpoint, -1)
     assert first + found[0][1] == rates
     assert len(rates) == 18
     for weights, _ in found:

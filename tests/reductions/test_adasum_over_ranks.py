@@ -229,7 +229,7 @@ def test_gradients_are_the_adasum_of_what_each_rank_has(num_ranks, name, shared_
     assert all(each == digests[0] for each in digests)
 
 
-def train(rank, num_ranks):
+def train_both_forms(rank, num_ranks):
     """Both forms on a small problem: where each begins and ends, and the parameters' bits."""
     found = []
     for form in ("gradients", "updates"):
@@ -258,7 +258,7 @@ def train(rank, num_ranks):
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_training(num_ranks):
     """The loss falls, the ranks agree bit by bit, and gradients lie between agreeing (1/P) and orthogonal (1)."""
-    values = pool(num_ranks).run(train)
+    values = pool(num_ranks).run(train_both_forms)
     for form in range(2):
         assert len({value[form][-1] for value in values}) == 1
         for first, last, lowest, highest, _ in (value[form] for value in values):
@@ -391,7 +391,7 @@ def test_what_one_rank_used_reaches_all():
     pool(2).run(one_branch)
 
 
-def refused(rank, num_ranks, case):
+def adasum_refused(rank, num_ranks, case):
     model, reduction, words = {
         "sparse": (WORKLOADS["sparse"].build(), "adasum", "words.weight, bags.weight would have sparse ones"),
         "missing": (Mlp(), Adasum(hosts=[[0], [2]]), "names the ranks [0, 2]; the process group has 2"),
@@ -407,7 +407,7 @@ def refused(rank, num_ranks, case):
 @pytest.mark.parametrize("case", ["sparse", "missing", "twice", "8 bit"])
 def test_refused(case):
     """On every rank, before anything is started."""
-    pool(2).run(refused, case)
+    pool(2).run(adasum_refused, case)
 
 
 def test_hosts_are_a_word_or_lists():

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from harness.models import MixedDtypes, Mlp, SparseNet, digest, generator, squares
+from harness.models import MixedDtypes, Mlp, SparseNet, digest, generator, random_batch, squares, train
 from harness.ranks import pool
 from paceline import DistributedDataParallel
 from paceline.comm.gradient_group import group_beside
@@ -45,10 +45,6 @@ MAKE = {
 }
 
 
-def batch(*parts):
-    return torch.randn(4, 8, generator=generator(*parts))
-
-
 def wrapped(module, reduction, **kwargs):
     return DistributedDataParallel(module, compression=reduction, bucket_cap_mb=0.01, **kwargs)
 
@@ -73,7 +69,7 @@ def distances(rank, _num_ranks, place):
         for step in range(3):
             for each in (model, twin):
                 each.zero_grad()
-                squares(each(batch(rank, step))).backward()
+                squares(each(random_batch(rank, step))).backward()
             pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
             largest = max(q.grad.abs().max().item() for _, q in pairs)
             error = max((p.grad - q.grad).abs().max().item() for p, q in pairs) / largest
@@ -156,11 +152,8 @@ class Reversed(nn.Module):
         return x
 
 
-def train(model, optimizer, rank, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        squares(model(batch(rank, step)) - 1.0).backward()
-        optimizer.step()
+def train_steps(model, optimizer, rank, steps):
+    train(model, (random_batch(rank, step) for step in steps), optimizer, lambda y: squares(y - 1.0))
 
 
 def resumed(rank, num_ranks):
@@ -172,17 +165,17 @@ def resumed(rank, num_ranks):
         whole = wrapped(copy.deepcopy(plain), make(), process_group=group)
         optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
         before = [bucket.members for bucket in whole.reducer.buckets]
-        train(whole, optimizer, rank, range(3))
+        train_steps(whole, optimizer, rank, range(3))
         assert [bucket.members for bucket in whole.reducer.buckets] != before
         checkpoint = copy.deepcopy((whole.state_dict(), whole.reduction.state_dict()))
-        train(whole, optimizer, rank, range(3, 6))
+        train_steps(whole, optimizer, rank, range(3, 6))
         again = wrapped(copy.deepcopy(plain), make(), process_group=group)
         again.load_state_dict(checkpoint[0])
         again.reduction.load_state_dict(checkpoint[1])
-        train(again, torch.optim.SGD(again.parameters(), lr=0.1), rank, range(3, 6))
+        train_steps(again, torch.optim.SGD(again.parameters(), lr=0.1), rank, range(3, 6))
         amnesiac = wrapped(copy.deepcopy(plain), make(), process_group=group)
         amnesiac.load_state_dict(checkpoint[0])
-        train(amnesiac, torch.optim.SGD(amnesiac.parameters(), lr=0.1), rank, range(3, 6))
+        train_steps(amnesiac, torch.optim.SGD(amnesiac.parameters(), lr=0.1), rank, range(3, 6))
         seen[name] = [digest(list(each.parameters())) for each in (whole, again, amnesiac)]
     return seen
 
@@ -198,7 +191,7 @@ def test_resumed_training_is_bitwise_the_same():
 def foreign_states(rank, _num_ranks):
     """What loading the wrong state says; nothing is changed by it."""
     model = wrapped(Mlp(width=64), Compressed(TopK(0.1)))
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(2))
+    train_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(2))
     good, messages = model.reduction.state_dict(), []
     other = wrapped(nn.Linear(8, 4), Compressed(TopK(0.1)))
     for state in (
@@ -247,7 +240,7 @@ def skipped(rank, _num_ranks):
                     model.reduction._num_steps += 1
                     continue
                 optimizer.zero_grad()
-                loss = squares(model(batch(rank, step)) - 1.0)
+                loss = squares(model(random_batch(rank, step)) - 1.0)
                 scaler.scale(loss * (math.inf if step == 2 and rank == 1 else 1.0)).backward()
                 skips.append((model.reduction.overflowed, not model.gradients_are_finite()))
                 scaler.step(optimizer)
@@ -278,7 +271,7 @@ def rescaled(rank, _num_ranks):
         for step, scale in enumerate(scales):
             model.reduction.loss_scale = lambda scale=scale: scale
             optimizer.zero_grad()
-            (squares(model(batch(rank, step))) * scale).backward()
+            (squares(model(random_batch(rank, step))) * scale).backward()
             for parameter in model.parameters():
                 parameter.grad.div_(scale)
             optimizer.step()
@@ -299,13 +292,13 @@ def aborted(rank, _num_ranks):
         torch.manual_seed(5)
         model = wrapped(Mlp(width=32), Compressed(TopK(0.1)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train(model, optimizer, rank, [0])
+        train_steps(model, optimizer, rank, [0])
         if fails:
             handle = model.module.layers[0].weight.register_hook(fail if rank == 1 else lambda _: None)
             with pytest.raises(ZeroDivisionError if rank == 1 else PeerAbortedError):
-                squares(model(batch(rank, 7))).backward()
+                squares(model(random_batch(rank, 7))).backward()
             handle.remove()
-        train(model, optimizer, rank, [1, 2])
+        train_steps(model, optimizer, rank, [1, 2])
         digests.append(digest(list(model.parameters())))
     return digests
 
@@ -385,14 +378,14 @@ def odd_company(rank, _num_ranks):
         if name not in {"fp16", "bf16"}:
             mixed = wrapped(MixedDtypes(), name, process_group=group)
             for step in range(2):
-                squares(mixed(batch(rank, step))).backward()
+                squares(mixed(random_batch(rank, step))).backward()
             digests.append(digest([p.grad for p in mixed.parameters()]))
         uneven = wrapped(Mlp(width=64), name)
         with uneven.join():
             for step in range(1 + rank):
-                squares(uneven(batch(rank, step))).backward()
+                squares(uneven(random_batch(rank, step))).backward()
         copied = copy.deepcopy(uneven)
-        squares(copied(batch(rank, 9))).backward()
+        squares(copied(random_batch(rank, 9))).backward()
         digests.append(digest([p.grad for p in copied.parameters()]))
     return digests
 
@@ -411,7 +404,7 @@ def on_our_backend(rank, _num_ranks):
         for process_group in groups:
             torch.manual_seed(7)
             model = wrapped(Mlp(width=64), make(), process_group=process_group)
-            train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(3))
+            train_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(3))
             digests.append(digest(list(model.parameters())))
         seen[name] = digests
     return seen
@@ -472,7 +465,7 @@ def test_an_object_belongs_to_one_model():
     pool(1).run(two_models)
 
 
-def refused(rank, _num_ranks, case):
+def compression_refused(rank, _num_ranks, case):
     """What the constructor says."""
     module = MixedDtypes() if case == "dtype" else Mlp()
     kwargs = {
@@ -504,7 +497,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", sorted(REFUSED))
 def test_refused(case):
     """On every rank, before anything is started."""
-    assert all(REFUSED[case] in message for message in pool(2).run(refused, case))
+    assert all(REFUSED[case] in message for message in pool(2).run(compression_refused, case))
 
 
 @pytest.mark.parametrize(
@@ -546,7 +539,7 @@ def used_once(rank, _num_ranks, name):
     left = []
     for step in range(3):
         model.zero_grad()
-        squares(model(batch(rank, step), step == 0)).backward()
+        squares(model(random_batch(rank, step), step == 0)).backward()
         left.append(
             [kept["second.weight"].clone() for kept in model.reduction.state_dict()["memories"].values()]
         )

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from harness.models import Mlp, digest, generator, squares
+from harness.models import Mlp, digest, generator, random_batch, squares
 from harness.ranks import pool
 from harness.running_servers import in_threads
 from paceline import DistributedDataParallel
@@ -16,10 +16,6 @@ from paceline.reductions import Mean, ParameterServers
 pytestmark = pytest.mark.processes
 
 CAP_MB = 0.0005  # several buckets
-
-
-def batch(rank, step, dtype=torch.float32):
-    return torch.randn(4, 8, generator=generator(rank, step)).to(dtype)
 
 
 def wrapped(addresses, dtype=torch.float32, seed=0):
@@ -34,7 +30,7 @@ def summed(num_ranks, step, module, dtype):
     totals = None
     for rank in range(num_ranks):
         module.zero_grad()
-        squares(module(batch(rank, step, dtype))).backward()
+        squares(module(random_batch(rank, step, dtype=dtype))).backward()
         scaled = [p.grad.mul(1 / num_ranks) for p in module.parameters()]
         if dtype.itemsize == 2:
             scaled = [g.float() for g in scaled]
@@ -52,7 +48,7 @@ def means(rank, num_ranks, addresses):
         for step in range(3):
             for each in (model, other, torchs):
                 each.zero_grad()
-                squares(each(batch(rank, step, dtype))).backward()
+                squares(each(random_batch(rank, step, dtype=dtype))).backward()
             expected = summed(num_ranks, step, plain, dtype)
             for ours, theirs, one in zip(model.parameters(), torchs.parameters(), expected, strict=True):
                 assert torch.equal(ours.grad, one), (dtype, step)
@@ -166,26 +162,26 @@ def abandoned(rank, num_ranks, addresses):
             handle = served.module.layers[0].weight.register_hook(lambda _: 1 / 0 if rank else None)
             error = ZeroDivisionError if rank == 1 else PeerAbortedError
             with pytest.raises(error):
-                squares(served(batch(rank, 100))).backward()
+                squares(served(random_batch(rank, 100))).backward()
             handle.remove()
         if step == 4:
-            squares(served(batch(rank, 200))).backward()
+            squares(served(random_batch(rank, 200))).backward()
             if rank == 0:
                 assert optimizer.state_dict()["state"][0]["step"] == 4
         optimizer.zero_grad()
         plain.zero_grad()
         for model in (served, twin):
-            squares(model(batch(rank, step))).backward()
+            squares(model(random_batch(rank, step))).backward()
         optimizer.step()
         plain.step()
         for ours, theirs in zip(served.parameters(), twin.parameters(), strict=True):
             assert torch.equal(ours, theirs), step
-    squares(served(batch(rank, 0))).backward()
+    squares(served(random_batch(rank, 0))).backward()
     with pytest.raises(ConfigurationError, match=r"backward ran twice without optimizer\.step"):
-        squares(served(batch(rank, 0))).backward()
+        squares(served(random_batch(rank, 0))).backward()
     for model, each in ((served, optimizer), (twin, plain)):  # neither of the two has left anything behind
         each.zero_grad()
-        squares(model(batch(rank, 6))).backward()
+        squares(model(random_batch(rank, 6))).backward()
         each.step()
     assert all(torch.equal(a, b) for a, b in zip(served.parameters(), twin.parameters(), strict=True))
     return digest(list(served.parameters()))
@@ -268,11 +264,13 @@ def disagree(rank, num_ranks, addresses):
 
     served = wrapped(addresses)
     optimizer = ServerOptimizer(torch.optim.SGD(served.parameters(), lr=0.1 * (1 + rank)), served)
-    words(squares(served(batch(rank, 0))).backward)
+    words(squares(served(random_batch(rank, 0))).backward)
     del served, optimizer
-    words(lambda: squares(wrapped(["127.0.0.1:9"])(batch(rank, 0))).backward())
-    words(lambda: squares(wrapped(None)(batch(rank, 0))).backward())
-    words(lambda: squares(wrapped([*addresses, *addresses, *addresses] * 9)(batch(rank, 0))).backward())
+    words(lambda: squares(wrapped(["127.0.0.1:9"])(random_batch(rank, 0))).backward())
+    words(lambda: squares(wrapped(None)(random_batch(rank, 0))).backward())
+    words(
+        lambda: squares(wrapped([*addresses, *addresses, *addresses] * 9)(random_batch(rank, 0))).backward()
+    )
     return said
 
 

@@ -99,7 +99,7 @@ def test_a_reduction_is_told_of_every_step():
         assert digests[0] == digests[1]
 
 
-def refused(rank, _num_ranks, case):
+def reduction_refused(rank, _num_ranks, case):
     kwargs = {
         "unknown": {"reduction": "median"},
         "not one": {"reduction": 5},
@@ -122,7 +122,7 @@ def refused(rank, _num_ranks, case):
 )
 def test_refused(case, words):
     """Before anything is started, on every rank."""
-    assert all(words in message for message in pool(2).run(refused, case))
+    assert all(words in message for message in pool(2).run(reduction_refused, case))
 
 
 def hook_too(_rank, _num_ranks):

@@ -18,7 +18,7 @@ def gradients_of(model):
     return torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
 
 
-def train(model, rank, reduction):
+def reported_steps(model, rank, reduction):
     """A line a step: a hash of the gradients' bits, and the report."""
     reduced = DistributedDataParallel(model, reduction=reduction)
     for step in range(STEPS):
@@ -46,11 +46,11 @@ def main():
     bound = float(sys.argv[1])
     torch.manual_seed(0)
     plain = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 64))
-    exact = [found for found, _ in train(copy.deepcopy(plain), rank, BoundedLoss(0.0))]
+    exact = [found for found, _ in reported_steps(copy.deepcopy(plain), rank, BoundedLoss(0.0))]
     for compensation in ("survivors", "none", "feedback"):
         reduction = BoundedLoss(bound, compensation=compensation)
         model = copy.deepcopy(plain)
-        for step, (found, told) in enumerate(train(model, rank, reduction)):
+        for step, (found, told) in enumerate(reported_steps(model, rank, reduction)):
             residual = sum(kept.abs().sum() for kept in reduction.state_dict().get("residual", {}).values())
             told |= {
                 "rank": rank,

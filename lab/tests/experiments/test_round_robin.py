@@ -72,7 +72,7 @@ def test_refusals(groups, bound, words):
         RoundRobin(groups, bound)
 
 
-def train(rank, num_ranks, seed, backend, bound):
+def train_in_turn(rank, num_ranks, seed, backend, bound):
     both = RoundRobin([dist.new_group(backend=backend) for _ in range(3)], bound)
     return train_linear(rank, num_ranks, seed, (40, 30), 4, process_group=both, bucket_cap_mb=0.001)
 
@@ -82,6 +82,6 @@ def train(rank, num_ranks, seed, backend, bound):
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 def test_data_parallel_over_a_round_robin(backend, bound):
     """Three groups in turn, bounded or not: one process's gradients, the same bits on all ranks."""
-    results = pool(2).run(train, 1, backend, bound)
+    results = pool(2).run(train_in_turn, 1, backend, bound)
     assert max(error for error, _ in results) < 1e-12
     assert len({bits for _, bits in results}) == 1

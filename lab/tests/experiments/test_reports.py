@@ -1,4 +1,4 @@
-"""Every benchmark runs as a user types it, at its smallest, and leaves JSON of the promised shape. Never its times."""
+"""Experiments run as a user types them, at their smallest, and leave JSON of the promised shape. Never its times."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ SHAPE = {
 ORIGIN = {"command", "date", "git_hash", "git_dirty", "torch_version", "cpu_model", "num_cores", "num_ranks"}
 
 
-def benchmark(*arguments: str, folder: Path) -> Finished:
+def study(*arguments: str, folder: Path) -> Finished:
     return run(["paceline", "study", *arguments], cwd=folder, temporary=folder)
 
 
@@ -48,9 +48,9 @@ def benchmark(*arguments: str, folder: Path) -> Finished:
     ],
     ids="-".join,
 )
-def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
+def test_experiment_reports(arguments: list[str], tmp_path: Path) -> None:
     """A row for every side, raw samples, a figure, and where it all comes from; the same JSON on stdout and on disk."""
-    done = benchmark(
+    done = study(
         arguments[0],
         *arguments[1:],
         "--quick",
@@ -80,9 +80,9 @@ def test_benchmark_reports(arguments: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.lab
-def test_the_benchmark_of_optimizers_reports(tmp_path: Path) -> None:
+def test_optimizers_report(tmp_path: Path) -> None:
     """A row for LARS and one for LAMB, each with its peer."""
-    done = benchmark("optimizers", "--quick", "--json", "--report", str(tmp_path), folder=tmp_path)
+    done = study("optimizers", "--quick", "--json", "--report", str(tmp_path), folder=tmp_path)
     assert done.code == 0, done.err
     record = json.loads(done.out)
     assert set(record) >= SHAPE
@@ -91,9 +91,9 @@ def test_the_benchmark_of_optimizers_reports(tmp_path: Path) -> None:
 
 @pytest.mark.lab
 @pytest.mark.slow
-def test_adasum_benchmark_reports(tmp_path: Path) -> None:
+def test_adasum_reports(tmp_path: Path) -> None:
     """Over Gloo no more bytes than the limit, but for dot products and headers; in shared memory none."""
-    done = benchmark("adasum", "--quick", "--json", "--report", str(tmp_path), folder=tmp_path)
+    done = study("adasum", "--quick", "--json", "--report", str(tmp_path), folder=tmp_path)
     assert done.code == 0, done.err
     record = json.loads(done.out)
     assert set(record) >= SHAPE
@@ -104,9 +104,9 @@ def test_adasum_benchmark_reports(tmp_path: Path) -> None:
 
 @pytest.mark.lab
 @pytest.mark.slow
-def test_the_benchmark_of_collectives_reports(tmp_path: Path) -> None:
+def test_collectives_report(tmp_path: Path) -> None:
     """A row for each collective and way to call it, and FSDP2's step."""
-    done = benchmark("collectives", "--quick", "--json", "--report", str(tmp_path), folder=tmp_path)
+    done = study("collectives", "--quick", "--json", "--report", str(tmp_path), folder=tmp_path)
     assert done.code == 0, done.err
     record = json.loads(done.out)
     assert set(record) >= SHAPE
@@ -116,9 +116,9 @@ def test_the_benchmark_of_collectives_reports(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_flags_have_no_type_in_a_benchmarks_help(tmp_path: Path) -> None:
+def test_flags_have_no_type_in_an_experiments_help(tmp_path: Path) -> None:
     """They take no value, as those of `paceline`'s commands."""
-    done = benchmark("overhead", "--help", folder=tmp_path)
+    done = study("overhead", "--help", folder=tmp_path)
     assert done.code == 0
     assert "--quick" in done.out
     assert "bool" not in done.out
@@ -127,7 +127,7 @@ def test_flags_have_no_type_in_a_benchmarks_help(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_an_unknown_name_is_one_paragraph(tmp_path: Path) -> None:
     """No traceback for a typing mistake; the message lists what there is."""
-    done = benchmark("step-time", "--workload", "resnet5", folder=tmp_path)
+    done = study("step-time", "--workload", "resnet5", folder=tmp_path)
     assert done.code == 2
     assert "resnet50" in done.err
     assert "Traceback" not in done.err
