@@ -17,7 +17,6 @@ from statistics import median, median_low, mode
 from typing import Any
 
 from paceline.errors import ConfigurationError
-from paceline.files_given import parse_json
 from paceline.observe.trace_format import TRACE_FORMAT, TRACE_VERSION
 
 WORKLOAD_FORMAT, WORKLOAD_VERSION = "paceline workload", 1
@@ -322,6 +321,6 @@ def check_version(record: Mapping[str, Any], version: int, path: Path) -> None:
 def parsed(text: str) -> Any:
     """What is written there as JSON; None if it is none, such as a line that was cut off."""
     try:
-        return parse_json(text)
-    except ValueError:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # the latter: nested more deeply than Python reads
         return None
