@@ -6,10 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness.models import Mlp, random_batch, squares
 from harness.ranks import pool
 from paceline import DistributedDataParallel
+from paceline.errors import PeerAbortedError
 
 pytestmark = pytest.mark.processes
 
@@ -129,6 +131,44 @@ def test_abort_under_no_sync():
     for caught, error in pool(2).run(abort_under_no_sync, 3):
         assert caught
         assert error < 1e-12
+
+
+def evaluate_after_abort(rank, num_ranks, seed, context):
+    """Rank 0's backward raises, and rank 0 evaluates until the others have been told. Then all train another step."""
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(Mlp(dtype=torch.float64))
+    torch.manual_seed(seed)
+    alone = Mlp(dtype=torch.float64)
+    said = "nothing"
+    handle = model.module.layers[0].weight.register_hook(_raise) if rank == 0 else None
+    try:
+        squares(model(batch(seed, 0, rank))).backward()
+    except (StumbleError, PeerAbortedError) as error:
+        said = type(error).__name__
+    if handle is not None:
+        handle.remove()
+        model.eval()
+        with CONTEXTS[context]():
+            model(batch(seed, 0, rank))
+        model.train()
+    dist.barrier()  # the others come here only if they have been told
+    model.zero_grad()
+    squares(model(batch(seed, 1, rank))).backward()
+    for r in range(num_ranks):
+        (squares(alone(batch(seed, 1, r))) / num_ranks).backward()
+    pairs = zip(model.module.parameters(), alone.parameters(), strict=True)
+    return said, max((p.grad - q.grad).abs().max().item() for p, q in pairs)
+
+
+CONTEXTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_rank_that_only_evaluates_tells_the_others(context):
+    """The others learn that a backward raised from an evaluation, too, and are not left to the timeout."""
+    stumbled, *others = pool(2).run(evaluate_after_abort, 5, context)
+    assert [said for said, _ in (stumbled, *others)] == ["StumbleError", "PeerAbortedError"]
+    assert all(error < 1e-12 for _, error in (stumbled, *others))
 
 
 def abort_in_forward(rank, num_ranks, seed):

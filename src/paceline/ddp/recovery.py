@@ -4,12 +4,14 @@ Rules
 1. The autograd engine owns the object of a backward under way and drops it when it raises. A backward whose object is
    gone and that was never ended has raised. At that moment this rank's gradients go, like the other ranks' later on.
 2. The others are told at the next forward, window or synchronization of this rank, and wait until then: nothing may
-   communicate while an exception is on its way. Gradients that a user has set meanwhile stay.
+   communicate while an exception is on its way. A forward in evaluation tells them, too. Gradients that a user has set
+   meanwhile stay.
 3. A failure of communication is for good: no step begins after it.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -64,6 +66,7 @@ class Recovery:
         self._backward: weakref.ref[Backward] | None = None
         self._synchronizes = False
         self._failure: Exception | None = None
+        self._trained_by = threading.get_ident()
         _modules.add(self)
 
     # ---- the backward under way
@@ -119,12 +122,23 @@ class Recovery:
         Raises:
             ProtocolError: Communication has failed for good.
         """
+        self._trained_by = threading.get_ident()
         if self._failure is not None:
             raise ProtocolError(
                 f"communication of this module failed earlier, and it cannot be trained any more: {self._failure}"
             ) from self._failure
         if self.is_interrupted and not self._is_under_way():
             self.recover()
+
+    def check_evaluation(self) -> None:
+        """Before a forward without gradients: as `check`, if the last backward raised; a failed module may evaluate.
+
+        On the thread that trains alone: an exception may be on its way there while another thread evaluates.
+        """
+        trains_here = threading.get_ident() == self._trained_by
+        if self.is_interrupted and self.current() is None and trains_here and not self.has_failed:
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                self.recover()
 
     def _is_under_way(self) -> bool:
         backward = self.current()

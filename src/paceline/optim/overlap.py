@@ -8,6 +8,7 @@ Rules
 3. Everything that shows the optimizer's state completes the step first: `state`, `state_dict`, copies, adding groups.
    What runs around a step (hooks of the optimizer) has it made at once.
 4. A part of a step may be made on any thread, the one that reads a parameter.
+5. An optimizer may have parameters of several models. A call is noted with each that has some of them under way.
 """
 
 from __future__ import annotations
@@ -53,12 +54,11 @@ class Defers(Protocol):
     def lock(self) -> AbstractContextManager[Any]:
         """Held while a step is deferred, or a part of it completed."""
 
-    @property
-    def has_outstanding(self) -> bool:
-        """Whether anything is under way."""
+    def under_way(self, parameters: Iterable[Tensor]) -> Sequence[Defers]:
+        """Of each model, this one or another, that has a gradient of one of these parameters under way."""
 
     def is_outstanding(self, parameter: Tensor) -> bool:
-        """Whether this parameter's gradient is."""
+        """Whether this parameter's gradient is, of whichever model."""
 
     def later(self, action: Callable[[Sequence[Parameter]], None]) -> None:
         """Do this with the parameters of each bucket that is under way, when it has arrived."""
@@ -83,8 +83,9 @@ def overlap(optimizer: AnyOptimizer, model: Any, *, per_parameter: bool = False)
     settings of a step are those of the moment of `step()`, whatever a scheduler does before the gradients arrive.
 
     Args:
-        optimizer: One of torch's, LARS or LAMB, over parameters of `model` (and perhaps others, which are stepped at
-            once). It is changed in place, so schedulers may have been given it before.
+        optimizer: One of torch's, LARS or LAMB, over parameters of `model`, and perhaps others: those of another model
+            with forward overlap are deferred, too, and what is in none is stepped at once. It is changed in place, so
+            schedulers may have been given it before.
         model: What `DistributedDataParallel(..., overlap_forward=True)` returned.
         per_parameter: Of an optimizer of another class: you know that it steps each parameter by its own gradient and
             state only, and that its step neither changes `param_groups` nor counts its calls.
@@ -154,7 +155,7 @@ def _adopt(optimizer: Optimizer, steps: Defers) -> None:
     kind = type(optimizer)
     own = {"__module__": kind.__module__, "_kind": kind, "_stand_in": _stand_in_of(kind)}
     optimizer.__class__ = type(kind.__name__, (_Overlapped, kind), own)
-    optimizer.__dict__["_steps"] = steps
+    optimizer.__dict__["_steps"], optimizer.__dict__["_met"] = steps, [steps]
     if replaced is not None:
         optimizer.__dict__["step"] = _counted(optimizer)
     steps.take_optimizer()
@@ -187,6 +188,7 @@ class _Overlapped(Optimizer):
     _kind: type[Optimizer]
     _stand_in: type[Any]  # of that class, with groups of its own
     _steps: Defers
+    _met: list[Defers]  # of every model whose step has had parameters of this optimizer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -194,16 +196,30 @@ class _Overlapped(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._has_hooks():
-            self._steps.flush()
+            self._flush()
         # Another thread, which reads a parameter, may complete the last bucket meanwhile.
         with self._steps.lock:
-            if self._steps.has_outstanding:
-                self._defer()
+            if under_way := self._under_way():
+                self._defer(under_way)
             else:
                 self._kind.step(self)
         return loss
 
-    def _defer(self) -> None:
+    def _under_way(self) -> Sequence[Defers]:
+        """Of each model that has a step outstanding with parameters of this optimizer: it may have those of several."""
+        found = self._steps.under_way(self._parameters())
+        self._met += [steps for steps in found if steps not in self._met]
+        return found
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _flush(self) -> None:
+        """Complete whatever this optimizer has deferred."""
+        for steps in self._met:
+            steps.flush()
+
+    def _defer(self, under_way: Sequence[Defers]) -> None:
         settings = [_settings(group) for group in self.param_groups]
         members = [list(group["params"]) for group in self.param_groups]
         there = [[p for p in own if not self._steps.is_outstanding(p)] for own in members]
@@ -219,7 +235,8 @@ class _Overlapped(Optimizer):
             if any(own):
                 self._run(_groups(settings, own))
 
-        self._steps.later(step_these)
+        for steps in under_way:
+            steps.later(step_these)
 
     def _has_hooks(self) -> bool:
         own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
@@ -233,14 +250,16 @@ class _Overlapped(Optimizer):
         self._kind.step(stand_in)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if not self._steps.has_outstanding:
+        with self._steps.lock:
+            under_way = self._under_way()
+            for steps in under_way:
+                steps.zero_grad_of(self._parameters(), set_to_none)
+        if not under_way:
             super().zero_grad(set_to_none)
-            return
-        self._steps.zero_grad_of([p for group in self.param_groups for p in group["params"]], set_to_none)
 
     @property
     def state(self) -> Any:
-        self._steps.flush()
+        self._flush()
         return self.__dict__["state"]
 
     @state.setter
@@ -248,19 +267,19 @@ class _Overlapped(Optimizer):
         self.__dict__["state"] = value
 
     def state_dict(self) -> dict[str, Any]:
-        self._steps.flush()
+        self._flush()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._steps.flush()
+        self._flush()
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._steps.flush()
+        self._flush()
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._steps.flush()
+        self._flush()
         return super().__getstate__()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

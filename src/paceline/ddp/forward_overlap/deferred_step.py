@@ -163,7 +163,7 @@ class ForwardOverlap:
             self._step = OpenStep(flight, attach, conclude, set(range(len(flight.buckets))))
             self._needs.begin()
             for bucket in flight.buckets:
-                outstanding.mark(bucket.parameters, self._complete, bucket.index)
+                outstanding.mark(bucket.parameters, self, bucket.index)
             self.is_idle = False
         return True
 
@@ -174,8 +174,13 @@ class ForwardOverlap:
         self._has_optimizer = True
 
     def is_outstanding(self, parameter: Tensor) -> bool:
-        """Whether the parameter's gradient is under way. Local; does not wait."""
+        """Whether the parameter's gradient is under way, of any model. Local; does not wait."""
         return outstanding.is_outstanding(parameter)
+
+    def under_way(self, parameters: Iterable[Tensor]) -> list[ForwardOverlap]:
+        """The models' of which a step with one of these parameters is outstanding: this one, or others. Local."""
+        owners = dict.fromkeys(outstanding.owner_of(p) for p in parameters if self.is_outstanding(p))
+        return [owner for owner in owners if isinstance(owner, ForwardOverlap)]
 
     @property
     def has_outstanding(self) -> bool:
@@ -231,9 +236,10 @@ class ForwardOverlap:
         """
         with lock:
             while self._step is not None:
-                self._complete(min(self._step.left), reads_gradient=False)
+                self.complete(min(self._step.left), reads_gradient=False)
 
-    def _complete(self, index: int, reads_gradient: bool) -> None:
+    def complete(self, index: int, reads_gradient: bool) -> None:
+        """As `Owner.complete`; raises as `flush`."""
         step = self._step
         if step is None or index not in step.left:
             return

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,10 +24,15 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-Complete = Callable[[int, bool], None]
-"""Called with a bucket's index, and whether a gradient was read."""
 
-_owners: dict[int, tuple[Complete, int]] = {}  # by a parameter's id: who completes it, and its bucket
+class Owner(Protocol):
+    """Whose step is outstanding."""
+
+    def complete(self, index: int, reads_gradient: bool) -> None:
+        """Complete the bucket of this index; a gradient, or something else, is read."""
+
+
+_owners: dict[int, tuple[Owner, int]] = {}  # by a parameter's id: who completes it, and its bucket
 lock = threading.RLock()
 """Held while buckets are completed: any thread may read a parameter."""
 
@@ -94,11 +99,17 @@ def complete(parameter: Tensor, reads_gradient: bool = False) -> None:
     with lock:
         owner = _owners.get(id(parameter))
         if owner is not None:
-            owner[0](owner[1], reads_gradient)
+            owner[0].complete(owner[1], reads_gradient)
 
 
-def mark(parameters: Iterable[Parameter], owner: Complete, bucket: int) -> None:
-    """From now on reading one of these calls `owner(bucket, ...)`."""
+def owner_of(parameter: Tensor) -> Owner | None:
+    """Whose step is outstanding, of which this parameter is a part. Local; does not wait."""
+    owner = _owners.get(id(parameter))
+    return None if owner is None else owner[0]
+
+
+def mark(parameters: Iterable[Parameter], owner: Owner, bucket: int) -> None:
+    """From now on reading one of these calls `owner.complete(bucket, ...)`."""
     for parameter in parameters:
         _owners[id(parameter)] = (owner, bucket)
         parameter.__class__ = OutstandingParameter
