@@ -176,7 +176,7 @@ STEP, ALL = ["bench", "step", "--workload", "tiny"], ["bench", "allreduce"]
         ([*ALL, "--rounds", "1"], "--rounds 1"),
         (
             ["bench", "profile", "--workload", "tiny", "--out", "no-such-folder/p.json"],
-            "no folder that exists",
+            "there is no folder no-such-folder",
         ),
         (
             ["bench", "profile", "--workload", "tiny", "--out", "p.json", "--device", "abacus"],
