@@ -45,7 +45,7 @@ from paceline.ddp.setting import Setting
 from paceline.ddp.verdict import Status, Verdict
 from paceline.errors import ProtocolError, StepDroppedError
 from paceline.observe import StepTiming, StepTimings
-from paceline.observe.timings import profiler_range
+from paceline.observe.timings import BeforeBackward, profiler_range
 
 
 class Reducer:
@@ -155,6 +155,8 @@ class Reducer:
     def note_forward(self, forward_s: float) -> None:
         """A forward has ended, and took so long."""
         self._forward_s = forward_s
+        if torch.is_grad_enabled():
+            self.timings.note_forward(forward_s)
 
     def watch(self, output_nodes: Sequence[Any]) -> None:
         """Begin as soon as a backward reaches one of these, the `grad_fn`s of the outputs of the last forward."""
@@ -280,8 +282,10 @@ class Reducer:
                 self._finish(backward)
                 if self.cuts.may_change and self.cuts.is_due(self.timings):
                     self.buckets = self.cuts.cut()
+                self.timings.leave()
             else:
                 self._end_unsynchronized()
+                self.timings.note_earlier_backward(time.perf_counter() - backward.started_s)
         except StepDroppedError:
             self.recovery.drop_gradients()
             raise
@@ -328,7 +332,8 @@ class Reducer:
         self.num_steps += 1
         self._peers.note_step(self.num_steps)
         self._used_before.clear()
-        record = functools.partial(self._record, flight, self.num_steps, backward.started_s, ended_s)
+        before = self.timings.before(backward.started_s)
+        record = functools.partial(self._record, flight, self.num_steps, before, backward.started_s, ended_s)
         is_whole = backward.by_autograd and self._on_reduced is None and not has_late
         is_used = self.verdict.status.is_used
         if is_whole and flight.hand_over(lambda bucket: bucket.attach(is_used), record):
@@ -340,11 +345,31 @@ class Reducer:
         self.verdict.suspect_first_not_finite(self.num_steps, self.cuts.order)
         record(waited_s)
 
-    def _record(self, flight: Flight, step: int, started_s: float, ended_s: float, waited_s: float) -> None:
+    def _record(
+        self,
+        flight: Flight,
+        step: int,
+        before: BeforeBackward,
+        started_s: float,
+        ended_s: float,
+        waited_s: float,
+    ) -> None:
         """All gradients of a step have arrived, and it has waited so long for them."""
         buckets = flight.timings()
         exposed_s = min(waited_s, sum(bucket.waited_s for bucket in buckets))
-        timing = StepTiming(step, self._forward_s, started_s, ended_s - started_s, exposed_s, buckets)
+        timing = StepTiming(
+            step,
+            before.forward_s,
+            started_s,
+            ended_s - started_s,
+            exposed_s,
+            buckets,
+            before.num_micro_steps,
+            before.last_forward_s,
+            before.earlier_backward_s,
+            before.optimizer_s,
+            before.other_s,
+        )
         self.timings.add(timing)
         self.setting.reduction.end_step(timing)
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torchs
 
 from paceline.errors import ConfigurationError
+from paceline.observe.timings import watches_optimizers
 from paceline.optim.lamb import LAMB
 from paceline.optim.lars import LARS
 
@@ -240,7 +241,8 @@ class _Overlapped(Optimizer):
 
     def _has_hooks(self) -> bool:
         own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        return bool(own or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks)
+        of_all = (*torchs._global_optimizer_pre_hooks.values(), *torchs._global_optimizer_post_hooks.values())
+        return bool(own) or not all(map(watches_optimizers, of_all))
 
     def _run(self, groups: list[dict[str, Any]]) -> None:
         """The optimizer's own step, over these groups. On any thread: `param_groups` stays what it is."""

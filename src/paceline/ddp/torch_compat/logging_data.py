@@ -170,7 +170,7 @@ def _times(step: StepTiming) -> dict[str, int]:
     moments = _moments(step)
     started, ended = moments["backward_comm_time_start"], moments["backward_comm_time_end"]
     return {
-        "forward_compute_time": _ns(step.forward_s),
+        "forward_compute_time": _ns(step.last_forward_s),
         "backward_compute_time": _ns(step.backward_s),
         "backward_comm_time": ended - started,
         "backward_compute_comm_overlap_time": max(
@@ -182,7 +182,7 @@ def _times(step: StepTiming) -> dict[str, int]:
 def _moments(step: StepTiming) -> dict[str, int]:
     started = step.started_s
     moments = {
-        "forward_compute_time_start": started - step.forward_s,
+        "forward_compute_time_start": started - step.last_forward_s,
         "backward_compute_time_start": started,
         "backward_compute_time_end": started + step.backward_s,
         "backward_comm_time_start": step.buckets[0].launched_s,
