@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -138,13 +138,8 @@ def close(group: dist.ProcessGroup) -> None:
     is_ours = getattr(ours, "name", str)() == BACKEND_NAME
     if is_ours:
         ours.abort()  # else its lane is waited for, which may wait for a rank that has died
-    world: Any = dist.distributed_c10d._world
-    if group in world.pg_map:
-        name, is_part = world.pg_names[group], group.size() < dist.get_world_size()
-        stands_for_it = cast("Any", dist.ProcessGroup)(group.rank(), group.size())
+    if group in dist.distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)
-        if is_part:  # torch names such a group after how many there are: no later one may have this name
-            world.pg_names[stands_for_it] = name
     elif is_ours:
         ours.shutdown()  # c10d has forgotten it
 
@@ -198,7 +193,7 @@ def group_for_pieces(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     Contract:
         Collective: over the job for a group of all its ranks, else over the group's.  Blocks: until every rank has
-        come. It ends with the default group, or when it is closed.
+        come. It ends with the default group.
 
     Raises:
         ConfigurationError: `group` communicates CPU tensors by something else than Gloo, which may not take launches

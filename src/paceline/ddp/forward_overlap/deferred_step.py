@@ -32,13 +32,12 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from paceline.comm.gradient_group import close
 from paceline.comm.peers import Peers
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.flight import Flight, PlainFlights, Step
 from paceline.ddp.forward_overlap import outstanding
 from paceline.ddp.forward_overlap.agreement import Agreement
-from paceline.ddp.forward_overlap.open_step import Action, Cover, Moment, OpenStep, zero_gradients
+from paceline.ddp.forward_overlap.open_step import Action, Moment, OpenStep, zero_gradients
 from paceline.ddp.forward_overlap.outstanding import Needs, install, lock
 from paceline.ddp.forward_overlap.piece_flight import HALF_STEPPED, PieceFlight
 from paceline.ddp.layout import ManagedParameters
@@ -77,8 +76,7 @@ class ForwardOverlap:
         is_forced: bool = False,
         poisons: bool = False,
     ) -> None:
-        self._piece_group: ProcessGroup | None = piece_group
-        self._peers, self._poisons = peers, poisons
+        self._piece_group, self._peers, self._poisons = piece_group, peers, poisons
         self._agreement = Agreement(process_group, peers, is_forced)
         self._has_optimizer = False  # without one, backward waits as ever
         self.is_idle = False
@@ -86,8 +84,6 @@ class ForwardOverlap:
         self._failure: BaseException | None = None
         self._needs = Needs()
         self._warned: set[str] = set()
-        self._cover = Cover()
-        self._last_flight: weakref.ref[PieceFlight] | None = None
         self._module = module
         self._plain = PlainFlights()
         self._timings = StepTimings()  # of the reducer that it follows
@@ -150,11 +146,7 @@ class ForwardOverlap:
             self._needs.begin()
             return self._plain.begin(step, buckets)
         self.is_idle = True
-        assert self._piece_group is not None, "the wrapper is gone"
-        pieces = self._agreement.pieces
-        flight = PieceFlight(buckets, pieces, self._piece_group, self._peers, self._take_over)
-        self._last_flight = weakref.ref(flight)
-        return flight
+        return PieceFlight(buckets, self._agreement.pieces, self._piece_group, self._peers, self._take_over)
 
     def _take_over(
         self, flight: PieceFlight, attach: Callable[[Bucket], None], conclude: Callable[[float], None]
@@ -198,10 +190,8 @@ class ForwardOverlap:
         """Do this with each bucket's parameters when they have arrived. Local; something is outstanding."""
         with lock:
             assert self._step is not None, "nothing is outstanding"
-            if not self._step.actions:
-                if self._poisons:
-                    self._step.poison()
-                self._step.hide(self._cover)
+            if self._poisons and not self._step.actions:
+                self._step.poison()
             self._step.actions.append((Moment.now(), action))
 
     def zero_grad_of(self, parameters: Sequence[Tensor], set_to_none: bool) -> None:
@@ -343,26 +333,16 @@ class ForwardOverlap:
             self.flush()
 
     def let_go(self) -> None:
-        """The wrapper is gone: complete its last step, which keeps everything of it alive until then; close its group.
+        """The wrapper is gone: complete its last step, which keeps everything of it alive until then.
 
         The garbage collector may call, on any thread: what waits for a thread of the network's does not run on that.
         """
-        if self._failure is not None or _has_failed():
+        if self._step is None or self._failure is not None or _has_failed():
             return
         if isinstance(threading.current_thread(), threading._DummyThread):
-            threading.Thread(target=self._end, name="paceline-flush").start()
+            threading.Thread(target=self.flush, name="paceline-flush").start()
         else:
-            self._end()
-
-    def _end(self) -> None:
-        """Complete the last step; then nobody sends pieces any more, and an optimizer may still refer to this."""
-        self.stop()
-        group, self._piece_group = self._piece_group, None
-        flight = None if self._last_flight is None else self._last_flight()
-        if flight is not None:
-            flight.leave_group()
-        if group is not None:
-            close(group)
+            self.flush()
 
 
 def _has_failed() -> bool:

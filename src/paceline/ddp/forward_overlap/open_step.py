@@ -5,7 +5,6 @@ Calls are completed with torch's settings of the moment when they were made: who
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from torch.nn import Parameter
 
 from paceline.ddp.bucket import Bucket
 from paceline.ddp.forward_overlap.piece_flight import PieceFlight
-from paceline.errors import ProtocolError
 
 DEVICE = "cpu"  # where all parameters are
 
@@ -102,7 +100,6 @@ class OpenStep:
         actions: What to do with each, in this order, and when that was called.
         dropped: Ids of parameters whose gradients are dropped on arrival, after the actions.
         kept: Debug: parameters' values by id, while NaNs stand in for them.
-        hidden: By parameters' ids, while others stand in for them: their versions, and their memory.
         waited_s: So far.
     """
 
@@ -113,7 +110,6 @@ class OpenStep:
     actions: list[tuple[Moment, Action]] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)
     kept: dict[int, Tensor] = field(default_factory=dict)
-    hidden: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     waited_s: float = 0.0
 
     @property
@@ -151,45 +147,10 @@ class OpenStep:
                         self.kept[id(parameter)] = parameter.detach().clone()
                         parameter.detach().fill_(float("nan"))
 
-    def hide(self, cover: Cover) -> None:
-        """Whoever reads a parameter in a way that torch's Python functions do not see reads NaN, not the old step."""
-        with torch.no_grad(), torch.inference_mode(mode=False), torch._C.DisableTorchFunction():
-            for index in self.left:
-                for parameter in self.buckets[index].parameters:
-                    self.hidden[id(parameter)] = parameter._version, parameter.data
-                    parameter.data = cover.of(parameter)
-
     def _restore(self, bucket: Bucket) -> None:
-        written = False
-        for parameter in bucket.parameters:
-            if (hidden := self.hidden.pop(id(parameter), None)) is not None:
-                version, parameter.data = hidden
-                written = written or version != parameter._version
+        for parameter in bucket.parameters if self.kept else ():
             if (values := self.kept.pop(id(parameter), None)) is not None:
                 parameter.detach().copy_(values)
-        if written:
-            raise ProtocolError(
-                "overlap_forward: a parameter was written in a way that torch's Python functions do not see, while its "
-                "step was outstanding, so what was written is lost. Call model.flush() before."
-            )
-
-
-class Cover:
-    """Tensors of NaN in the shapes of parameters, over one memory: that of the largest."""
-
-    def __init__(self) -> None:
-        self._nans: dict[torch.dtype, Tensor] = {}
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """What stands for a parameter while its step is outstanding. Local."""
-        last = sum(
-            (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-        )
-        extent = max(0, last) + 1
-        nans = self._nans.get(parameter.dtype)
-        if nans is None or nans.numel() < extent:
-            nans = self._nans[parameter.dtype] = torch.full((extent,), math.nan, dtype=parameter.dtype)
-        return nans.as_strided(parameter.shape, parameter.stride())
 
 
 def zero_gradients(parameters: Iterable[Tensor], set_to_none: bool) -> None:

@@ -104,7 +104,7 @@ class PieceFlight:
         self.buckets = list(buckets)
         self._bodies: list[Tensor | None] = [None] * len(self.buckets)
         self._pieces = pieces
-        self._group: ProcessGroup | None = process_group
+        self._group = process_group
         self._peers = peers
         counts = [0] * len(self.buckets)
         for piece in pieces:
@@ -157,7 +157,6 @@ class PieceFlight:
         progress = self.progress[piece.bucket]
         progress.launched_s = progress.launched_s or time.perf_counter()
         self._num_under_way += 1
-        assert self._group is not None, "pieces are left to be sent"
         pending = all_reduce(body[piece.start : piece.stop], self._group)
         pending.future().add_done_callback(lambda future: self._note_done(piece, future))
 
@@ -188,7 +187,6 @@ class PieceFlight:
                 progress.end(self._error)
 
     def launch_late(self, bucket: Bucket, scale: float) -> Work:
-        assert self._group is not None, "its step has not ended"
         return bucket.launch_late(scale, self._group)
 
     # ---- waiting
@@ -232,15 +230,6 @@ class PieceFlight:
         with self._lock:
             self._fail(RuntimeError("this rank's program has ended"))
             self._landed.wait_for(lambda: self._num_under_way == 0, timeout_s)
-
-    def leave_group(self) -> None:
-        """Keep the group no longer: nothing is left to be sent.
-
-        A thread of Gloo's may still be in `_note_done`. Ended by its last reference there, the group would join its own
-        thread, which aborts the process. Threads use the group under the lock alone.
-        """
-        with self._lock:
-            self._group = None
 
     def timings(self) -> tuple[BucketTiming, ...]:
         return tuple(
