@@ -23,6 +23,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ProcessGroup
 
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
 # torch 2.8 knows it by its former name only.
 _ALL_TO_ALL = "all_to_all_single" if hasattr(ProcessGroup, "all_to_all_single") else "alltoall_base"
 
@@ -290,3 +292,15 @@ class Chain:
             self._current.on_done(callback)
         else:
             self._callbacks.append(callback)
+
+
+def timeout_of(process_group: ProcessGroup) -> timedelta:
+    """The timeout of the group's collectives; 30 minutes where it cannot be found."""
+    ours: Any = process_group
+    found = getattr(ours, "_timeout", None)
+    if not isinstance(found, timedelta):
+        try:
+            found = ours._get_backend(ours._device_types[0]).options._timeout
+        except (AttributeError, IndexError, RuntimeError):
+            found = None
+    return found if isinstance(found, timedelta) else _DEFAULT_TIMEOUT

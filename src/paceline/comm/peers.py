@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from paceline.comm.collectives import Work
+from paceline.comm.collectives import Work, timeout_of
 from paceline.comm.forked import keep_when_forked
 from paceline.comm.rendezvous import announce
 from paceline.comm.sealed_store import SealedStore
@@ -29,7 +29,7 @@ from paceline.host.exit import end_before_exit
 from paceline.host.processes import GONE, UNKNOWN, ProcessCard, is_stopped
 
 SLICE_S = 0.5  # between two looks whether failure detection has begun
-GRACE_S = 2.0  # for the others to answer
+GRACE_S = 2.0  # for the others to answer; for a collective to say by itself what is missing at the timeout
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 0.2  # at who does not answer: each after twice the time of the one before
 _MOST_ASKED = 3
 
@@ -80,6 +80,7 @@ class Peers:
         self._rank = process_group.rank()
         self._in_slices = in_slices and process_group.size() > 1
         self._consequence = consequence
+        self._timeout_s = timeout_of(process_group).total_seconds()
         self._failure_detection = _FailureDetection(process_group, name, first_act)
 
     def note_step(self, number: int) -> None:
@@ -95,15 +96,22 @@ class Peers:
             consequence: What its failure means, where that is not what this object says of every other.
 
         Contract:
-            Blocks: yes, at most for the process group's timeout and failure detection.
+            Blocks: yes, at most for the process group's timeout, `GRACE_S` and failure detection, whatever it waits for.
 
         Raises:
             PeerLostError: It failed, here or on another rank; names the ranks that are gone.
         """
         try:
             if self._in_slices:
+                until_s, is_late = time.monotonic() + self._timeout_s + GRACE_S, False
                 while not pending.wait(SLICE_S):
                     self._failure_detection.raise_if_called()
+                    if is_late:
+                        raise _LateError(
+                            f"it has not ended {self._timeout_s:g} s, the process group's timeout, after rank "
+                            f"{self._rank} began to wait"
+                        )
+                    is_late = time.monotonic() > until_s  # this process may have stood still: it waits once more
             else:
                 pending.wait()
         except RuntimeError as error:
@@ -135,6 +143,10 @@ class Peers:
 
 class _CalledError(RuntimeError):
     """Another rank has started failure detection; the message says why."""
+
+
+class _LateError(RuntimeError):
+    """The timeout is over. Parts of a collective have timeouts of their own, and work between them has none."""
 
 
 @dataclass

@@ -22,7 +22,6 @@ from paceline.transports.shared_memory import SharedMemoryTransport, join_host
 Gloo = Any  # a ProcessGroupGloo; torch's stubs know none of its methods
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # Gloo's variable: the network interface to use
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
 _DISCARD_PORT = 9  # nothing is sent: connecting a datagram socket only asks the kernel for the route
 
 
@@ -157,18 +156,6 @@ def datagram_address(num_ranks: int) -> str:
     if not interface:
         return address_towards(num_ranks) or LOOPBACK
     return str(bounded_loss("udp_socket").address_of(interface))
-
-
-def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
-    """The timeout of the group's collectives; 30 minutes where it cannot be found."""
-    ours: Any = process_group
-    found = getattr(ours, "_timeout", None)
-    if not isinstance(found, timedelta):
-        try:
-            found = ours._get_backend(ours._device_types[0]).options._timeout
-        except (AttributeError, IndexError, RuntimeError):
-            found = None
-    return found if isinstance(found, timedelta) else _DEFAULT_TIMEOUT
 
 
 def store_of_job(who: str) -> dist.Store:

@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name
+from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name, timeout_of
 from paceline.comm.lane import Lane, LaneWork
 from paceline.compression import Layout
 from paceline.errors import ConfigurationError
 from paceline.observe import StepTiming
-from paceline.process_group.connections import bounded_loss, open_lossy_transport, store_of_job, timeout_of
+from paceline.process_group.connections import bounded_loss, open_lossy_transport, store_of_job
 from paceline.reductions.error_feedback import RESIDUAL, Memory, Slot
 from paceline.reductions.kept_state import Keeper, check_one_model
 from paceline.reductions.loss_report import LossReport
@@ -173,7 +173,7 @@ class BoundedLoss(Reduction):
     def prepare(self, named_parameters: Mapping[str, Parameter], process_group: ProcessGroup) -> None:
         check_one_model(self, self._names, named_parameters)
         if self._connect is None and process_group.size() > 1:
-            bounded_loss("lossy_link")
+            bounded_loss("datagram_loop").compile_all()  # before any rank waits for this one
         if process_group is not self._prepared_for:
             self._connection = None  # the other group may have been destroyed
         self._prepared_for = process_group

@@ -19,11 +19,8 @@ import numpy as np
 
 from paceline.errors import ConfigurationError, PeerLostError, ProtocolError
 from paceline.transports import Bound, Sum
-from paceline.transports.bounded_loss.datagram_loop import compile_all
 from paceline.transports.bounded_loss.lossy_link import LossyLink
 from paceline.transports.bounded_loss.udp_socket import Introduction
-
-__all__ = ["DatagramSums", "compile_all"]
 
 _DTYPES = ("float32", "float64")
 _MOST_SERVERS, _MOST_PORTS = 1024, 16

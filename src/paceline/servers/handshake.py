@@ -97,7 +97,7 @@ def enter(connected: socket.socket, token: str, where: str) -> None:
         )
     if nonce == _NO:
         raise RefusedError(
-            f"the parameter server at {where} refused this rank: it was started with another PACELINE_TOKEN. Give "
+            f"{where} refused this rank: it was started with another PACELINE_TOKEN. Give "
             "servers and ranks the same."
         )
     connected.sendall(_code(key, b"rank", nonce, mine))

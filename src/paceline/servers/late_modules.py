@@ -22,7 +22,7 @@ def _load_stepping() -> Any:
 def _load_sums() -> Any:
     """Numba, and what it compiles."""
     module = importlib.import_module("paceline.servers.datagram_sums")
-    module.compile_all()
+    importlib.import_module("paceline.transports.bounded_loss.datagram_loop").compile_all()
     return module
 
 

@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name
+from paceline.comm.collectives import C10dWork, Done, Work, launch_session_name, timeout_of
 from paceline.comm.lane import Lane, LaneWork
 from paceline.errors import ConfigurationError
 from paceline.host.processes import whereabouts
 from paceline.observe import StepTiming
-from paceline.process_group.connections import open_transport, store_of_job, timeout_of
+from paceline.process_group.connections import open_transport, store_of_job
 from paceline.process_group.executor import Executor
 from paceline.process_group.folds import flat_view
 from paceline.process_group.shared_vectors import shared_vectors_of

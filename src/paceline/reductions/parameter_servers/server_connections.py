@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from paceline.comm import SERVERS, TOKEN
-from paceline.comm.collectives import C10dWork, launch_session_name
+from paceline.comm.collectives import C10dWork, launch_session_name, timeout_of
 from paceline.comm.lane import Lane, LaneWork
 from paceline.comm.rendezvous import Rendezvous
 from paceline.errors import ConfigurationError
-from paceline.process_group.connections import store_of_job, timeout_of
+from paceline.process_group.connections import store_of_job
 from paceline.reductions.parameter_servers.pieces import Cutting, spans_of
 from paceline.reductions.reduction import Message
 from paceline.servers.link import Link, Rank

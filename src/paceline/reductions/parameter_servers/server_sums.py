@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
 from paceline.comm import TOKEN
-from paceline.comm.collectives import launch_session_name
+from paceline.comm.collectives import launch_session_name, timeout_of
 from paceline.errors import PeerLostError, ServerLostError
-from paceline.process_group.connections import introduce, open_met_transport, store_of_job, timeout_of
+from paceline.process_group.connections import introduce, open_met_transport, store_of_job
 from paceline.reductions.parameter_servers.server_connections import of_all_launchers
 from paceline.servers.link import GRACE_S, PATIENCE_S, Link, Rank
 from paceline.servers.response_future import ResponseFuture
