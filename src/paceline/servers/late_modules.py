@@ -62,11 +62,11 @@ class LateModules:
             with self._lock:
                 self._there.add(kind)
                 if not self._is_closed:
-                    self._wake.send(b"x")
+                    self._wake.sendall(b"x")
 
     def note_woken(self) -> None:
         """What `woken` said has been heard."""
-        self.woken.recv(64)
+        self.woken.recvfrom(64)
 
     def close(self) -> None:
         """Nobody waits any more. An import that is under way goes on."""

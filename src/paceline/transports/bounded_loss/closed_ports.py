@@ -49,8 +49,8 @@ class ClosedPorts:
             asking.connect(self._places[peer])
             self._asking[peer] = asking
         with contextlib.suppress(BlockingIOError):
-            self._asking[peer].recv(1)
-        self._asking[peer].send(b"")
+            self._asking[peer].recvfrom(1)
+        self._asking[peer].sendall(b"")
 
     def close(self) -> None:
         for asking in self._asking.values():

@@ -5,7 +5,8 @@ Rules
 2. Only this thread touches the endpoint. It answers peers also while the callers compute.
 3. After an error the link cannot be used any more: all that is under way, and whatever comes later, raises it.
 4. There is one timeout, the user's: a network that is cut for less is ridden out. What is known earlier is said
-   earlier: a peer's kernel answers that nobody has its port any more (`ClosedPorts`), or nothing long has ever reached a peer.
+   earlier: a peer's kernel answers that nobody has its port any more (`ClosedPorts`), or nothing long has ever reached
+   a peer.
 """
 
 from __future__ import annotations
