@@ -96,7 +96,7 @@ class Peers:
             consequence: What its failure means, where that is not what this object says of every other.
 
         Contract:
-            Blocks: yes, at most for the process group's timeout, `GRACE_S` and failure detection, whatever it waits for.
+            Blocks: yes, at most for the process group's timeout, `GRACE_S` and failure detection, whatever it is.
 
         Raises:
             PeerLostError: It failed, here or on another rank; names the ranks that are gone.
@@ -111,7 +111,9 @@ class Peers:
                             f"it has not ended {self._timeout_s:g} s, the process group's timeout, after rank "
                             f"{self._rank} began to wait"
                         )
-                    is_late = time.monotonic() > until_s  # this process may have stood still: it waits once more
+                    is_late = (
+                        time.monotonic() > until_s
+                    )  # this process may have stood still: it waits once more
             else:
                 pending.wait()
         except RuntimeError as error:
